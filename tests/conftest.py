@@ -1,0 +1,54 @@
+"""What every test starts from: one seed, one device, and memory in which nothing is zero by luck."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Read when a kernel is defined, so it is set before any test imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+RUN_ALL = "WHORL_TEST_ALL"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Deterministic mode is on for the NaN filling alone.
+    config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:Deterministic behavior was enabled:UserWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_slow = pytest.mark.skip(reason=f"slow: pass --slow or set {RUN_ALL}=1")
+    skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    run_slow = config.getoption("--slow") or os.environ.get(RUN_ALL) == "1"
+    for item in items:
+        if "slow" in item.keywords and not run_slow:
+            item.add_marker(skip_slow)
+        if "gpu" in item.keywords and not HAS_CUDA:
+            item.add_marker(skip_gpu)
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nan_filled_memory() -> Iterator[None]:
+    """torch.empty holds NaN: a kernel that leaves an element unwritten, or reads one it should not, shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

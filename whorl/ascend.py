@@ -1,0 +1,416 @@
+"""torch_npu's operators by their own names and signatures, on any device.
+
+Code written for Ascend runs here on a CPU or an NVIDIA GPU, over `whorl.ops`; on NPU tensors torch_npu itself is
+called. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a gradient, or promises
+none, these raise; documented device limits raise ValueError until `limits("ignore")`. See docs/ascend.md.
+"""
+
+import importlib
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from whorl import contracts, ops
+from whorl.ops._torch_npu import dtype_name, installed
+
+__all__ = [
+    "_npu_rotary_embedding",
+    "limits",
+    "npu_add_rms_norm",
+    "npu_apply_rotary_pos_emb",
+    "npu_interleave_rope",
+    "npu_mrope",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_rotary_position_embedding",
+    "npu_swiglu",
+]
+
+_STYLES = {"half": "half", "interleave": "pairs"}  # rotary_mode -> the style of whorl.ops
+_limits = "enforce"
+
+
+class limits:
+    """Whether documented device limits are errors: `limits("ignore")` from here on, or in a `with` block only.
+
+    One setting for all threads. What has no meaning, such as an odd width, stays an error.
+    """
+
+    def __init__(self, mode: Literal["enforce", "ignore"]) -> None:
+        global _limits
+        if mode not in ("enforce", "ignore"):
+            raise ValueError(f"limits: mode is {mode!r}, expected 'enforce' or 'ignore'")
+        self._before, _limits = _limits, mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        global _limits
+        _limits = self._before
+
+
+def npu_rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """input * r1 + rot(input) * r2, with r1 = cos and r2 = sin of full width, rounded to input's dtype first.
+
+    rot() pairs channel i with i + D/2 (`half`) or 2i with 2i + 1 (`interleave`); with `rotate` it is input @ rotate.
+    Differentiable in input, r1 and r2, but not with `rotate`.
+    """
+    name = "npu_rotary_mul"
+    _refuse(
+        name,
+        contracts.rotary_mul_limit(
+            shape=input.shape,
+            cos_shape=r1.shape,
+            dtype=dtype_name(input),
+            rotary_mode=rotary_mode,
+            table_needs_grad=_needs_gradient(r1, r2),
+        ),
+    )
+    if rotate is not None and _needs_gradient(input, r1, r2, rotate):
+        raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
+    _check_tables(name, input, r1, r2)
+    style = _style(name, rotary_mode)
+    if _is_npu(input):
+        return _call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
+    return _turn(input, r1, r2, style) if rotate is None else _turn_by_matrix(input, r1, r2, rotate)
+
+
+def npu_mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: list[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[Tensor, Tensor]:
+    """Look cos and sin up by position and turn the first R channels of every head; with sections, MRoPE.
+
+    positions: [T], or [3, T] or [4, T] with sections; query, key: [T, heads * head_size]; cos_sin_cache: [P, R] in
+    query's dtype. cache_mode='interleave' follows the vendor's published formula, which ends w at 3h; `ops.mrope`
+    follows transformers and ends it at 3w. No gradient: torch_npu drops it silently, this raises.
+    """
+    name = "npu_mrope"
+    rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
+    _refuse(
+        name,
+        contracts.mrope_limit(
+            query_shape=query.shape,
+            key_shape=key.shape,
+            positions_shape=positions.shape,
+            rotary_dim=cos_sin_cache.shape[-1],
+            head_size=head_size,
+            dtype=dtype_name(query),
+            table_dtype=dtype_name(cos_sin_cache),
+            sections=mrope_section,
+            rotary_mode=rotary_mode,
+            cache_mode=cache_mode,
+        ),
+    )
+    _refuse_gradient(name, query, key, cos_sin_cache)
+    style = _style(name, rotary_mode)
+    if cache_mode not in ("default", "interleave"):
+        raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
+    if _is_npu(query):
+        return _call_torch_npu(
+            name,
+            positions,
+            query,
+            key,
+            cos_sin_cache,
+            head_size,
+            mrope_section=mrope_section,
+            rotary_mode=rotary_mode,
+            cache_mode=cache_mode,
+        )
+    q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
+    if mrope_section is None or not any(mrope_section):
+        q, k = ops.rope(q, k, table, positions, style=style)
+    elif cache_mode == "default":
+        q, k = ops.mrope(q, k, table, positions, mrope_section, style=style)
+    else:
+        sections = contracts.vendor_sections(mrope_section)
+        q, k = ops.mrope(q, k, table, positions, sections, layout="interleaved", style=style)
+    return q.flatten(-2), k.flatten(-2)
+
+
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Read adjacent pairs, turn them, write half order (DeepSeek-V3). No gradient, as in torch_npu.
+
+    x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order.
+    """
+    name = "npu_interleave_rope"
+    _refuse(
+        name,
+        contracts.interleave_rope_limit(
+            shape=x.shape,
+            cos_shape=cos.shape,
+            dtype=dtype_name(x),
+            table_dtype=dtype_name(cos),
+            contiguous=all(t.is_contiguous() for t in (x, cos, sin)),
+        ),
+    )
+    _refuse_gradient(name, x, cos, sin)
+    _check_tables(name, x, cos, sin)
+    if _is_npu(x):
+        return _call_torch_npu(name, x, cos, sin)
+    return _turn(x, cos, sin, "pairs", pairs_out="half")
+
+
+def npu_apply_rotary_pos_emb(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor]:
+    """Turn query and key in place and return them: the same tensors, overwritten. No gradient, as in torch_npu.
+
+    query, key: [B, S, N, D] or, layout TND, [T, N, D]; cos, sin: full width, N = 1.
+    """
+    name = "npu_apply_rotary_pos_emb"
+    _refuse(
+        name,
+        contracts.apply_rotary_pos_emb_limit(
+            query_shape=query.shape,
+            key_shape=key.shape,
+            cos_shape=cos.shape,
+            dtype=dtype_name(query),
+            table_dtype=dtype_name(cos),
+            layout=layout,
+            rotary_mode=rotary_mode,
+        ),
+    )
+    _refuse_gradient(name, query, key, cos, sin)
+    style = _style(name, rotary_mode)
+    if layout not in ("BSND", "SBND", "BNSD", "TND") or query.dim() != len(layout):
+        raise ValueError(f"{name}: layout is {layout!r}, query {list(query.shape)}; expected BSND, SBND, BNSD or TND")
+    width = cos.shape[-1]
+    _check_tables(name, query[..., :width], cos, sin)
+    _check_tables(name, key[..., :width], cos, sin)
+    if _is_npu(query):
+        return _call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
+    for x in (query, key):
+        x[..., :width].copy_(_turn(x[..., :width], cos, sin, style))
+    return query, key
+
+
+def _npu_rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
+) -> None:
+    """Turn query and key in place, cos and sin looked up by position (ATB). No gradient.
+
+    positions: [T]; query, key: [T, heads * head_size]; cos_sin_cache: [P, head_size]. ATB keeps the table of the
+    first call for the life of the process; off the NPU every call uses the table it is given.
+    """
+    name = "_npu_rotary_embedding"
+    _refuse(
+        name,
+        contracts.rotary_embedding_limit(
+            query_shape=query.shape,
+            key_shape=key.shape,
+            positions_shape=positions.shape,
+            rotary_dim=cos_sin_cache.shape[-1],
+            head_size=head_size,
+            dtype=dtype_name(query),
+        ),
+    )
+    _refuse_gradient(name, query, key, cos_sin_cache)
+    if _is_npu(query):
+        _call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        return
+    q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
+    ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
+
+
+def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
+    """MindSpeed's name for npu_rotary_mul: mode 0 is half, 1 is interleave.
+
+    Differentiable in x, and in cos and sin where both need a gradient; MindSpeed gives one of them alone none.
+    """
+    name = "npu_rotary_position_embedding"
+    _refuse(
+        name,
+        contracts.rotary_position_embedding_limit(
+            shape=x.shape,
+            cos_shape=cos.shape,
+            dtype=dtype_name(x),
+            mode=mode,
+            table_needs_grad=_needs_gradient(cos, sin),
+        ),
+    )
+    if _needs_gradient(cos) != _needs_gradient(sin):
+        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one; one of them does")
+    if mode not in (0, 1):
+        raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
+    _check_tables(name, x, cos, sin)
+    if _is_npu(x):
+        from mindspeed.ops import npu_rotary_position_embedding as extension
+
+        return extension.npu_rotary_position_embedding(x, cos, sin, mode)
+    return _turn(x, cos, sin, ("half", "pairs")[mode])
+
+
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    """y = input / rms * gamma over gamma's dims, and 1 / rms in float32 with those dims set to 1.
+
+    Differentiable in input and gamma; no gradient flows through the second output.
+    """
+    name = "npu_rms_norm"
+    _refuse(
+        name,
+        contracts.rms_norm_limit(
+            shape=input.shape, gamma_shape=gamma.shape, dtype=dtype_name(input), gamma_dtype=dtype_name(gamma)
+        ),
+    )
+    if _is_npu(input):
+        return _call_torch_npu(name, input, gamma, epsilon=epsilon)
+    y = ops.rms_norm(_rows(input, gamma), gamma.flatten(), epsilon)
+    return y.view(input.shape), _inverse_rms(input, gamma, epsilon)
+
+
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
+    """npu_rms_norm of x = x1 + x2: returns y, 1 / rms in float32, and x. No gradient, as in torch_npu."""
+    name = "npu_add_rms_norm"
+    _refuse(
+        name,
+        contracts.add_rms_norm_limit(
+            shape=x1.shape,
+            x2_shape=x2.shape,
+            gamma_shape=gamma.shape,
+            dtype=dtype_name(x1),
+            gamma_dtype=dtype_name(gamma),
+        ),
+    )
+    _refuse_gradient(name, x1, x2, gamma)
+    if _is_npu(x1):
+        return _call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
+    y, x = ops.add_rms_norm(_rows(x1, gamma), _rows(x2, gamma), gamma.flatten(), epsilon)
+    x = x.view(x1.shape)
+    return y.view(x1.shape), _inverse_rms(x, gamma, epsilon), x
+
+
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu(first half) * second half along `dim`. Differentiable."""
+    name = "npu_swiglu"
+    contiguous = input.is_contiguous()
+    _refuse(name, contracts.swiglu_limit(shape=input.shape, dim=dim, dtype=dtype_name(input), contiguous=contiguous))
+    if input.shape[dim] % 2:
+        raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
+    if _is_npu(input):
+        return _call_torch_npu(name, input, dim=dim)
+    return ops.swiglu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+
+
+# What the nine share.
+
+
+def _refuse(name: str, limit: str | None) -> None:
+    if limit is not None and _limits == "enforce":
+        raise ValueError(f"{name}: {limit}. The device documents this limit; whorl.ascend.limits('ignore') lifts it")
+
+
+def _refuse_gradient(name: str, *tensors: Tensor) -> None:
+    if _needs_gradient(*tensors):
+        lost = "drops it silently" if contracts.CONTRACTS[name].gradient == "silently lost" else "has none"
+        raise RuntimeError(f"{name}: a gradient is needed and torch_npu {lost}; use torch.no_grad(), or whorl.ops")
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _is_npu(x: Tensor) -> bool:
+    return x.device.type == "npu"
+
+
+def _style(name: str, rotary_mode: str) -> str:
+    if rotary_mode not in _STYLES:
+        raise ValueError(f"{name}: rotary_mode is {rotary_mode!r}, expected one of {', '.join(_STYLES)}")
+    return _STYLES[rotary_mode]
+
+
+def _call_torch_npu(name: str, *required: Any, **optional: Any) -> Any:
+    function = getattr(importlib.import_module("torch_npu"), name)
+    return function(*required, **installed().call_arguments(name, **optional))
+
+
+def _heads(name: str, x: Tensor, head_size: int) -> Tensor:
+    if x.dim() != 2 or head_size < 1 or x.shape[-1] % head_size:
+        raise ValueError(f"{name}: got {list(x.shape)}, expected [T, heads * head_size] with head_size {head_size}")
+    return x.unflatten(-1, (x.shape[-1] // head_size, head_size))
+
+
+def _wide(table: Tensor, x: Tensor) -> Tensor:
+    """A table as the device sees it, rounded to x's dtype, in the dtype that `whorl.ops` computes in."""
+    return table.to(x.dtype).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    fits = cos.dim() == x.dim() and all(c in (1, n) for c, n in zip(cos.shape[:-1], x.shape[:-1], strict=True))
+    if x.dim() not in (3, 4) or cos.shape != sin.shape or cos.shape[-1] != x.shape[-1] or x.shape[-1] % 2 or not fits:
+        raise ValueError(
+            f"{name}: cos {list(cos.shape)} and sin {list(sin.shape)} do not fit {list(x.shape)}: expected 3 or 4 "
+            "dims, an even last dim of full width, and 1 or the same size in the others"
+        )
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, style: str, pairs_out: str = "pairs") -> Tensor:
+    """x * cos + rot(x) * sin with full-width tables, by `ops.rope`, whose tables are half width.
+
+    The two halves of a full-width table may differ: each half of the output has its own rotation.
+    """
+    if _needs_gradient(cos, sin):
+        return _turn_by_formula(x, cos, sin, style)
+    order = pairs_out if style == "pairs" else "half"
+    heads = next((i for i in reversed(range(x.dim() - 1)) if cos.shape[i] == 1 and x.shape[i] != 1), None)
+    if heads is None:  # a row for every head: heads are tokens
+        cos, sin = (t.expand(x.shape).reshape(-1, 1, x.shape[-1]) for t in (cos, sin))
+        return _turn_heads(x.reshape(-1, 1, x.shape[-1]), cos, sin, style, order).view(x.shape)
+    x, cos, sin = (t.movedim(heads, -2) for t in (x, cos, sin))
+    return _turn_heads(x, cos, sin, style, order).movedim(-2, heads).contiguous()
+
+
+def _turn_heads(x: Tensor, cos: Tensor, sin: Tensor, style: str, order: str) -> Tensor:
+    """`_turn` of [*tokens, heads, D] with one row of cos and sin for each token."""
+    turned = []
+    for c, s in zip(_halves(_wide(cos, x), order), _halves(_wide(sin, x), order), strict=True):
+        rows = torch.cat((c, s), -1).squeeze(-2).expand(*x.shape[:-2], -1).contiguous()
+        turned.append(ops.rope(x, None, rows, style=style, pairs_out=order)[0])
+    return _join(_halves(turned[0], order)[0], _halves(turned[1], order)[1], order)
+
+
+def _turn_by_formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """`_turn` for tables that need a gradient."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    first, second = _halves(wide, style)
+    return (wide * _wide(cos, x) + _join(-second, first, style) * _wide(sin, x)).to(x.dtype)
+
+
+def _turn_by_matrix(x: Tensor, cos: Tensor, sin: Tensor, rotate: Tensor) -> Tensor:
+    if rotate.shape != (x.shape[-1], x.shape[-1]):
+        raise ValueError(f"npu_rotary_mul: rotate is {list(rotate.shape)}, expected [{x.shape[-1]}, {x.shape[-1]}]")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * _wide(cos, x) + wide @ _wide(rotate, x) * _wide(sin, x)).to(x.dtype)
+
+
+def _halves(x: Tensor, order: str) -> tuple[Tensor, Tensor]:
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if order == "pairs" else (x[..., :half], x[..., half:])
+
+
+def _join(first: Tensor, second: Tensor, order: str) -> Tensor:
+    return torch.stack((first, second), -1).flatten(-2) if order == "pairs" else torch.cat((first, second), -1)
+
+
+def _rows(x: Tensor, gamma: Tensor) -> Tensor:
+    """x with gamma's dims flattened into the last."""
+    return x if gamma.dim() == 1 else x.flatten(-gamma.dim())
+
+
+def _inverse_rms(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    dims = tuple(range(-gamma.dim(), 0))
+    return torch.rsqrt(x.detach().float().square().mean(dims, keepdim=True) + epsilon)

@@ -1,0 +1,133 @@
+"""Speed of multimodal position ids on one CPU core, next to transformers' `get_rope_index` in the same run.
+
+`python -m whorl.bench.positions [--json]`. No speed is given for a case where the two disagree.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib import import_module, metadata
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from whorl.positions import PositionRule, multimodal_positions
+
+NUM_TOKENS = 32768
+NUM_BLOCKS = 200
+MODELS = {
+    "qwen2_vl": "Qwen2VLModel",
+    "qwen2_5_vl": "Qwen2_5_VLModel",
+    "qwen3_vl": "Qwen3VLModel",
+    "glm4v": "Glm4vModel",
+}
+IMAGE_ID, VIDEO_ID, VIDEO_START, VIDEO_END, WORD = 91, 92, 93, 94, 7
+
+
+def make_case(num_tokens: int = NUM_TOKENS, num_images: int = NUM_BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [1, S] and grids [N, 3] of one sequence: images of 8 to 12 tokens a side, text between them."""
+    sides = np.random.default_rng(0).integers(8, 13, size=(num_images, 2))
+    sizes = sides.prod(axis=1)
+    gap = (num_tokens - int(sizes.sum())) // num_images
+    if gap < 1:
+        raise ValueError(f"make_case: {num_images} images of {sizes.sum()} tokens do not fit {num_tokens} tokens.")
+    ids = np.full(num_tokens, WORD)
+    starts = np.cumsum(sizes + gap) - sizes
+    for start, size in zip(starts, sizes, strict=True):
+        ids[start : start + size] = IMAGE_ID
+    grids = np.concatenate((np.ones((num_images, 1), int), sides * 2), axis=1)
+    return torch.from_numpy(ids)[None], torch.from_numpy(grids)
+
+
+def run(repeats: int = 20) -> dict[str, Any]:
+    """Median milliseconds per model type, ours and transformers'; one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ids, grids = make_case()
+        rows = [_measure(model_type, ids, grids, repeats) for model_type in MODELS]
+    finally:
+        torch.set_num_threads(threads)
+    environment = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+    return {"tokens": NUM_TOKENS, "images": NUM_BLOCKS, "environment": environment, "rows": rows}
+
+
+def _measure(model_type: str, ids: torch.Tensor, grids: torch.Tensor, repeats: int) -> dict[str, Any]:
+    config = SimpleNamespace(
+        model_type=model_type,
+        vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2),
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        video_start_token_id=VIDEO_START,
+        video_end_token_id=VIDEO_END,
+    )
+    rule = PositionRule.from_hf(config)
+    types = (ids == IMAGE_ID).int()
+    peer = _peer(config)
+
+    def ours() -> Any:
+        return multimodal_positions(ids, rule, image_grid_thw=grids)
+
+    def theirs() -> Any:
+        return peer(ids, types, image_grid_thw=grids)
+
+    equal = all(torch.equal(a, b) for a, b in zip(ours(), theirs(), strict=True))
+    row: dict[str, Any] = {"model_type": model_type, "equal": equal}
+    if equal:
+        row |= {"whorl_ms": _median_ms(ours, repeats), "transformers_ms": _median_ms(theirs, max(3, repeats // 4))}
+    return row
+
+
+def _peer(config: SimpleNamespace) -> Callable[..., Any]:
+    name = config.model_type
+    model_class = getattr(import_module(f"transformers.models.{name}.modeling_{name}"), MODELS[name])
+    model = SimpleNamespace(config=config)
+    model.get_vision_position_ids = lambda *args, **kwargs: model_class.get_vision_position_ids(model, *args, **kwargs)
+    return lambda *args, **kwargs: model_class.get_rope_index(model, *args, **kwargs)
+
+
+def _median_ms(function: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m whorl.bench.positions", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args(argv)
+    result = run(arguments.repeats)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(" ".join(f"{key} {value}" for key, value in result["environment"].items()))
+        print(f"{result['tokens']} tokens, {result['images']} images, one core, median milliseconds")
+        print(f"{'model type':<12} {'whorl':>8} {'transformers':>13} {'ratio':>7}")
+        for row in result["rows"]:
+            if not row["equal"]:
+                print(f"{row['model_type']:<12} answers differ: no speed")
+                continue
+            ratio = row["transformers_ms"] / row["whorl_ms"]
+            print(f"{row['model_type']:<12} {row['whorl_ms']:>8.2f} {row['transformers_ms']:>13.2f} {ratio:>6.1f}x")
+    return 0 if all(row["equal"] for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

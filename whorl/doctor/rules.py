@@ -1,0 +1,55 @@
+"""The list of checks. A check is one function with a `@rule`: it yields a `Problem` for each thing it finds."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from whorl.doctor.report import Finding, RotaryPath, Severity
+from whorl.doctor.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What a check found; the rule adds its code, and its severity where the problem names none."""
+
+    where: str
+    found: str
+    expected: str
+    why: str
+    fix: tuple[str, ...]
+    severity: Severity | None = None
+
+
+CheckFunction = Callable[[Setup, RotaryPath], Iterator[Problem]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    code: str
+    severity: Severity
+    function: CheckFunction
+
+    def findings(self, setup: Setup, path: RotaryPath) -> Iterator[Finding]:
+        for problem in self.function(setup, path):
+            yield Finding(
+                code=self.code,
+                severity=problem.severity or self.severity,
+                where=problem.where,
+                found=problem.found,
+                expected=problem.expected,
+                why=problem.why,
+                fix=problem.fix,
+            )
+
+
+RULES: Final[list[Rule]] = []
+
+
+def rule(code: str, severity: Severity = "error") -> Callable[[CheckFunction], CheckFunction]:
+    """Add a check to RULES under `code`. Several functions may share a code."""
+
+    def add(function: CheckFunction) -> CheckFunction:
+        RULES.append(Rule(code=code, severity=severity, function=function))
+        return function
+
+    return add

@@ -1,0 +1,253 @@
+"""`Setup`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from whorl.doctor.inputs import OTHER_TOWERS, BadInput, Inputs, Setting
+from whorl.rope_config import RopeConfig
+
+FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan")
+MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
+TRAINING: Final = (*MEGATRON_FAMILY, "mindspeed-mm", "torchtitan")
+DEVICES: Final = ("cuda", "npu")
+
+# The first framework one of whose signs appears among the settings; each sign is matched against path=value.
+SIGNS: Final = (
+    ("verl", r"(actor_rollout_ref\..*|verl)=.*"),
+    ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm)=.*"),
+    ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
+    ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed)=.*"),
+    ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*"),
+    ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
+    ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
+    ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),
+)
+NPU_SIGNS: Final = r"(torch_npu|vllm_ascend|triton_ascend|cann|use_fused_rotary_pos_emb|mindspeed)=.*|(HCCL|ASCEND)_.*"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """One framework's view of the inputs. verl has two: see `parts`."""
+
+    framework: str
+    framework_because: str
+    device: str
+    device_because: str
+    train: bool
+    inputs: Inputs
+    text: Mapping[str, Any] | None
+    rope: RopeConfig | None
+    rope_problem: str | None
+    scope: str = ""
+
+    def find(self, key: str) -> Setting | None:
+        """The setting that takes effect. Megatron's model reads its config before its arguments; others the reverse."""
+        order = ("argument", "config") if self.framework in MEGATRON_FAMILY else ("config", "argument")
+        for kind in ("set", *reversed(order)):
+            found = [s for s in self.all(key) if s.kind == kind]
+            if found:
+                return found[-1]
+        return None
+
+    def all(self, key: str) -> list[Setting]:
+        """Every place that sets `key`, in reading order."""
+        return [s for s in self.inputs.settings if s.key == key and s.kind not in ("version", "environment")]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        setting = self.find(key)
+        return default if setting is None else setting.value
+
+    def on(self, key: str) -> bool:
+        return self.get(key) is True
+
+    def number(self, key: str) -> int | None:
+        """A whole number, or None where it is not set or still holds a shell variable."""
+        value = self.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def where(self, key: str) -> str:
+        """Where `key` is set, as the user wrote it."""
+        setting = self.find(key)
+        return "not set" if setting is None else f"{setting.where} ({setting.path})"
+
+    def environment(self, name: str) -> Setting | None:
+        found = [s for s in self.inputs.settings if s.kind == "environment" and s.key == name]
+        return found[-1] if found else None
+
+    def version(self, package: str) -> tuple[int, ...] | None:
+        """A package's version as numbers, from a requirements file, the settings or --set; None if unknown."""
+        found = [s for s in self.inputs.settings if s.key == package and s.kind != "environment"]
+        numbers = re.search(r"\d+(\.\d+)*", str(found[-1].value)) if found else None
+        return tuple(int(part) for part in numbers.group().split(".")) if numbers else None
+
+    def has(self, package: str) -> bool | None:
+        """Whether a package is in use; None where nothing lists the packages."""
+        if any(s.key == package and s.kind != "environment" for s in self.inputs.settings):
+            return True
+        return False if any(s.kind == "version" for s in self.inputs.settings) else None
+
+    @property
+    def sections(self) -> tuple[int, ...] | None:
+        """The MRoPE sections in effect: the launch's where it sets them, else the model's."""
+        launched = self.get("mrope_section")
+        if is_sections(launched):
+            return tuple(launched)
+        return model_sections(self.text)
+
+    @property
+    def is_mrope(self) -> bool:
+        return model_sections(self.text) is not None or bool(self.rope and self.rope.is_mrope)
+
+    @property
+    def style(self) -> str:
+        return self.rope.style if self.rope else "pairs" if self.on("rotary_interleaved") else "half"
+
+    @property
+    def layout(self) -> str | None:
+        return self.rope.layout if self.rope else None
+
+    @property
+    def is_mla(self) -> bool:
+        return self.on("multi_latent_attention") or bool(self.text and self.text.get("kv_lora_rank"))
+
+    @property
+    def uses_megatron(self) -> bool:
+        return self.framework in MEGATRON_FAMILY
+
+    @property
+    def uses_bridge(self) -> bool:
+        return self.framework == "bridge" or bool(self.has("megatron_bridge"))
+
+    @property
+    def uses_mindspeed(self) -> bool:
+        return self.framework == "mindspeed" or bool(self.has("mindspeed")) or self.find("use_fused_rotary_pos_emb") is not None
+
+    def parts(self) -> tuple["Setup", ...]:
+        """What runs on its own: for verl the actor and the rollout, else the launch itself."""
+        if self.framework != "verl":
+            return (self,)
+        megatron = self.get("strategy") == "megatron" or any(".megatron." in s.path for s in self.inputs.settings)
+        actor = self._part("actor", "bridge" if megatron else "hf", train=True)
+        return (actor, self._part("rollout", "vllm", train=False))
+
+    def _part(self, scope: str, framework: str, *, train: bool) -> "Setup":
+        mine = [s for s in self.inputs.settings if not _of_another_role(s.path, scope)]
+        inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=mine)
+        return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
+
+
+def _of_another_role(path: str, scope: str) -> bool:
+    roles = [part for part in path.lstrip("+").split(".") if part in ("actor", "rollout", "ref", "critic")]
+    return bool(roles) and roles[0] != scope
+
+
+def build_setup(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Setup:
+    """Settle framework and device, and read the model's rotary facts."""
+    if framework is not None and framework not in FRAMEWORKS:
+        raise BadInput(f"--framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}, or leave it out to infer it")
+    if device is not None and device not in DEVICES:
+        raise BadInput(f"--device {device!r}: choose one of {', '.join(DEVICES)}")
+    name, name_because = (framework, "given") if framework else _infer_framework(inputs)
+    where, where_because = (device, "given") if device else _infer_device(inputs, name)
+    text = text_config(_with_hf_overrides(inputs))
+    rope, problem = _rope_config(text)
+    return Setup(
+        framework=name,
+        framework_because=name_because,
+        device=where,
+        device_because=where_because,
+        train=train or name in TRAINING,
+        inputs=inputs,
+        text=text,
+        rope=rope,
+        rope_problem=problem,
+    )
+
+
+def _sign(setting: Setting) -> str:
+    path = setting.path.lstrip("+").replace("-", "_")
+    return f"{path}={setting.value}"
+
+
+def _infer_framework(inputs: Inputs) -> tuple[str, str]:
+    for framework, pattern in SIGNS:
+        for setting in inputs.settings:
+            if re.fullmatch(pattern, _sign(setting), re.DOTALL):
+                return framework, f"inferred from {setting.path} in {setting.where}"
+    return "hf", "assumed: no launch flag names a framework"
+
+
+def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
+    if framework in ("mindspeed", "mindspeed-mm"):
+        return "npu", f"inferred from the framework, {framework}"
+    for setting in inputs.settings:
+        if setting.key in ("device", "device_type", "device_name") and setting.value in DEVICES:
+            return setting.value, f"inferred from {setting.path} in {setting.where}"
+        if re.fullmatch(NPU_SIGNS, _sign(setting), re.DOTALL):
+            return "npu", f"inferred from {setting.path} in {setting.where}"
+    return "cuda", "assumed: nothing names a device"
+
+
+def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
+    """The model config with vLLM's --hf-overrides merged in, as vLLM does before it builds the model."""
+    if inputs.model is None:
+        return None
+    merged = dict(inputs.model)
+    for setting in inputs.settings:
+        if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
+            merged = _merge(merged, setting.value)
+    return merged
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The part of a model config that describes the language model."""
+    if model is None:
+        return None
+    for name in ("thinker_config", "text_config", "llm_config", "language_config"):
+        if isinstance(model.get(name), Mapping):
+            inner = text_config(model[name])
+            # Qwen2-VL and friends of older releases keep some keys on the outer level.
+            outer = {key: value for key, value in model.items() if key != name and key not in OTHER_TOWERS}
+            return {**outer, **(inner or {})}
+    return dict(model)
+
+
+def rope_entries(text: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config's own rope dictionary, whichever of the two spellings it uses."""
+    entries = (text or {}).get("rope_parameters") or (text or {}).get("rope_scaling")
+    return entries if isinstance(entries, Mapping) else {}
+
+
+def is_sections(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
+
+
+def model_sections(text: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+    sections = rope_entries(text).get("mrope_section")
+    return tuple(sections) if is_sections(sections) else None
+
+
+def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None]:
+    """RopeConfig of the text model; where its sections are refused, the config without them and the refusal."""
+    if text is None:
+        return None, None
+    try:
+        return RopeConfig.from_hf(text), None
+    except ValueError as error:
+        problem = str(error)
+    entries = {key: value for key, value in rope_entries(text).items() if key != "mrope_section"}
+    spelling = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+    try:
+        return RopeConfig.from_hf({**text, spelling: entries}), problem
+    except ValueError:
+        return None, problem

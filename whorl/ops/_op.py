@@ -1,0 +1,431 @@
+"""An operator is one reference function; every backend implements exactly its signature.
+
+`@operator(...)` on the reference defines the torch op `whorl::<name>`: one node in a graph, one in its backward.
+The reference is the fake implementation, the fallback and the oracle of the tests. Read `rms_norm.py` for an example.
+"""
+
+import contextlib
+import inspect
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema, register_autograd, register_fake
+
+from whorl.device import unavailable
+
+_LIBRARY = Library("whorl", "FRAGMENT")
+OPS: dict[str, "Op"] = {}
+
+Values = dict[str, Any]  # an operator's arguments by name
+Gradient = Callable[..., Mapping[str, Tensor | None]]
+# One way to place tensors on one mesh axis: placements of the outputs, and of the inputs by name.
+Sharding = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Impl:
+    backend: str
+    function: Callable[..., Any]
+    accepts: Callable[..., str | None]  # None, or the reason it cannot take these arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    backend: str
+    function: Callable[..., Any]
+    reasons: dict[str, str]  # backends passed over
+
+
+class Op:
+    """A callable operator. See `operator` for what may be stated about it."""
+
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        *,
+        check: Callable[..., None] | None = None,
+        mutates: Sequence[str] = (),
+        absent: Mapping[int, str] | None = None,
+        fake: Callable[..., Any] | None = None,
+        sharding: Callable[[Values], list[Sharding]] | None = None,
+        bytes: Callable[[Values, tuple[Tensor, ...]], int] | None = None,
+        flops: Callable[[Values], int] | None = None,
+    ) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.__doc__ = reference.__doc__
+        self.check = check
+        self.mutates = tuple(mutates)
+        self.absent = dict(absent or {})
+        self.sharding = sharding
+        self.impls: dict[str, Impl] = {}
+        self.cases: tuple[Values, ...] = ()
+        self.bench_cases: tuple[Values, ...] = ()
+        self.make: Callable[..., Values] = _no_cases
+        self.bytes = bytes or _all_bytes
+        self.flops = flops
+        self._fake = fake or reference
+        self._gradient: Gradient | None = None
+        self._saved: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # None: every input, no output
+        self._forced = ""
+        self._is_sharding_registered = False
+        self._parameters = list(inspect.signature(reference).parameters.values())
+        self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in self._parameters)
+        self._choices = {p.name: o for p in self._parameters if (o := _literals(p.annotation))}
+        self.schema = _schema(reference, self.mutates)
+        self._define()
+        OPS[self.name] = self
+
+    def _define(self) -> None:
+        _LIBRARY.define(self.name + self.schema)
+        _LIBRARY.impl(self.name, self._kernel, "CompositeExplicitAutograd")
+        name = f"whorl::{self.name}"
+        register_fake(name, self._run_fake, lib=_LIBRARY)
+        if not self.mutates:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
+            register_autograd(name, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
+        self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
+
+    # ---- declaring
+
+    def impl(self, backend: str, *, accepts: Callable[..., str | None] = lambda **_: None) -> Callable[..., Any]:
+        """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them."""
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            # Always called with every argument by name, so names are the contract; defaults and types stand once,
+            # in the reference.
+            names, wanted = list(inspect.signature(function).parameters), [p.name for p in self._parameters]
+            if names != wanted:
+                raise TypeError(f"{self.name}/{backend} takes {names}, the reference {wanted}")
+            self.impls[backend] = Impl(backend, function, accepts)
+            return function
+
+        return add
+
+    def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Gradient], Gradient]:
+        """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
+
+        `args` holds the saved tensors and everything that is not a tensor, `backend` (what the forward was asked to
+        use) included; `outputs` the saved outputs by index. Without this the reference is differentiated.
+        """
+
+        def add(function: Gradient) -> Gradient:
+            self._gradient, self._saved = function, (tuple(save), tuple(save_outputs))
+            return function
+
+        return add
+
+    def inputs(self, *, cases: Sequence[Values], bench: Sequence[Values] = ()) -> Callable[..., Any]:
+        """Sizes, and the function that makes arguments from them; tests, selftest and benchmarks walk these."""
+
+        def add(function: Callable[..., Values]) -> Callable[..., Values]:
+            self.cases, self.bench_cases, self.make = tuple(cases), tuple(bench), function
+            return function
+
+        return add
+
+    # ---- choosing
+
+    def choose(self, *args: Any, backend: str = "", **kwargs: Any) -> Choice:
+        """The implementation that these arguments get, and why the others do not."""
+        return self._choose(self._bind(args, kwargs), backend or self._forced)
+
+    def _choose(self, values: Values, asked: str) -> Choice:
+        device, reasons = self._device(values), {}
+        for name, impl in self.impls.items():
+            if asked and asked != name:
+                continue
+            reason = unavailable(name, device, asked=bool(asked)) or impl.accepts(**values)
+            if reason is None:
+                return Choice(name, impl.function, reasons)
+            reasons[name] = reason
+        if asked and asked != "torch":
+            reason = reasons.get(asked, "it has no such backend")
+            raise RuntimeError(
+                f"{self.name}: backend {asked!r} was asked for: {reason}. Has: {', '.join(['torch', *self.impls])}"
+            )
+        return Choice("torch", self.reference, reasons)
+
+    @contextlib.contextmanager
+    def using(self, backend: str) -> Iterator[None]:
+        """Force a backend for every call in the block, on all threads; `backend=` in a call does it for one call."""
+        old, self._forced = self._forced, backend
+        try:
+            yield
+        finally:
+            self._forced = old
+
+    def availability(self, device: str) -> dict[str, str | None]:
+        """For each backend None, or the reason it cannot run on this machine's `device`."""
+        return {"torch": None} | {name: unavailable(name, device) for name in self.impls}
+
+    def matches(self, node: torch.fx.Node) -> bool:
+        """Whether a graph node is this operator, also when functionalisation has wrapped a mutating one."""
+        wrapped = getattr(torch.ops.higher_order, "auto_functionalized_v2", None)
+        return node.target is self.node or (node.target is wrapped and node.args[0] is self.node)
+
+    # ---- calling
+
+    def __call__(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+        values = self._bind(args, kwargs)
+        self._validate(values)
+        backend = backend or self._forced
+        tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        if self.mutates and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead")
+        if not _needs_node(tensors):
+            return self._run(values, backend)
+        if self.sharding is not None and not self._is_sharding_registered and _has_dtensor(tensors):
+            self._register_sharding()
+        positional, keywords = self._split(values)
+        return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Values) -> Values:
+        """Arguments by name; inspect's own bind is ten times slower and does not trace."""
+        if len(args) > self._num_positional:
+            raise TypeError(f"{self.name} takes {self._num_positional} positional arguments, got {len(args)}")
+        values, left = {}, len(kwargs)
+        for i, p in enumerate(self._parameters):
+            if i < len(args):
+                values[p.name] = args[i]
+            elif p.name in kwargs:
+                values[p.name] = kwargs[p.name]
+                left -= 1
+            elif p.default is not p.empty:
+                values[p.name] = p.default
+            else:
+                raise TypeError(f"{self.name}: argument {p.name!r} is missing")
+        if left:
+            known = [p.name for p in self._parameters]
+            wrong = [k for k in kwargs if k not in known or known.index(k) < len(args)]
+            raise TypeError(f"{self.name}: unknown or repeated arguments {wrong}; it takes {known} and 'backend'")
+        return values
+
+    def _validate(self, values: Values) -> None:
+        for name, options in self._choices.items():
+            if values[name] not in options:
+                raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
+        self._device(values)
+        if self.check is not None:
+            self.check(**values)
+
+    def _device(self, values: Values) -> str:
+        found = {n: v.device for n, v in values.items() if isinstance(v, Tensor)}
+        if len(set(found.values())) != 1:
+            raise ValueError(
+                f"{self.name}: tensors must be on one device, got { {n: str(d) for n, d in found.items()} }"
+            )
+        return next(iter(found.values())).type
+
+    def _split(self, values: Values) -> tuple[list[Any], Values]:
+        names = [p.name for p in self._parameters]
+        positional, keywords = names[: self._num_positional], names[self._num_positional :]
+        return [values[n] for n in positional], {n: values[n] for n in keywords}
+
+    def _run(self, values: Values, backend: str) -> Any:
+        choice = self._choose(values, backend)
+        device = self._device(values)
+        if choice.backend == "torch" and device != "cpu" and not backend:
+            _warn_fallback(self.name, device, tuple(choice.reasons.items()))
+        with _no_autocast(device):
+            out = choice.function(**values)
+        for name in self.mutates:  # kernels write behind autograd's back
+            if values[name] is not None:
+                torch.autograd.graph.increment_version(values[name])
+        return out
+
+    # ---- the torch op
+
+    def _kernel(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+        values = self._bind(args, kwargs)
+        return self._fill_absent(self._run(values, backend), values)
+
+    def _run_fake(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+        values = self._bind(args, kwargs)
+        if self.mutates:
+            return None
+        with _no_autocast(self._device(values)):
+            return self._fill_absent(self._fake(**values), values)
+
+    def _fill_absent(self, out: Any, values: Values) -> Any:
+        """A torch op returns tensors only: an absent output leaves as an empty one."""
+        if not self.absent:
+            return out
+        like = next(v for v in values.values() if isinstance(v, Tensor))
+        return tuple(like.new_empty(0) if o is None else o for o in out)
+
+    def _restore_absent(self, out: Any, values: Values) -> Any:
+        if not self.absent:
+            return out
+        gone = [i for i, name in self.absent.items() if values[name] is None]
+        return tuple(None if i in gone else o for i, o in enumerate(out))
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
+        names = [p.name for p in self._parameters]
+        values = dict(zip(names, inputs, strict=False)) | keyword_only_inputs
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
+        saved, saved_outputs = self._saved or (tuple(tensors), ())
+        kept = [n for n in saved if n in tensors]
+        ctx.set_materialize_grads(False)  # an unused output costs nothing
+        ctx.save_for_backward(*(tensors[n] for n in kept), *(outputs[i] for i in saved_outputs))
+        ctx.saved_names, ctx.saved_outputs = kept, saved_outputs
+        ctx.constants = {n: v for n, v in values.items() if n not in tensors}
+        ctx.wanted = [n for n in names if n in tensors and tensors[n].requires_grad]
+        ctx.input_names = names[: len(inputs)]
+
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> Any:
+        tensors = ctx.saved_tensors
+        args = dict(ctx.constants) | dict(zip(ctx.saved_names, tensors, strict=False))
+        outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
+        grads = tuple(None if args.get(self.absent.get(i, ""), 0) is None else g for i, g in enumerate(grads))
+        if self._gradient is not None:
+            found = self._gradient(grads, args, outputs)
+        else:
+            args.pop("backend")
+            found = _differentiate(self.reference, args, grads, ctx.wanted)
+        return tuple(found.get(n) for n in ctx.input_names)
+
+    def _register_sharding(self) -> bool:
+        from torch.distributed.tensor.experimental import register_sharding
+
+        def strategies(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+            kwargs.pop("backend", None)
+            values = self._bind(args, kwargs)
+            assert self.sharding is not None
+            order = [p.name for p in self._parameters][: len(args)]
+            return [(list(outs), [ins.get(n) for n in order]) for outs, ins in self.sharding(values)]
+
+        register_sharding(self.node)(strategies)
+        self._is_sharding_registered = True
+        return True
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler, and Triton with it.
+    _register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"<operator whorl::{self.name}{self.schema}, backends torch, {', '.join(self.impls)}>"
+
+
+def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
+    """Make an operator of a reference function, whose signature and docstring are the contract.
+
+    check(**arguments)      raises ValueError for arguments no backend may see
+    mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
+    absent={1: "k"}         output 1 is None exactly when argument k is
+    fake(**arguments)       shapes and dtypes, for a reference that reads values
+    sharding(arguments)     DTensor placements that need no communication
+    bytes, flops            what the benchmark divides by; all inputs and outputs unless stated
+    `Literal[...]` parameters are checked against their options.
+    """
+    return lambda reference: Op(reference, **statements)
+
+
+def widen(x: Tensor) -> Tensor:
+    """The accumulation dtype: fp32, except that fp64 stays, since it is the gold in tests."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether values can be looked at here for free: a real CPU tensor, nobody tracing."""
+    return x.device.type == "cpu" and not _needs_node([x.detach()])
+
+
+def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
+    """The torch schema, with what infer_schema refuses replaced: Literal, tuple inputs, optional outputs."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
+    asked = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
+
+    def prototype() -> None: ...
+
+    returns = signature.return_annotation
+    if typing.get_origin(returns) is tuple:
+        returns = tuple.__class_getitem__(tuple(_required(a) for a in typing.get_args(returns)))
+    prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters, asked], return_annotation=returns
+    )
+    return infer_schema(prototype, mutates_args=mutates)
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+
+
+def _plain(annotation: Any) -> Any:
+    return str if _literals(annotation) else annotation
+
+
+def _required(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
+
+
+def _needs_node(tensors: list[Tensor]) -> bool:
+    """Whether someone looks: autograd, a tracer, a dispatch mode, a transform or a tensor subclass.
+
+    The torch op costs tens of microseconds; otherwise the implementation is called directly.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _has_dtensor(tensors: list[Tensor]) -> bool:
+    return any(type(t).__name__ == "DTensor" for t in tensors)
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+_WARNED: set[tuple[Any, ...]] = set()
+
+
+def _warn_fallback(name: str, device: str, reasons: tuple[tuple[str, str], ...]) -> None:
+    """Once for each operator and reason."""
+    if (name, device, reasons) in _WARNED:
+        return
+    _WARNED.add((name, device, reasons))
+    why = "; ".join(f"{b}: {r}" for b, r in reasons) or "it has no other backend"
+    warnings.warn(f"{name}: the torch reference runs on {device} ({why})", RuntimeWarning, stacklevel=4)
+
+
+def _differentiate(
+    function: Callable[..., Any], args: Values, grads: tuple[Tensor | None, ...], wanted: Sequence[str]
+) -> Mapping[str, Tensor | None]:
+    """Gradients of a reference by torch's own autograd, for operators that state no backward."""
+    with torch.enable_grad():
+        args = {n: a.detach().requires_grad_(n in wanted) if isinstance(a, Tensor) else a for n, a in args.items()}
+        out = function(**args)
+        outs = out if isinstance(out, tuple) else (out,)
+        pairs = [
+            (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o is not None and o.requires_grad
+        ]
+        got = torch.autograd.grad(
+            [o for o, _ in pairs], [args[n] for n in wanted], [g for _, g in pairs], allow_unused=True
+        )
+    return dict(zip(wanted, got, strict=True))
+
+
+def _all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    tensors = [v for v in (*values.values(), *outputs) if isinstance(v, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _no_cases(**_: Any) -> Values:
+    raise RuntimeError("this operator has no cases: state them with @op.inputs(cases=[...])")

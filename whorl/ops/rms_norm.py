@@ -1,0 +1,138 @@
+"""RMSNorm over the last dim, alone and with the residual addition before it."""
+
+import torch
+from torch import Tensor
+
+from ._op import Values, operator, widen
+
+
+def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: x is {x.dtype}, expected a floating point dtype")
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"{name}: weight is {list(weight.shape)}, expected the last dim of x, {list(x.shape[-1:])}")
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"{name}: weight is {weight.dtype}, expected x's {x.dtype} or torch.float32")
+    if not eps > 0:
+        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> None:
+    _check("rms_norm", x, weight, eps)
+
+
+def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> None:
+    _check("add_rms_norm", x, weight, eps)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"add_rms_norm: residual is {list(residual.shape)} {residual.dtype}, expected x's {list(x.shape)} {x.dtype}"
+        )
+
+
+def _check_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
+) -> None:
+    _check("rms_norm_backward", x, weight, eps)
+
+
+def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = None) -> object:
+    """DTensor rule: rows may be sharded on any dim but the last; the weight is replicated, its gradient partial."""
+
+    def sharding(values: Values) -> list[object]:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        ways: list[object] = []
+        present = [n for n in tensors if values[n] is not None]
+        for placement in [Replicate(), *(Shard(i) for i in range(len(values["x"].shape) - 1))]:
+            outs = [placement] * num_outputs
+            if reduced is not None:
+                outs[reduced] = Partial() if placement != Replicate() else placement
+            ways.append((outs, dict.fromkeys(present, placement) | {"weight": Replicate()}))
+        return ways
+
+    return sharding
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32: x / rms(x), 1 / rms(x) and the scale."""
+    wide = widen(x)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale = weight.to(wide.dtype)
+    return wide * inverse, inverse, scale + 1 if plus_one else scale
+
+
+@operator(check=_check_rms_norm, sharding=_row_wise(("x",), 1))
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim.
+
+    x: [..., C] bf16, fp16 or fp32; weight: [C] in x's dtype or fp32; y: like x, contiguous. `plus_one` multiplies by
+    1 + weight, added in fp32 (Gemma). Everything in fp32, one rounding at the end; Hugging Face rounds once more,
+    before the weight. A row of zeros gives zeros. Differentiable in x and weight.
+    """
+    unit, _, scale = _normalise(x, weight, eps, plus_one)
+    return (unit * scale).to(x.dtype).contiguous()
+
+
+@operator(check=_check_add_rms_norm, sharding=_row_wise(("x", "residual"), 2))
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalise: returns y = rms_norm(h) and the new residual h = x + residual.
+
+    Shapes and dtypes as `rms_norm`. h is added in fp32 and rounded to x's dtype; the norm is of the rounded h, so the
+    pair equals an addition followed by `rms_norm`. Inputs are not written. Differentiable in all three tensors.
+    """
+    total = (widen(x) + widen(residual)).to(x.dtype).contiguous()
+    unit, _, scale = _normalise(total, weight, eps, plus_one)
+    return (unit * scale).to(x.dtype), total
+
+
+@operator(check=_check_backward, sharding=_row_wise(("dy", "x", "residual_grad"), 2, reduced=1))
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    residual_grad: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` with respect to x and weight, in fp32, each rounded once.
+
+    `residual_grad` is added to the first before rounding: with x the new residual this is `add_rms_norm`'s backward.
+    1 / rms is computed again from x, which is read anyway.
+    """
+    unit, inverse, scale = _normalise(x, weight, eps, plus_one)
+    wide = widen(dy)
+    scaled = wide * scale
+    dx = inverse * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    if residual_grad is not None:
+        dx = dx + widen(residual_grad)
+    dweight = (wide * unit).reshape(-1, x.shape[-1]).sum(0)
+    return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype)
+
+
+@rms_norm.gradient(save=("x", "weight"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    (dy,) = grads
+    dx, dweight = rms_norm_backward(
+        dy, args["x"], args["weight"], eps=args["eps"], plus_one=args["plus_one"], backend=args["backend"]
+    )
+    return {"x": dx, "weight": dweight}
+
+
+@add_rms_norm.gradient(save=("weight",), save_outputs=(1,))
+def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    dy, residual_grad = grads
+    if dy is None:
+        return {"x": residual_grad, "residual": residual_grad}
+    dx, dweight = rms_norm_backward(
+        dy,
+        outputs[1],
+        args["weight"],
+        residual_grad,
+        eps=args["eps"],
+        plus_one=args["plus_one"],
+        backend=args["backend"],
+    )
+    return {"x": dx, "residual": dx, "weight": dweight}

@@ -1,0 +1,28 @@
+"""Rotary embedding: `contract.py` says what it is, `triton.py` and `torch_npu.py` how it runs, `cases.py` how it is tried."""
+
+from . import backends, cases
+from .contract import (
+    merge_mrope,
+    mrope,
+    mrope_,
+    mrope_axes,
+    mrope_backward,
+    rope,
+    rope_,
+    rope_backward,
+    tokens_first,
+)
+
+__all__ = [
+    "backends",
+    "cases",
+    "merge_mrope",
+    "mrope",
+    "mrope_",
+    "mrope_axes",
+    "mrope_backward",
+    "rope",
+    "rope_",
+    "rope_backward",
+    "tokens_first",
+]

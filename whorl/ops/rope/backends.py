@@ -1,0 +1,126 @@
+"""What runs where: Triton on NVIDIA GPUs, torch_npu on Ascend."""
+
+import torch
+from torch import Tensor
+
+from . import torch_npu as npu
+from .contract import (
+    merged_rows,
+    mrope,
+    mrope_,
+    mrope_backward,
+    overwrite,
+    read_write_orders,
+    rope,
+    rope_,
+    rope_backward,
+    token_rows,
+)
+
+
+def _triton_reason(q: Tensor, **_: object) -> str | None:
+    return f"computes in fp32, got {q.dtype}" if q.dtype == torch.float64 else None
+
+
+def _triton_in_place_reason(q: Tensor, style: str, pairs_out: str, **_: object) -> str | None:
+    if len(set(read_write_orders(style, pairs_out))) > 1:
+        return "in place, another order would overwrite channels that other lanes have still to read"
+    return _triton_reason(q)
+
+
+def _triton_backward_reason(dq: Tensor, **_: object) -> str | None:
+    return _triton_reason(dq)
+
+
+@rope.impl("triton", accepts=_triton_reason)
+def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    return rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse)
+
+
+@rope_backward.impl("triton", accepts=_triton_backward_reason)
+def _(dq, dk, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    return rotate(dq, dk, cos_sin, positions, *read_write_orders(style, pairs_out)[::-1], where, not inverse)
+
+
+@rope_.impl("triton", accepts=_triton_in_place_reason)
+def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, in_place=True)
+
+
+@mrope.impl("triton", accepts=_triton_reason)
+def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    return rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, sections, layout)
+
+
+@mrope_backward.impl("triton", accepts=_triton_backward_reason)
+def _(dq, dk, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    return rotate(
+        dq, dk, cos_sin, positions, *read_write_orders(style, pairs_out)[::-1], where, not inverse, sections, layout
+    )
+
+
+@mrope_.impl("triton", accepts=_triton_in_place_reason)
+def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    from .triton import rotate
+
+    rotate(
+        q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, sections, layout, in_place=True
+    )
+
+
+def _npu_reason(q: Tensor, k: Tensor | None, cos_sin: Tensor, **_: object) -> str | None:
+    return npu.reason(q, k, cos_sin)
+
+
+def _npu_backward_reason(dq: Tensor, dk: Tensor | None, cos_sin: Tensor, **_: object) -> str | None:
+    return npu.reason(dq, dk, cos_sin)
+
+
+@rope.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    return npu.rotate_both(q, k, token_rows(cos_sin, positions), *read_write_orders(style, pairs_out), where, inverse)
+
+
+@rope_backward.impl("torch_npu", accepts=_npu_backward_reason)
+def _(dq, dk, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    orders = read_write_orders(style, pairs_out)[::-1]
+    return npu.rotate_both(dq, dk, token_rows(cos_sin, positions), *orders, where, not inverse)
+
+
+@mrope.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    read, write = read_write_orders(style, pairs_out)
+    if read == write and where == "leading" and not inverse:
+        fused = npu.mrope_directly(q, k, cos_sin, positions, sections, layout, style)
+        if fused is not None:
+            return fused
+    rows = merged_rows(cos_sin, positions, sections, layout)
+    return npu.rotate_both(q, k, rows, read, write, where, inverse)
+
+
+@mrope_backward.impl("torch_npu", accepts=_npu_backward_reason)
+def _(dq, dk, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    rows = merged_rows(cos_sin, positions, sections, layout)
+    return npu.rotate_both(dq, dk, rows, *read_write_orders(style, pairs_out)[::-1], where, not inverse)
+
+
+@rope_.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    turned = rope.impls["torch_npu"].function(q, k, cos_sin, positions, style, pairs_out, where, inverse)
+    overwrite(q, k, turned)
+
+
+@mrope_.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
+    how = (cos_sin, positions, sections, layout, style, pairs_out, where, inverse)
+    overwrite(q, k, mrope.impls["torch_npu"].function(q, k, *how))

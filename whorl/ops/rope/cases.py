@@ -1,0 +1,117 @@
+"""Sizes that tests, the self-test and benchmarks walk, and the arguments made from them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._op import Values
+from .contract import mrope, mrope_, mrope_backward, rope, rope_, rope_backward
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "heads": 1, "kv_heads": 1, "dim": 2},
+    {"tokens": (17,), "heads": 5, "kv_heads": 3, "dim": 128, "scale": 0.01},
+    {"tokens": (3, 5), "heads": 4, "kv_heads": 2, "dim": 64, "order": "bhsd"},
+    {"tokens": (7,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48},
+    {"tokens": (9,), "heads": 2, "kv_heads": 2, "dim": 80, "rotary": 24, "style": "pairs", "where": "trailing"},
+    {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 64, "style": "pairs", "pairs_out": "half"},
+    {"tokens": (6,), "heads": 4, "kv_heads": None, "dim": 192, "rotary": 192, "inverse": True},
+    {"tokens": (0,), "heads": 4, "kv_heads": 2, "dim": 64},
+    {"tokens": (33,), "heads": 4, "kv_heads": 2, "dim": 64, "sliced": True, "index": torch.int32},
+]
+_ROPE_CASES: list[Values] = [*_CASES, {"tokens": (11,), "heads": 2, "kv_heads": 1, "dim": 64, "looked_up": True}]
+_MROPE_CASES: list[Values] = [
+    {**case, **how}
+    for case, how in zip(
+        [
+            {"tokens": (17,), "heads": 5, "kv_heads": 3, "dim": 128, "scale": 0.01},
+            {"tokens": (3, 5), "heads": 4, "kv_heads": 2, "dim": 128, "order": "bhsd"},
+            {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 256, "rotary": 64},
+            {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 128, "style": "pairs"},
+            {"tokens": (7,), "heads": 3, "kv_heads": 1, "dim": 64},
+            {"tokens": (6,), "heads": 4, "kv_heads": None, "dim": 128, "inverse": True},
+            {"tokens": (0,), "heads": 4, "kv_heads": 2, "dim": 128},
+            {"tokens": (4,), "heads": 2, "kv_heads": 2, "dim": 128, "sliced": True, "index": torch.int32},
+            {"tokens": (3,), "heads": 2, "kv_heads": 1, "dim": 12},
+        ],
+        [
+            {"sections": [24, 20, 20], "layout": "interleaved"},
+            {"sections": [16, 24, 24], "layout": "chunked"},
+            {"sections": [11, 11, 10], "layout": "interleaved"},
+            {"sections": [22, 22, 20], "layout": "hwt"},
+            {"sections": [8, 12, 12], "layout": "chunked"},
+            {"sections": [16, 16, 16, 16], "layout": "chunked"},
+            {"sections": [24, 20, 20], "layout": "chunked"},
+            {"sections": [24, 22, 18], "layout": "interleaved"},
+            {"sections": [3, 1, 2], "layout": "interleaved"},
+        ],
+        strict=True,
+    )
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "heads": heads, "kv_heads": 4, "dim": 128}
+    for tokens, heads in ((16384, 32), (16384, 64), (1, 32), (64, 64))
+]
+
+
+def _table(rows: int, rotary: int, dtype: torch.dtype, device: str) -> Tensor:
+    inv_freq = 1e4 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float64) / rotary)
+    angles = torch.outer(torch.arange(rows, device=device, dtype=torch.float64), inv_freq)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(wide)
+
+
+def _heads(tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: object) -> Tensor:
+    """Random heads in one of the memory layouts that a model hands over."""
+    if sliced:  # a slice of a packed projection: rows further apart than they are long
+        return torch.randn(*tokens, heads + 3, dim, **how)[..., 1 : heads + 1, :]  # type: ignore[call-overload]
+    if order == "bhsd":
+        return torch.randn(tokens[0], heads, tokens[1], dim, **how).transpose(1, 2)  # type: ignore[call-overload]
+    return torch.randn(*tokens, heads, dim, **how)  # type: ignore[call-overload]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    heads: int,
+    kv_heads: int | None,
+    dim: int,
+    rotary: int | None = None,
+    scale: float = 1.0,
+    order: str = "thd",
+    sliced: bool = False,
+    looked_up: bool = False,
+    index: torch.dtype = torch.int64,
+    axes: int | None = None,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    **how: object,
+) -> Values:
+    """Arguments of `rope`, and of `mrope` with `axes`."""
+    q = scale * _heads(tokens, heads, dim, order, sliced, dtype=dtype, device=device)
+    k = None if kv_heads is None else scale * _heads(tokens, kv_heads, dim, order, sliced, dtype=dtype, device=device)
+    rows = max(64, torch.Size(tokens).numel())
+    table = _table(rows, rotary or dim, dtype, device)
+    shape = tokens if axes is None else (axes, *tokens)
+    positions = torch.randint(0, rows, shape, device=device, dtype=index)
+    if looked_up:
+        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None, **how}
+    return {"q": q, "k": k, "cos_sin": table, "positions": positions, **how}
+
+
+def _make_mrope(sections: list[int], layout: str, **case: object) -> Values:
+    return _make(axes=len(sections), **case) | {"sections": sections, "layout": layout}  # type: ignore[arg-type]
+
+
+def _renamed(make: Callable[..., Values]) -> Callable[..., Values]:
+    """A backward takes gradients of q's and k's shapes in their place."""
+    return lambda **case: {{"q": "dq", "k": "dk"}.get(n, n): v for n, v in make(**case).items()}
+
+
+_MROPE_BENCH = [{**case, "sections": [24, 20, 20], "layout": "interleaved"} for case in _BENCH]
+rope.inputs(cases=_ROPE_CASES, bench=_BENCH)(_make)
+rope_backward.inputs(cases=_ROPE_CASES, bench=_BENCH)(_renamed(_make))
+rope_.inputs(cases=_ROPE_CASES, bench=_BENCH)(_make)
+mrope.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_make_mrope)
+mrope_backward.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_renamed(_make_mrope))
+mrope_.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_make_mrope)

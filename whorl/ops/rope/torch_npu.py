@@ -1,0 +1,129 @@
+"""The rotation on Ascend: rows of the table are gathered first, so that q and k of any sections fit one npu_mrope.
+
+npu_mrope wants the table in q's dtype. Casting T gathered rows is cheap, casting a whole fp32 table in every layer is
+not; so the kernel gets the rows as its table and 0..T-1 as positions. The table is rounded to q's dtype either way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import interleaved_formulas_differ, interleaved_range_reason, mrope_limit, rotary_mul_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+
+_MODE = {"half": "half", "pairs": "interleave"}  # torch_npu's rotary_mode
+_CACHE_MODE = {"chunked": "default", "interleaved": "interleave"}
+
+
+def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
+    """Why no torch_npu operator takes this rotation, or None."""
+    if not q.numel():
+        return "empty tensors are not taken"
+    tokens, rotary = q.shape[:-2].numel(), cos_sin.shape[-1]
+    return rotary_mul_limit(
+        shape=(1, tokens, q.shape[-2], rotary),
+        cos_shape=(1, tokens, 1, rotary),
+        dtype=dtype_name(q),
+        rotary_mode="half",
+        layout="BSND",
+    )
+
+
+def rotate_both(
+    q: Tensor, k: Tensor | None, rows: Tensor, read: str, write: str, where: str, inverse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """rows: [*tokens, R] fp32. One npu_mrope where it fits, else one or two calls per tensor."""
+    rows = rows.reshape(-1, rows.shape[-1])
+    if inverse:
+        cos, sin = rows.chunk(2, -1)
+        rows = torch.cat((cos, -sin), -1)
+    if k is not None and read == write and where == "leading" and _mrope_reason(q, k, rows) is None:
+        positions = torch.arange(rows.shape[0], device=q.device)
+        return _mrope(q, k, rows.to(q.dtype), positions, read)
+    return _rotate(q, rows, read, write, where), None if k is None else _rotate(k, rows, read, write, where)
+
+
+def mrope_directly(
+    q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str, style: str
+) -> tuple[Tensor, Tensor] | None:
+    """npu_mrope with the axes merged inside the kernel, or None where its documented limits forbid it."""
+    if k is None or layout not in _CACHE_MODE or cos_sin.dtype != q.dtype:
+        return None
+    if layout == "interleaved" and (interleaved_range_reason(sections) or interleaved_formulas_differ(sections)):
+        return None
+    if layout == "interleaved" and "cache_mode" not in _torch_npu.installed().arguments["npu_mrope"]:
+        return None
+    flat = positions.reshape(positions.shape[0], -1).contiguous()
+    asked = {"sections": sections, "cache_mode": _CACHE_MODE[layout]}
+    if _mrope_reason(q, k, cos_sin, positions_shape=flat.shape, **asked) is not None:
+        return None
+    return _mrope(q, k, cos_sin, flat, style, mrope_section=list(sections), cache_mode=_CACHE_MODE[layout])
+
+
+def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **asked: Any) -> str | None:
+    tokens = q.shape[:-2].numel()
+    return mrope_limit(
+        query_shape=(tokens, q.shape[-2] * q.shape[-1]),
+        key_shape=(tokens, k.shape[-2] * k.shape[-1]),
+        rotary_dim=table.shape[-1],
+        head_size=q.shape[-1],
+        dtype=dtype_name(q),
+        table_dtype=dtype_name(q),
+        **({"positions_shape": (tokens,)} | asked),
+    )
+
+
+def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, **asked: Any) -> tuple[Tensor, Tensor]:
+    asked = {"mrope_section": [0, 0, 0], "cache_mode": "default"} | asked
+    q_out, k_out = _torch_npu.call(
+        "npu_mrope",
+        positions=positions,
+        query=q.reshape(positions.shape[-1], -1).contiguous(),
+        key=k.reshape(positions.shape[-1], -1).contiguous(),
+        cos_sin_cache=table.contiguous(),
+        head_size=q.shape[-1],
+        rotary_mode=_MODE[style],
+        **asked,
+    )
+    return q_out.reshape(q.shape), k_out.reshape(k.shape)
+
+
+def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str) -> Tensor:
+    """Any R, either end, orders exchanged: npu_interleave_rope or npu_rotary_mul on the rotary slice."""
+    rotary = rows.shape[-1]
+    start = 0 if where == "leading" else x.shape[-1] - rotary
+    part = x[..., start : start + rotary].reshape(rows.shape[0], x.shape[-2], rotary)
+    turned = _interleave_rope(part, rows) if _is_deepseek(part, read, write) else _rotary_mul(part, rows, read, write)
+    turned = turned.reshape(*x.shape[:-1], rotary)
+    if rotary == x.shape[-1]:
+        return turned
+    return torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
+
+
+def _is_deepseek(part: Tensor, read: str, write: str) -> bool:
+    """npu_interleave_rope reads pairs, writes half order and takes 64 channels of 16 bits."""
+    return (read, write) == ("pairs", "half") and part.shape[-1] == 64 and part.element_size() == 2
+
+
+def _interleave_rope(part: Tensor, rows: Tensor) -> Tensor:
+    cos, sin = (torch.cat((t, t), -1)[:, None, None].to(part.dtype) for t in rows.chunk(2, -1))  # [T, 1, 1, 64]
+    x = part[:, :, None].contiguous()  # [B = T, N, S = 1, 64]
+    return _torch_npu.call("npu_interleave_rope", x=x, cos=cos, sin=sin)
+
+
+def _rotary_mul(part: Tensor, rows: Tensor, read: str, write: str) -> Tensor:
+    """npu_rotary_mul keeps the order it reads; another one is a shuffle before it (to half) or after (to pairs)."""
+    if read == "pairs" and write == "half":
+        part, read = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), "half"
+    widths = {"half": lambda t: torch.cat((t, t), -1), "pairs": lambda t: t.repeat_interleave(2, -1)}
+    cos, sin = (widths[read](t)[None, :, None].to(part.dtype) for t in rows.chunk(2, -1))  # [1, T, 1, R]
+    turned = _torch_npu.call(
+        "npu_rotary_mul", input=part[None].contiguous(), r1=cos, r2=sin, rotary_mode=_MODE[read], rotate=None
+    )
+    if read != write:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return turned

@@ -1,0 +1,379 @@
+"""What a model rotates by: rotary frequencies, attention factor, sections, channel order.
+
+Frozen and without torch, so that the tables, the kernels and the doctor read one source. `RopeConfig.from_hf` reads a
+Hugging Face configuration in any of its spellings, `RopeConfig.from_keywords` plain arguments. The mathematics of each
+type is in frequencies.py and docs/frequencies.md; turning frequencies into a cos/sin table is whorl/rope_table.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.rope_config.frequencies import FREQUENCIES, yarn_mscale
+from whorl.rope_config.hugging_face import DEFAULT_BASE, SCALING_KEYS, keywords
+
+Array = TypeVar("Array")
+
+STYLES = ("half", "pairs")
+WHERE = ("leading", "trailing")
+LAYOUTS = ("chunked", "interleaved", "hwt")
+
+# "mrope" names the sections, not a scaling; "su" is the first name longrope had.
+_ALIASES = {"mrope": "default", "su": "longrope"}
+# Keys without which a type has no meaning. `dynamic` wants one of factor, alpha and is checked apart.
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": (),
+    "yarn": ("factor",),
+    "deepseek_yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+    "xdrope": ("alpha", "xdrope_section"),
+}
+
+
+class DualChunkPositions(NamedTuple, Generic[Array]):
+    """Where a query stands, by how far the key's chunk lies behind it. Keys always use `intra`."""
+
+    intra: Array
+    succ: Array
+    inter: Array
+    succ_critical: Array
+    inter_critical: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """One rotary embedding. R = rotary_dim channels of D = head_dim rotate, R/2 frequencies."""
+
+    head_dim: int
+    rotary_dim: int
+    max_position: int
+    base: float = DEFAULT_BASE
+    rope_type: str = "default"
+    original_max_position: int | None = None
+    style: str = "half"
+    pairs_out: str = "pairs"
+    where: str = "leading"
+    sections: tuple[int, ...] | None = None
+    layout: str | None = None
+    # Multiplies cos and sin. longrope may use another one past the original length: see `attention_factor_at`.
+    attention_factor: float = 1.0
+    factor: float = 1.0
+    alpha: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    long_attention_factor: float | None = None
+    # proportional: the share of head_dim whose frequency is not zero.
+    proportion: float = 1.0
+    chunk_size: int | None = None
+    local_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def from_keywords(
+        cls,
+        *,
+        head_dim: int,
+        max_position: int,
+        base: float = DEFAULT_BASE,
+        rotary_dim: int | None = None,
+        style: str = "half",
+        pairs_out: str = "pairs",
+        where: str = "leading",
+        layout: str | None = None,
+        chunk_size: int | None = None,
+        local_size: int | None = None,
+        **scaling: Any,
+    ) -> "RopeConfig":
+        """`scaling` takes the keys of a Hugging Face `rope_parameters` dict: rope_type, factor, mrope_section, ..."""
+        unknown = sorted(set(scaling) - SCALING_KEYS)
+        if unknown:
+            raise ValueError(f"RopeConfig: unknown keywords {unknown}; known scaling keys are {sorted(SCALING_KEYS)}")
+        rope_type = _rope_type(scaling)
+        _require(rope_type, scaling)
+        _check_positive("head_dim", head_dim)
+        _check_positive("max_position", max_position)
+        sections = _sections(scaling)
+        if sections is not None and layout is None:
+            layout = "interleaved" if scaling.get("mrope_interleaved") else "chunked"
+        return cls(
+            head_dim=head_dim,
+            rotary_dim=_rotary_dim(head_dim, rotary_dim, scaling.get("partial_rotary_factor"), rope_type),
+            max_position=max_position,
+            base=float(_first(scaling.get("rope_theta"), base)),
+            rope_type=rope_type,
+            style=style,
+            pairs_out=pairs_out,
+            where=where,
+            sections=sections,
+            layout=layout,
+            chunk_size=chunk_size,
+            local_size=local_size,
+            **_scaling_fields(rope_type, scaling, max_position),
+        )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any] | object, *, layer_type: str | None = None) -> "RopeConfig":
+        """Read a Hugging Face configuration: a mapping (config.json) or an object, old or new spelling.
+
+        `layer_type` picks one of several rotary embeddings: "full_attention" or "sliding_attention" (Gemma-3),
+        "main" or "compress" (DeepSeek-V4), "indexer" (DeepSeek-V3.2, GLM-MoE-DSA).
+        """
+        return cls.from_keywords(**keywords(config, layer_type))
+
+    @property
+    def is_mrope(self) -> bool:
+        """Positions have several axes. Keyed on the sections: the rope_type of an MRoPE model stays "default"."""
+        return self.sections is not None
+
+    @property
+    def is_dual_chunk(self) -> bool:
+        return self.chunk_size is not None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """The frequencies change with the sequence length (dynamic by factor, longrope)."""
+        return self.rope_type == "longrope" or (self.rope_type == "dynamic" and self.alpha is None)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows a table needs for every position the model is meant for.
+
+        YaRN reaches factor x original length, whatever max_position says; dual chunk folds positions into two chunks.
+        """
+        if self.chunk_size is not None and self.local_size is not None:
+            return 2 * self.chunk_size - self.local_size
+        if self.rope_type in ("yarn", "deepseek_yarn") and self.original_max_position is not None:
+            return max(self.max_position, math.ceil(self.factor * self.original_max_position))
+        return self.max_position
+
+    @property
+    def softmax_scale_correction(self) -> float:
+        """DeepSeek YaRN: multiply the softmax scale 1/sqrt(D) by this (mscale squared). 1.0 for every other type."""
+        if self.rope_type != "deepseek_yarn" or not self.mscale_all_dim:
+            return 1.0
+        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+    def is_long(self, seq_len: int | None) -> bool:
+        """Whether `seq_len` tokens pass the length the short frequencies were made for."""
+        limit = self.original_max_position if self.rope_type == "longrope" else self.max_position
+        return self.depends_on_length and seq_len is not None and limit is not None and seq_len > limit
+
+    def attention_factor_at(self, seq_len: int | None = None) -> float:
+        """What cos and sin are multiplied with for a sequence of `seq_len` tokens."""
+        if self.long_attention_factor is not None and self.is_long(seq_len):
+            return self.long_attention_factor
+        return self.attention_factor
+
+    def frequencies(self, seq_len: int | None = None) -> NDArray[np.float32]:
+        """Inverse frequencies [R/2], computed in float64. `seq_len` matters to longrope and dynamic alone."""
+        return FREQUENCIES[self.rope_type](self, seq_len).astype(np.float32)
+
+    def dual_chunk_positions(self, positions: Array) -> DualChunkPositions[Array]:
+        """The five positions of dual chunk attention; `positions` is an integer numpy array or torch tensor."""
+        if self.chunk_size is None or self.local_size is None:
+            raise ValueError("RopeConfig: no chunk_size and local_size, so there are no dual chunk positions")
+        chunk, stride = self.chunk_size, self.chunk_size - self.local_size
+        intra: Any = positions % stride  # type: ignore[operator]
+        return DualChunkPositions(
+            intra=intra,
+            succ=(intra + stride).clip(max=chunk),
+            inter=intra * 0 + min(2 * stride - 1, chunk),
+            succ_critical=intra + stride,
+            inter_critical=intra + chunk,
+        )
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"RopeConfig: {name} must be a positive integer, found {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"RopeConfig: {name} {value!r} is unknown; known are {list(choices)}")
+
+
+def _check(config: RopeConfig) -> None:
+    for name in ("head_dim", "rotary_dim", "max_position"):
+        _check_positive(name, getattr(config, name))
+    _check_choice("rope_type", config.rope_type, tuple(_REQUIRED))
+    _check_choice("style", config.style, STYLES)
+    _check_choice("pairs_out", config.pairs_out, STYLES[::-1])
+    _check_choice("where", config.where, WHERE)
+    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
+        raise ValueError(
+            f"RopeConfig: rotary_dim must be even and at most head_dim {config.head_dim}, found {config.rotary_dim}"
+        )
+    if config.base <= 1 or config.factor <= 0:
+        raise ValueError(
+            f"RopeConfig: base must be above 1 and factor above 0, found base {config.base}, factor {config.factor}"
+        )
+    _check_sections(config)
+    _check_scaling(config)
+    _check_dual_chunk(config)
+
+
+def _check_sections(config: RopeConfig) -> None:
+    sections, pairs = config.sections, config.rotary_dim // 2
+    if sections is None:
+        if config.layout is not None:
+            raise ValueError(f"RopeConfig: layout {config.layout!r} without sections; expected sections or no layout")
+        return
+    _check_choice("layout", config.layout, LAYOUTS)
+    found = f"sections {list(sections)}, layout {config.layout!r}"
+    if len(sections) not in (3, 4) or min(sections) < 0:
+        raise ValueError(f"RopeConfig: {found}: expected 3 or 4 counts of channels")
+    if sum(sections) != pairs:
+        raise ValueError(f"RopeConfig: {found}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
+    if config.layout != "chunked" and len(sections) != 3:
+        raise ValueError(f"RopeConfig: {found}: this layout has exactly 3 axes, found {len(sections)}")
+    if config.layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
+        raise ValueError(f"RopeConfig: {found}: stride 3 runs past the {pairs} rotary pairs, so channels would be lost")
+    if config.layout == "hwt" and sections[0] != sections[1]:
+        raise ValueError(f"RopeConfig: {found}: h and w alternate, so their sections must be equal")
+
+
+def _check_scaling(config: RopeConfig) -> None:
+    kind, pairs = config.rope_type, config.rotary_dim // 2
+    if kind in ("yarn", "deepseek_yarn", "longrope", "llama3") and config.original_max_position is None:
+        raise ValueError(f"RopeConfig: rope_type {kind!r} needs original_max_position, found None")
+    if kind == "xdrope" and (config.alpha is None or config.sections is None):
+        raise ValueError(f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha}, None or both")
+    if kind in ("dynamic", "xdrope") and config.rotary_dim <= 2:
+        raise ValueError(f"RopeConfig: rope_type {kind!r} needs rotary_dim above 2, found {config.rotary_dim}")
+    if kind == "llama3" and config.low_freq_factor >= config.high_freq_factor:
+        raise ValueError(
+            f"RopeConfig: llama3 needs low_freq_factor below high_freq_factor, "
+            f"found {config.low_freq_factor} and {config.high_freq_factor}"
+        )
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = getattr(config, name)
+        if factors is None or len(factors) != pairs:
+            found = "None" if factors is None else len(factors)
+            raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {found}")
+
+
+def _check_dual_chunk(config: RopeConfig) -> None:
+    if config.chunk_size is None and config.local_size is None:
+        return
+    chunk, local = config.chunk_size or 0, config.local_size or 0
+    if not 0 < local < chunk:
+        raise ValueError(f"RopeConfig: dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}")
+    if config.sections is not None or config.rope_type != "default":
+        raise ValueError(
+            f"RopeConfig: dual chunk goes with plain positions and rope_type 'default', "
+            f"found rope_type {config.rope_type!r}, sections {config.sections}"
+        )
+
+
+def _rope_type(scaling: Mapping[str, Any]) -> str:
+    names = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
+    kinds = [_ALIASES.get(name, name) for name in names] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise ValueError(f"RopeConfig: rope_type {names[0]!r} and type {names[1]!r} disagree; remove one")
+    _check_choice("rope_type", kinds[0], tuple(_REQUIRED))
+    return kinds[0]
+
+
+def _require(rope_type: str, scaling: Mapping[str, Any]) -> None:
+    missing = [key for key in _REQUIRED[rope_type] if key not in scaling]
+    if "mrope_section" in scaling and "xdrope_section" in missing:
+        missing.remove("xdrope_section")
+    if rope_type == "dynamic" and not scaling.get("factor") and not scaling.get("alpha"):
+        missing.append("factor or alpha")
+    if missing:
+        raise ValueError(f"RopeConfig: rope_type {rope_type!r} needs {missing}, found {sorted(scaling)}")
+
+
+def _sections(scaling: Mapping[str, Any]) -> tuple[int, ...] | None:
+    found = [tuple(scaling[key]) for key in ("mrope_section", "xdrope_section") if scaling.get(key) is not None]
+    if found and found[0] != found[-1]:
+        raise ValueError(f"RopeConfig: mrope_section {found[0]} and xdrope_section {found[1]} disagree")
+    return tuple(int(size) for size in found[0]) if found else None
+
+
+def _rotary_dim(head_dim: int, rotary_dim: int | None, partial: float | None, rope_type: str) -> int:
+    if partial is not None and not 0 < partial <= 1:
+        raise ValueError(f"RopeConfig: partial_rotary_factor must be in (0, 1], found {partial}")
+    whole = partial is None or rope_type == "proportional"
+    wanted = head_dim if whole else int(head_dim * float(partial or 1))
+    if rotary_dim is None or rotary_dim == wanted:
+        return wanted
+    if partial is not None:
+        raise ValueError(
+            f"RopeConfig: rotary_dim {rotary_dim} disagrees with partial_rotary_factor {partial}, "
+            f"which gives {wanted} of head_dim {head_dim}"
+        )
+    return rotary_dim
+
+
+def _scaling_fields(rope_type: str, scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
+    """RopeConfig fields of a rope dict, with what Hugging Face derives filled in."""
+    original = scaling.get("original_max_position_embeddings")
+    if original is None and rope_type in ("yarn", "deepseek_yarn", "longrope", "llama3"):
+        original = max_position
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = max_position / original if original and rope_type != "llama3" else 1.0
+    short, long = scaling.get("short_factor"), scaling.get("long_factor")
+    ntk_by_alpha = rope_type in ("dynamic", "xdrope") and scaling.get("alpha")
+    fields: dict[str, Any] = {
+        "original_max_position": original,
+        "factor": float(factor),
+        "alpha": float(scaling["alpha"]) if ntk_by_alpha else None,
+        "attention_factor": _attention_factor(rope_type, scaling, float(factor), original),
+        "long_attention_factor": scaling.get("long_mscale") if rope_type == "longrope" else None,
+        "beta_fast": float(scaling.get("beta_fast") or 32),
+        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "truncate": bool(_first(scaling.get("truncate"), True)),
+        "mscale": scaling.get("mscale"),
+        "mscale_all_dim": scaling.get("mscale_all_dim"),
+        "short_factor": None if short is None else tuple(map(float, short)),
+        "long_factor": None if long is None else tuple(map(float, long)),
+    }
+    if rope_type == "llama3":
+        fields |= {key: float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor")}
+    if rope_type == "proportional":
+        fields["proportion"] = float(_first(scaling.get("partial_rotary_factor"), 1.0))
+    return fields
+
+
+def _attention_factor(rope_type: str, scaling: Mapping[str, Any], factor: float, original: int | None) -> float:
+    if rope_type not in ("yarn", "deepseek_yarn", "longrope"):
+        return 1.0
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    if rope_type == "longrope":
+        short = scaling.get("short_mscale")
+        assert original is not None
+        derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return derived if short is None else float(short)
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if rope_type == "deepseek_yarn":
+        return yarn_mscale(factor, _first(mscale, 1.0)) / yarn_mscale(factor, _first(mscale_all_dim, 0.0))
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor)

@@ -1,0 +1,101 @@
+"""The frequencies of each rotary type, in float64. docs/frequencies.md has the formulas and where they come from."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from whorl.rope_config import RopeConfig
+
+Frequencies = NDArray[np.float64]
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _exponents(dim: int, denominator: int) -> Frequencies:
+    return np.arange(0, dim, 2, dtype=np.float64) / denominator
+
+
+def _plain_frequencies(config: "RopeConfig", base: float | None = None) -> Frequencies:
+    return float(config.base if base is None else base) ** -_exponents(config.rotary_dim, config.rotary_dim)
+
+
+def _default(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    return _plain_frequencies(config)
+
+
+def _linear(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    return _plain_frequencies(config) / config.factor
+
+
+def _ntk_frequencies(config: "RopeConfig", stretch: float) -> Frequencies:
+    """Raise the base so that the slowest pair is slowed by `stretch` and the fastest by nothing."""
+    dim = config.rotary_dim
+    return _plain_frequencies(config, config.base * stretch ** (dim / (dim - 2)))
+
+
+def _dynamic(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    if config.alpha is not None:
+        return _ntk_frequencies(config, config.alpha)
+    length = max(seq_len or 0, config.max_position)
+    return _ntk_frequencies(config, config.factor * length / config.max_position - (config.factor - 1))
+
+
+def _yarn(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    """Keep pairs that turn more than beta_fast times in the original length, divide those under beta_slow."""
+    assert config.original_max_position is not None
+    dim, original = config.rotary_dim, config.original_max_position
+
+    def pair_turning(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.base))
+
+    low, high = pair_turning(config.beta_fast), pair_turning(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # an empty ramp is a step, not a division by zero
+    slowed = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+    plain = _plain_frequencies(config)
+    return plain / config.factor * slowed + plain * (1 - slowed)
+
+
+def _longrope(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    factors = config.long_factor if config.is_long(seq_len) else config.short_factor
+    return _plain_frequencies(config) / np.asarray(factors, dtype=np.float64)
+
+
+def _llama3(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    """Divide the long waves by factor, keep the short ones, blend between."""
+    assert config.original_max_position is not None
+    low, high = config.low_freq_factor, config.high_freq_factor
+    plain = _plain_frequencies(config)
+    turns = config.original_max_position * plain / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return plain * kept + plain / config.factor * (1 - kept)
+
+
+def _proportional(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    """A share of the pairs rotates, spaced over the whole head; the others stand still (cos 1, sin 0)."""
+    frequencies = np.zeros(config.rotary_dim // 2)
+    rotating = int(config.proportion * config.head_dim // 2)
+    frequencies[:rotating] = config.base ** -_exponents(2 * rotating, config.head_dim)
+    return frequencies / config.factor
+
+
+FREQUENCIES: dict[str, Callable[["RopeConfig", int | None], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "deepseek_yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+    "xdrope": _dynamic,
+}

@@ -1,0 +1,269 @@
+"""Hugging Face configurations, old and new spelling, as keyword arguments of `RopeConfig.from_keywords`.
+
+A configuration says less than a model does: which channels pair up, in which order they are written back and which
+base is meant when none is given follow from `model_type`. `MODELS` holds that for the types that differ from Llama.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+DEFAULT_BASE = 10000.0
+# What a rope dict (`rope_parameters`, before 5.0 `rope_scaling`) may hold for us.
+SCALING_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "alpha", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
+    "high_freq_factor", "short_factor", "long_factor", "short_mscale", "long_mscale", "mrope_section",
+    "mrope_interleaved", "xdrope_section",
+}  # fmt: skip
+# The text model inside a composite configuration, outermost first.
+_TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
+_NESTED = ", each with its own rotary embedding: pass layer_type="
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What `model_type` alone decides. The defaults are Llama's."""
+
+    style: str = "half"
+    pairs_out: str = "pairs"
+    where: str = "leading"
+    base: float = DEFAULT_BASE
+    local_base: float | None = None
+    partial: float | None = None
+    sections: tuple[int, ...] | None = None
+    layout: str = "chunked"
+    # The model's "yarn" also corrects the softmax scale.
+    deepseek_yarn: bool = False
+    indexer_style: str = "half"
+
+
+_LLAMA = Model()
+_PAIRS = Model(style="pairs")
+_MLA = Model(style="pairs", pairs_out="half", where="trailing", deepseek_yarn=True)
+_QWEN2_VL = Model(base=1e6, sections=(16, 24, 24))
+_QWEN3_VL = Model(base=500000.0, sections=(24, 20, 20), layout="interleaved")
+_QWEN3_5 = Model(partial=0.25, sections=(11, 11, 10), layout="interleaved")
+_GLM4V = Model(style="pairs", sections=(8, 12, 12))
+_ERNIE_VL = Model(style="pairs", base=500000.0, sections=(22, 22, 20), layout="hwt")
+_GEMMA3 = Model(base=1e6, local_base=DEFAULT_BASE)
+
+
+def _each(names: str, model: Model) -> dict[str, Model]:
+    return dict.fromkeys(names.split(), model)
+
+
+MODELS: dict[str, Model] = {
+    **_each("gptj codegen cohere2 cohere2_moe", _PAIRS),
+    **_each("cohere ernie4_5 ernie4_5_moe llama4", replace(_PAIRS, base=500000.0)),
+    **_each("helium", replace(_PAIRS, base=100000.0)),
+    **_each("glm glm4 chatglm", replace(_PAIRS, partial=0.5)),
+    **_each("deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite mistral4 youtu axk1", _MLA),
+    **_each("glm_moe_dsa", replace(_MLA, indexer_style="pairs")),
+    **_each("longcat_flash", replace(_MLA, base=1e7)),
+    **_each("deepseek_v2", replace(_MLA, pairs_out="pairs")),
+    **_each("minicpm3 hy_v4", Model(where="trailing", deepseek_yarn=True)),
+    **_each("deepseek_v4", Model(style="pairs", where="trailing")),
+    **_each("qwen2_vl qwen2_5_vl qwen2_5_omni", _QWEN2_VL),
+    **_each("paddleocr_vl", replace(_QWEN2_VL, base=500000.0)),
+    **_each("qwen3_vl qwen3_vl_moe", _QWEN3_VL),
+    **_each("qwen3_omni_moe", replace(_QWEN3_VL, base=1e6)),
+    **_each("qwen3_5 qwen3_5_moe", _QWEN3_5),
+    **_each("glm4v glm_ocr", _GLM4V),
+    **_each("glm4v_moe", Model(partial=0.5, sections=(8, 12, 12))),
+    **_each("ernie4_5_vl_moe ernie4_5_moe_vl", _ERNIE_VL),
+    **_each("gemma3 gemma3n", _GEMMA3),
+    **_each("glm4_moe phi persimmon nemotron bamba recurrent_gemma", Model(partial=0.5)),
+    **_each("stablelm qwen3_next gpt_neox", Model(partial=0.25)),
+    **_each("bitnet flex_olmo olmo3 mllama_text_model", Model(base=500000.0)),
+    **_each("mixtral phimoe lfm2 lfm2_moe minimax cwm", Model(base=1e6)),
+    **_each("apertus", Model(base=1.2e7)),
+    **_each("gpt_oss", Model(base=150000.0)),
+    **_each("hy_v3", Model(base=11158840.0)),
+    **_each("minimax_m2", Model(base=5e6)),
+    **_each("smollm3", Model(base=2e6)),
+}
+
+
+def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict[str, Any]:
+    """Arguments of `RopeConfig.from_keywords` for one rotary embedding of a configuration."""
+    values = _text_model(config)
+    model = MODELS.get(str(values.get("model_type")).removesuffix("_text"), _LLAMA)
+    values = _of_layer(values, layer_type)
+    rope = _rope_dict(values, model, layer_type)
+    if rope.get("mrope_section") is None and rope.get("xdrope_section") is None and model.sections:
+        rope["mrope_section"] = model.sections
+    if model.deepseek_yarn and _named(rope) == "yarn":
+        rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "deepseek_yarn"}
+    return {
+        **_scaling(rope),
+        **_channels(values, rope, model, layer_type == "indexer"),
+        "max_position": _number(values, "max_position_embeddings", "n_positions", "seq_length"),
+        "layout": _layout(rope, model),
+        **_dual_chunk(values),
+    }
+
+
+def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
+    """Any configuration as a mapping. `to_dict` first: transformers guards per-layer attributes against reading."""
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        return config.to_dict()  # type: ignore[no-any-return]
+    if hasattr(config, "__dict__"):
+        return vars(config)
+    raise ValueError(f"RopeConfig: expected a mapping or a configuration object, found {type(config).__name__}")
+
+
+def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
+    """The text model's values over those of the configurations around it."""
+    values = dict(_plain(config))
+    while inner := next((values[key] for key in _TEXT_KEYS if values.get(key)), None):
+        outer = {key: value for key, value in values.items() if key not in _TEXT_KEYS}
+        values = outer | {key: value for key, value in _plain(inner).items() if value is not None}
+    return values
+
+
+def _of_layer(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+    """Values that hold for one layer type, where the configuration gives some per layer (Gemma-4)."""
+    if layer_type == "full_attention" and values.get("global_head_dim"):
+        return values | {"head_dim": values["global_head_dim"]}
+    layers, overrides = values.get("layer_types"), values.get("per_layer_config")
+    if not layers or not overrides or layer_type not in layers:
+        return values
+    by_index = {int(index): value for index, value in overrides.items()}
+    return values | dict(by_index.get(layers.index(layer_type)) or {})
+
+
+def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) -> dict[str, Any]:
+    """The one rope dict that holds for `layer_type`, with rope_theta and partial_rotary_factor filled in."""
+    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in new.values()):
+        rope = _pick_layer(new, layer_type)
+        base = model.local_base if layer_type == "sliding_attention" and model.local_base else model.base
+    else:
+        rope = _merge(new, old)
+        local = _first(values.get("rope_local_base_freq"), model.local_base)
+        if local is not None and layer_type not in ("sliding_attention", "full_attention"):
+            raise ValueError(
+                f"RopeConfig: {values.get('model_type')!r} has sliding_attention and full_attention layers{_NESTED}"
+                f"'sliding_attention' or 'full_attention', found {layer_type!r}"
+            )
+        if local is not None and layer_type == "sliding_attention":
+            return {"rope_theta": local}
+        base = model.base
+    theta = _first(rope.get("rope_theta"), values.get("rope_theta"), values.get("rotary_emb_base"), base)
+    # ChatGLM stretches the base instead of scaling positions.
+    rope["rope_theta"] = float(theta) * float(values.get("rope_ratio") or 1)
+    partial = _first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), values.get("rotary_pct"))
+    rope["partial_rotary_factor"] = partial
+    # Phi-3 keeps the original length outside the rope dict, and there it wins.
+    original = values.get("original_max_position_embeddings")
+    if original is not None and _named(rope) != "default":
+        rope["original_max_position_embeddings"] = original
+    return rope
+
+
+def _pick_layer(nested: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+    layers = sorted(nested)
+    if layer_type is None or layer_type not in nested:
+        raise ValueError(f"RopeConfig: rope_parameters has {layers}{_NESTED}one of them, found {layer_type!r}")
+    if nested[layer_type] is None:
+        raise ValueError(f"RopeConfig: rope_parameters[{layer_type!r}] is None: these layers have no rotary embedding")
+    return dict(nested[layer_type])
+
+
+def _merge(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings in one file must say the same."""
+    differ = sorted(key for key in set(new) & set(old) - {"type", "rope_type"} if new[key] != old[key])
+    if differ:
+        raise ValueError(
+            f"RopeConfig: rope_parameters and rope_scaling disagree in {differ}: "
+            f"{[new[key] for key in differ]} and {[old[key] for key in differ]}; remove one"
+        )
+    return {**old, **new}
+
+
+def _named(rope: Mapping[str, Any]) -> str:
+    return str(_first(rope.get("rope_type"), rope.get("type"), "default"))
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    unused = sorted(set(rope) - SCALING_KEYS - {"interleaved"})
+    if unused:
+        warnings.warn(f"RopeConfig: keys {unused} of the rope dict have no effect on frequencies here", stacklevel=5)
+    return {key: value for key, value in rope.items() if key in SCALING_KEYS}
+
+
+def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, indexer: bool) -> dict[str, Any]:
+    """head_dim, rotary_dim and which channels pair up."""
+    interleave = values.get("rope_interleave")
+    style = "half" if interleave is False and model.pairs_out == "half" else model.style
+    order = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs", "where": model.where}
+    rotary = values.get("qk_rope_head_dim")
+    if indexer:
+        style = model.indexer_style
+        order = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs", "where": "leading"}
+        return {"head_dim": _number(values, "index_head_dim"), **_whole(rotary), **order}
+    if rotary is not None:
+        nope = values.get("qk_nope_head_dim")
+        head_dim = nope + rotary if nope is not None else _number(values, "head_dim", "qk_rope_head_dim")
+        return {"head_dim": head_dim, **_whole(rotary), **order}
+    partial = _first(rope.get("partial_rotary_factor"), None if values.get("rotary_dim") else model.partial)
+    return {
+        "head_dim": _head_dim(values),
+        "rotary_dim": values.get("rotary_dim"),
+        "partial_rotary_factor": partial,
+        **order,
+    }
+
+
+def _whole(rotary: int | None) -> dict[str, Any]:
+    """MLA names its rotary size, so a factor given beside it says nothing more."""
+    return {"rotary_dim": rotary, "partial_rotary_factor": None}
+
+
+def _head_dim(values: Mapping[str, Any]) -> int:
+    given = _first(*(values.get(key) for key in ("head_dim", "attention_head_dim", "kv_channels")))
+    if given is not None:
+        return int(given)
+    hidden, heads = _number(values, "hidden_size", "n_embd"), _number(values, "num_attention_heads", "n_head")
+    if hidden % heads:
+        raise ValueError(f"RopeConfig: no head_dim, and hidden_size {hidden} is not a multiple of {heads} heads")
+    return hidden // heads
+
+
+def _layout(rope: Mapping[str, Any], model: Model) -> str | None:
+    if rope.get("mrope_section") is None and rope.get("xdrope_section") is None:
+        return None
+    interleaved = _first(rope.get("mrope_interleaved"), rope.get("interleaved"))
+    if interleaved:
+        return "interleaved"
+    return "chunked" if interleaved is False and model.layout == "interleaved" else model.layout
+
+
+def _dual_chunk(values: Mapping[str, Any]) -> dict[str, Any]:
+    given = values.get("dual_chunk_attention_config")
+    if given is None:
+        return {}
+    missing = [key for key in ("chunk_size", "local_size") if key not in given]
+    if missing:
+        raise ValueError(f"RopeConfig: dual_chunk_attention_config needs {missing}, found {sorted(given)}")
+    return {"chunk_size": given["chunk_size"], "local_size": given["local_size"]}
+
+
+def _number(values: Mapping[str, Any], *names: str) -> int:
+    value = _first(*(values.get(name) for name in names))
+    if value is None:
+        raise ValueError(f"RopeConfig: the configuration needs {' or '.join(names)}, found {_some(values)}")
+    return int(value)
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    found = sorted(names)
+    return [*found[:12], "..."] if len(found) > 12 else found
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,216 @@
+"""cos/sin tables of a `RopeConfig`: built once per configuration and device, read once per step, shared by all layers.
+
+    table = get_rope(config)                     # while building the model
+    rows = table.lookup(positions)               # once a step
+    q, k = table.apply(q, k, rows)               # in every layer
+
+Tables are plain fp32 tensors, never module buffers: `model.to(bfloat16)` and autocast leave them alone.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from whorl import ops
+from whorl.rope_config import DualChunkPositions, RopeConfig
+
+_INTEGERS = (torch.int32, torch.int64)
+_tables: dict[tuple[RopeConfig, int, bool], "RopeTable"] = {}
+_lock = threading.Lock()
+
+
+def get_rope(
+    config: RopeConfig | Mapping[str, Any] | object | None = None,
+    *,
+    layer_type: str | None = None,
+    rows: int | None = None,
+    grow: bool = False,
+    **keywords: Any,
+) -> "RopeTable":
+    """The rotary table of a configuration: a RopeConfig, a Hugging Face configuration, or keywords of `from_keywords`.
+
+    Equal configurations share one table. `rows` is the table's length (default: what the model is meant for). A
+    position past it is a ValueError, or with `grow` makes the table longer. Growing replaces the tensor, so what was
+    captured in a device graph keeps the old one: capture with grow=False.
+    """
+    if (config is None) == (not keywords):
+        given = "both" if keywords else "neither"
+        raise ValueError(f"get_rope: expected a configuration or keywords, found {given}: {sorted(keywords)}")
+    if config is None:
+        rope = RopeConfig.from_keywords(**keywords)
+    elif isinstance(config, RopeConfig):
+        rope = config
+    else:
+        rope = RopeConfig.from_hf(config, layer_type=layer_type)
+    if rows is not None and rows <= 0:
+        raise ValueError(f"get_rope: rows must be positive, found {rows}")
+    return _shared(rope, rows or rope.table_rows, grow)
+
+
+def _shared(config: RopeConfig, rows: int, grow: bool) -> "RopeTable":
+    with _lock:
+        return _tables.setdefault((config, rows, grow), RopeTable(config, rows=rows, grow=grow))
+
+
+class RopeTable:
+    """The table of one configuration, one tensor [P, R] per device: row = [cos of R/2 angles | sin of R/2 angles]."""
+
+    def __init__(self, config: RopeConfig, *, rows: int, grow: bool) -> None:
+        self.config = config
+        self.rows = rows
+        self.grow = grow
+        self._on_device: dict[tuple[torch.device, bool], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"RopeTable({self.config}, rows={self.rows}, grow={self.grow})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or unpickled model shares the table too.
+        return _shared, (self.config, self.rows, self.grow)
+
+    def cos_sin(self, device: torch.device | str = "cpu", *, seq_len: int | None = None) -> Tensor:
+        """The whole table [P, R]: P >= seq_len, and the frequencies of that length (longrope, dynamic)."""
+        device = _with_index(device)
+        is_long = self.config.is_long(seq_len)
+        rows = self._rows_for(seq_len)
+        if is_long and self.config.rope_type == "dynamic":
+            return self._build(device, rows, seq_len)  # other frequencies for every length: nothing to keep
+        table = self._on_device.get((device, is_long))
+        if table is None or table.shape[0] < rows:
+            table = self._extend(device, rows, seq_len)
+        return table
+
+    def lookup(self, positions: Tensor, *, seq_len: int | None = None) -> Tensor:
+        """Rows [*tokens, R] for positions [*tokens], or [A, *tokens] where the configuration has A sections.
+
+        A 1-D tensor is text for an MRoPE configuration too: all axes equal. `seq_len` is a bound the caller knows,
+        positions < seq_len; without it positions are read, which waits for the device.
+        """
+        table, positions = self._table_for(positions, seq_len)
+        if self._has_axes(positions):
+            return ops.merge_mrope(table, positions, self.config.sections or (), self.config.layout or "")
+        return table[positions]
+
+    def lookup_dual_chunk(self, positions: Tensor) -> DualChunkPositions[Tensor]:
+        """Rows [*tokens, R] for each of the five positions of dual chunk attention; keys use `intra`."""
+        _check_integers(positions)
+        table = self.cos_sin(positions.device)
+        return DualChunkPositions(*(table[each] for each in self.config.dual_chunk_positions(positions)))
+
+    def apply(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        rows_or_positions: Tensor,
+        *,
+        seq_len: int | None = None,
+        inverse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or gather positions in the kernel."""
+        config = self.config
+        how: dict[str, Any] = {
+            "style": config.style,
+            "pairs_out": config.pairs_out,
+            "where": config.where,
+            "inverse": inverse,
+        }
+        if rows_or_positions.is_floating_point():
+            return ops.rope(q, k, rows_or_positions, **how)
+        table, positions = self._table_for(rows_or_positions, seq_len)
+        if self._has_axes(positions):
+            return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **how)
+        return ops.rope(q, k, table, positions, **how)
+
+    def _has_axes(self, positions: Tensor) -> bool:
+        return self.config.is_mrope and positions.dim() > 1
+
+    def _table_for(self, positions: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor]:
+        """A table and the indices of these positions in it."""
+        _check_integers(positions)
+        sections = self.config.sections
+        if sections is not None and positions.dim() > 1 and positions.shape[0] != len(sections):
+            raise ValueError(
+                f"rope lookup: sections {list(sections)} need positions [{len(sections)}, *tokens] or [T], "
+                f"found {list(positions.shape)}"
+            )
+        seq_len = self._bound(positions, seq_len)
+        if self.config.rope_type == "dynamic" and self.config.is_long(seq_len):
+            # Frequencies hold for this length alone: a table of just these tokens, not of every position.
+            self._rows_for(seq_len)
+            return _cos_sin(self.config, positions.reshape(-1), seq_len), _count(positions)
+        return self.cos_sin(positions.device, seq_len=seq_len), positions
+
+    def _bound(self, positions: Tensor, seq_len: int | None) -> int | None:
+        """A number above every position: the caller's, checked where reading is free, or read."""
+        if torch.compiler.is_compiling() or isinstance(positions, FakeTensor) or not positions.numel():
+            return seq_len
+        if seq_len is not None and positions.device.type != "cpu":
+            return seq_len
+        low, high = torch.stack(torch.aminmax(positions)).tolist()
+        if low < 0 or (seq_len is not None and high >= seq_len):
+            bound = "none" if seq_len is None else seq_len
+            raise ValueError(f"rope lookup: positions from {low} to {high}; expected 0 and up, below seq_len ({bound})")
+        return high + 1 if seq_len is None else seq_len
+
+    def _rows_for(self, seq_len: int | None) -> int:
+        """Table length that serves `seq_len` tokens."""
+        config, rows = self.config, self.rows
+        if config.rope_type == "longrope" and config.original_max_position and not config.is_long(seq_len):
+            # Past this the long factors hold: a short table that went on would answer wrongly.
+            rows = min(rows, config.original_max_position)
+        if seq_len is None or seq_len <= rows:
+            return rows
+        if not self.grow:
+            raise ValueError(
+                f"rope lookup: position {seq_len - 1} is past the table of {rows} rows; "
+                f"make it with get_rope(..., rows={seq_len}) or grow=True"
+            )
+        return seq_len
+
+    def _extend(self, device: torch.device, rows: int, seq_len: int | None) -> Tensor:
+        key = (device, self.config.is_long(seq_len))
+        with self._lock:
+            table = self._on_device.get(key)
+            if table is not None and table.shape[0] >= rows:
+                return table  # another thread was first
+            if table is not None:
+                rows = max(rows, 2 * table.shape[0])
+            table = self._build(device, rows, seq_len)
+            if not isinstance(table, FakeTensor):
+                self._on_device[key] = table
+            return table
+
+    def _build(self, device: torch.device, rows: int, seq_len: int | None) -> Tensor:
+        # A tensor made in inference mode could never be saved for a backward. Built on the CPU, so that every device
+        # has the same bits.
+        with torch.inference_mode(False):
+            positions = torch.arange(rows, device="cpu")
+            return _cos_sin(self.config, positions, seq_len).to(device)
+
+
+def _cos_sin(config: RopeConfig, positions: Tensor, seq_len: int | None) -> Tensor:
+    """Rows [T, R] for positions [T], angles in fp32 whatever the default dtype or autocast say."""
+    frequencies = torch.from_numpy(config.frequencies(seq_len)).to(positions.device)
+    angles = positions[:, None].to(torch.float32) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor_at(seq_len)
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """`cuda` and `cuda:0` are one device and must find one table."""
+    device = torch.device(device)
+    return device if device.index is not None or device.type == "cpu" else torch.empty(0, device=device).device
+
+
+def _count(positions: Tensor) -> Tensor:
+    """0, 1, 2, ... in the shape of positions."""
+    return torch.arange(positions.numel(), device=positions.device).view(positions.shape)
+
+
+def _check_integers(positions: Tensor) -> None:
+    if positions.dtype not in _INTEGERS:
+        raise ValueError(f"rope lookup: positions must be int32 or int64, found {positions.dtype}")
