@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreter import round_bfloat16_to_nearest
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is defined, so it is set before any test imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    round_bfloat16_to_nearest()
 
 RUN_ALL = "WHORL_TEST_ALL"
 
@@ -41,13 +43,9 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_every_time() -> None:
+def _same_start() -> Iterator[None]:
+    """One seed, and NaN in torch.empty: a kernel that leaves an element unwritten, or reads one too many, shows."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _nan_filled_memory() -> Iterator[None]:
-    """torch.empty holds NaN: a kernel that leaves an element unwritten, or reads one it should not, shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -191,8 +191,9 @@ def call_arguments(op: str, available: Sequence[str], **wanted: Any) -> dict[str
         if name in available:
             arguments[name] = value
         elif value is not parameters[name].default and value != parameters[name].default:
+            asked = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
             raise RuntimeError(
-                f"{op}: {name}={value!r} needs torch_npu {parameters[name].since} or newer; "
+                f"{op}: {asked} needs torch_npu {parameters[name].since} or newer; "
                 f"the installed schema has {list(available)}"
             )
     return arguments

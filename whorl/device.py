@@ -4,12 +4,15 @@ import functools
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
 BACKENDS = ("torch", "triton", "torch_npu")
 DEVICES = ("cpu", "cuda", "npu")
+HOST = "cpu"
 HOME = {"triton": "cuda", "torch_npu": "npu"}  # the device each accelerated backend is written for
 
 
@@ -71,6 +74,30 @@ def synchronize(device: str) -> None:
         module.synchronize()
 
 
+def fp64_home(device: str) -> str:
+    """Where fp64 arithmetic is done for tensors of `device`: Ascend leaves most of it to the host."""
+    return HOST if device == "npu" else device
+
+
+def timing_event(device: str) -> Any:
+    """An event to record in the stream of an accelerator; two of them give the milliseconds between."""
+    module = accelerator(device)
+    assert module is not None, "the CPU has no streams"
+    return module.Event(enable_timing=True)
+
+
+def record_graph(device: str, function: Callable[[], Any]) -> Callable[[], None] | None:
+    """The replay of everything `function` launches, or None where the device records no graphs."""
+    module = accelerator(device)
+    graph_class = getattr(module, {"cuda": "CUDAGraph", "npu": "NPUGraph"}.get(device, ""), None)
+    if module is None or graph_class is None:
+        return None
+    graph = graph_class()
+    with module.graph(graph):
+        function()
+    return graph.replay
+
+
 def device_name(device: str) -> str:
     module = accelerator(device)
     return platform.processor() or platform.machine() if module is None else str(module.get_device_name())
@@ -87,3 +114,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, counted in multiprocessors or vector cores; 4 where there is no such thing."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4

@@ -89,11 +89,13 @@ class RopeTable:
         """Rows [*tokens, R] for positions [*tokens], or [A, *tokens] where the configuration has A sections.
 
         A 1-D tensor is text for an MRoPE configuration too: all axes equal. `seq_len` is a bound the caller knows,
-        positions < seq_len; without it positions are read, which waits for the device.
+        positions < seq_len; without it positions are read, which waits for the device. Inside a compiled function
+        nothing is read, and the table must have been built before (`cos_sin(device)`).
         """
         table, positions = self._table_for(positions, seq_len)
-        if self._has_axes(positions):
-            return ops.merge_mrope(table, positions, self.config.sections or (), self.config.layout or "")
+        sections, layout = self.config.sections, self.config.layout
+        if sections and layout and positions.dim() > 1:
+            return ops.merge_mrope(table, positions, sections, layout)
         return table[positions]
 
     def lookup_dual_chunk(self, positions: Tensor) -> DualChunkPositions[Tensor]:
@@ -122,12 +124,9 @@ class RopeTable:
         if rows_or_positions.is_floating_point():
             return ops.rope(q, k, rows_or_positions, **how)
         table, positions = self._table_for(rows_or_positions, seq_len)
-        if self._has_axes(positions):
+        if config.is_mrope and positions.dim() > 1:
             return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **how)
         return ops.rope(q, k, table, positions, **how)
-
-    def _has_axes(self, positions: Tensor) -> bool:
-        return self.config.is_mrope and positions.dim() > 1
 
     def _table_for(self, positions: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor]:
         """A table and the indices of these positions in it."""

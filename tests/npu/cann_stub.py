@@ -24,19 +24,23 @@ BODIES = {
     "aclGetRecentErrMsg": 'const char *F(void) { return "CANN stub"; }',
     "aclAppLog": "void F(void) {}",
 }
-SUCCEED = (
-    "aclInit aclFinalize aclrtSetDevice aclrtResetDevice aclrtSetCurrentContext aclrtSynchronizeStream "
-    "aclrtDestroyStream aclrtDestroyEvent"
-).split()
-NEW_HANDLE = "aclrtCreateStream aclrtCreateStreamWithConfig aclrtCreateEventExWithFlag".split()
+SUCCEED = {
+    "aclFinalize",
+    "aclInit",
+    "aclrtDestroyEvent",
+    "aclrtDestroyStream",
+    "aclrtResetDevice",
+    "aclrtSetCurrentContext",
+    "aclrtSetDevice",
+    "aclrtSynchronizeStream",
+}
+NEW_HANDLE = {"aclrtCreateEventExWithFlag", "aclrtCreateStream", "aclrtCreateStreamWithConfig"}
 
 
 def main(package: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     wheel = [*package.glob("_C*.so"), *package.glob("lib/*.so"), *package.glob("dynamo/torchair/core/*.so")]
-    torch_spec = importlib.util.find_spec("torch")
-    assert torch_spec is not None and torch_spec.origin is not None
-    torch_lib = Path(torch_spec.origin).parent / "lib"
+    torch_lib = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib"
     python_lib = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     system = _system_libraries([*wheel, Path(sys.executable)])
     present = [*torch_lib.glob("*.so*"), *python_lib.glob("libpython3*.so*"), Path(sys.executable), *wheel, *system]

@@ -16,6 +16,7 @@ Kind = Literal["config", "argument", "environment", "version", "set"]
 MODEL_KEYS: Final = ("model_type", "architectures")
 # Other JSON files of a Hugging Face folder; none of them holds launch settings.
 NOT_SETTINGS: Final = re.compile(
+    r""
     r"(generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config|video_preprocessor_config"
     r"|processor_config|chat_template|.*\.index|quant.*_description)\.json"
 )
@@ -226,7 +227,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
                 flag = (name, [value] if equals else [], place)
             elif assignment := re.fullmatch(r"(\+{0,2}[A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
                 settings, flag = settings + _finish(flag), None
-                settings += _assignment(*assignment.groups(), place, variables)
+                settings += _assignment(assignment[1], assignment[2], place, variables)
             elif flag is not None:
                 flag[1].append(word)
     return settings + _finish(flag)
@@ -288,7 +289,9 @@ def _read_requirements(text: str, where: str) -> list[Setting]:
     for number, line in enumerate(text.splitlines(), 1):
         if pinned := re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:==|@|~=|>=)?\s*([\w.+-]*)", line.split("#")[0]):
             name = pinned.group(1).lower().replace("-", "_").replace(".", "_")
-            settings.append(Setting(key=name, path=name, value=pinned.group(2), kind="version", where=f"{where}:{number}"))
+            settings.append(
+                Setting(key=name, path=name, value=pinned.group(2), kind="version", where=f"{where}:{number}")
+            )
     return settings
 
 

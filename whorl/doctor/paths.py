@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Final
 
-from whorl.contracts import CONTRACTS
 from whorl.doctor.inputs import BadInput
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.setup import Setup
@@ -27,6 +26,7 @@ CALLS: Final = {
     "npu_rotary_position_embedding": "mindspeed.ops.npu_rotary_position_embedding(x, cos, sin, mode), q and k apart",
 }
 VLLM_ASCEND_MROPE_SECTIONS: Final = (16, 24, 24)  # the one section vllm-ascend hands to npu_mrope
+ATB_UNTIL: Final = (0, 11)  # vllm-ascend 0.10 calls ATB by default
 Reasons = tuple[tuple[str, str], ...]
 
 
@@ -37,7 +37,9 @@ def predict(setup: Setup) -> RotaryPath:
         return PATHS[setup.framework](setup)
     if forced not in CALLS:
         raise BadInput(f"rotary_operator={forced!r}: choose one of {', '.join(CALLS)}")
-    return _path(setup, "your own attention code", str(forced), f"rotary_operator is set in {setup.where('rotary_operator')}")
+    return _path(
+        setup, "your own attention code", str(forced), f"rotary_operator is set in {setup.where('rotary_operator')}"
+    )
 
 
 def branch_of(setup: Setup) -> tuple[str, str]:
@@ -53,9 +55,9 @@ def branch_of(setup: Setup) -> tuple[str, str]:
 
 def is_packed(setup: Setup) -> bool:
     """Sequences packed into THD rather than a padded batch."""
-    return any(setup.on(key) for key in ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")) or (
-        setup.get("qkv_format") == "thd"
-    )
+    return any(
+        setup.on(key) for key in ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")
+    ) or (setup.get("qkv_format") == "thd")
 
 
 def has_triton_ascend(setup: Setup) -> bool:
@@ -81,18 +83,25 @@ def _path(setup: Setup, branch: str, operator: str, because: str, passed_over: R
 
 def _megatron(setup: Setup) -> RotaryPath:
     branch, because = branch_of(setup)
+    if setup.is_mrope and branch != "mrope" and setup.uses_bridge:
+        because += "; never reached, GPTModel._preprocess fails before the decoder"
     if setup.is_mla:
-        return _path(setup, "multi-latent attention", "torch", "MLA rotates inside its own attention; the branches of GPTModel are skipped")
+        return _path(
+            setup,
+            "multi-latent attention",
+            "torch",
+            "MLA rotates inside its own attention; the branches of GPTModel are skipped",
+        )
     if setup.device == "npu":
         return _mindspeed_branch(setup, branch, because)
     if branch == "mrope" and setup.uses_bridge:
         reason = "Bridge's apply_rotary_pos_emb_absolute asserts that it is off for MRoPE"
         return _path(setup, branch, "torch", because, (("te_fused_rope", reason),))
     fused = "te_fused_rope_thd" if is_packed(setup) else "te_fused_rope"
-    reason = _te_refusal(setup, branch)
-    if reason is None:
+    refusal = _te_refusal(setup, branch)
+    if refusal is None:
         return _path(setup, branch, fused, f"{because}; apply_rope_fusion is on")
-    return _path(setup, branch, "torch", because, ((fused, reason),))
+    return _path(setup, branch, "torch", because, ((fused, refusal),))
 
 
 def fusion_on(setup: Setup, branch: str) -> bool:
@@ -115,11 +124,16 @@ def _te_refusal(setup: Setup, branch: str) -> str | None:
 def _mindspeed_branch(setup: Setup, branch: str, because: str) -> RotaryPath:
     fused = "npu_rotary_position_embedding"
     te = ("te_fused_rope", "TransformerEngine does not run on an NPU")
-    if branch != "rope":
-        return _path(setup, branch, "torch", because, ((fused, f"MindSpeed's fused RoPE serves the rope branch, not {branch}"), te))
-    if setup.on("use_fused_rotary_pos_emb"):
+    if branch == "rope" and setup.on("use_fused_rotary_pos_emb"):
         return _path(setup, branch, fused, f"{because}; use_fused_rotary_pos_emb is on", (te,))
-    return _path(setup, branch, "torch", because, ((fused, "use_fused_rotary_pos_emb is off"), te))
+    if branch == "rope":
+        return _path(setup, branch, "torch", because, ((fused, "use_fused_rotary_pos_emb is off"), te))
+    passed = (
+        (fused, f"MindSpeed's fused RoPE serves the rope branch, not {branch}"),
+        ("npu_mrope", "no switch turns it on: it is attached where q and k are rotated, and it has no gradient"),
+        te,
+    )
+    return _path(setup, branch, "torch", because, passed)
 
 
 def _mindspeed_mm(setup: Setup) -> RotaryPath:
@@ -134,7 +148,11 @@ def _hf(setup: Setup) -> RotaryPath:
     if setup.device == "npu" and setup.scope == "verl actor":
         return _path(setup, "model file", "npu_rotary_mul", "verl's npu_patch replaces apply_rotary_pos_emb")
     because = "transformers computes cos and sin in float32, casts them to the model's dtype and rotates in torch"
-    passed = (("npu_rotary_mul", "transformers calls no fused rotary operator on an NPU by itself"),) if setup.device == "npu" else ()
+    passed = (
+        (("npu_rotary_mul", "transformers calls no fused rotary operator on an NPU by itself"),)
+        if setup.device == "npu"
+        else ()
+    )
     return _path(setup, "model file", "torch", because, passed)
 
 
@@ -156,41 +174,70 @@ def _vllm(setup: Setup) -> RotaryPath:
     return _path(setup, branch, operator, "enforce_eager is set, so vLLM's own kernel runs")
 
 
+VLLM_CLASSES: Final = {
+    "default": "RotaryEmbedding",
+    "llama3": "Llama3RotaryEmbedding",
+    "linear": "LinearScalingRotaryEmbedding",
+    "yarn": "YaRNScalingRotaryEmbedding",
+    "deepseek_yarn": "DeepseekScalingRotaryEmbedding",
+    "longrope": "Phi3LongRoPEScaledRotaryEmbedding",
+    "proportional": "Gemma4RotaryEmbedding",
+    "xdrope": "XDRotaryEmbedding",
+}
+VLLM_ASCEND_REPLACES: Final = ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding")
+
+
 def vllm_class(setup: Setup) -> str:
     """The class vLLM's get_rope picks, as far as the config decides it."""
     kind = setup.rope.rope_type if setup.rope else "default"
-    if setup.is_mrope:
+    if setup.is_mrope and kind != "xdrope":
         return "MRotaryEmbedding"
-    named = {"default": "RotaryEmbedding", "llama3": "Llama3RotaryEmbedding", "linear": "LinearScalingRotaryEmbedding"}
-    more = {"yarn": "YaRNScalingRotaryEmbedding", "deepseek_yarn": "DeepseekScalingRotaryEmbedding"}
-    last = {"longrope": "Phi3LongRoPEScaledRotaryEmbedding", "proportional": "Gemma4RotaryEmbedding"}
-    return (named | more | last).get(kind, f"class for rope_type {kind!r}")
+    return VLLM_CLASSES.get(kind, f"class for rope_type {kind!r}")
 
 
 def _vllm_ascend(setup: Setup) -> RotaryPath:
-    version = setup.version("vllm_ascend")
+    version, branch = setup.version("vllm_ascend"), vllm_class(setup)
     if setup.is_mla:
-        return _path(setup, "MLA", "npu_interleave_rope", "MLA gets cos and sin through its metadata (also npu_kv_rmsnorm_rope_cache)")
-    if setup.is_mrope:
+        because = "MLA gets cos and sin through its metadata (npu_kv_rmsnorm_rope_cache for the key)"
+        return _path(setup, "MLA", "npu_interleave_rope", because)
+    if _is_310p(setup):
+        return _vllm_ascend_310p(setup, branch)
+    if branch == "MRotaryEmbedding":
         return _vllm_ascend_mrope(setup)
-    if version is not None and version < (0, 11):
-        return _path(setup, "RotaryEmbedding.forward_oot", "_npu_rotary_embedding", f"vllm-ascend {'.'.join(map(str, version))} calls ATB")
-    branch = vllm_class(setup)
-    if branch not in ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding"):
+    if version is not None and version < ATB_UNTIL:
+        because = f"vllm-ascend {'.'.join(map(str, version))} calls ATB for every RotaryEmbedding"
+        return _path(setup, branch, "_npu_rotary_embedding", because)
+    if branch not in VLLM_ASCEND_REPLACES:
         return _path(setup, branch, "torch", f"vllm-ascend does not replace {branch}: its native forward runs")
     if has_triton_ascend(setup):
-        return _path(setup, branch, "triton_rope", "triton-ascend is installed or nothing says otherwise", (("npu_mrope", "used only without triton-ascend"),))
-    return _path(setup, branch, "npu_mrope", "no triton-ascend: npu_mrope with mrope_section=[0, 0, 0]", (("triton_rope", "triton-ascend is not among the packages"),))
+        passed = (("npu_mrope", "used only without triton-ascend"),)
+        return _path(setup, branch, "triton_rope", "triton-ascend is installed, or nothing says otherwise", passed)
+    passed = (("triton_rope", "triton-ascend is not among the packages"),)
+    return _path(setup, branch, "npu_mrope", "no triton-ascend: npu_mrope with mrope_section=[0, 0, 0]", passed)
+
+
+def _is_310p(setup: Setup) -> bool:
+    soc = setup.environment("SOC_VERSION")
+    return "310p" in str(soc.value if soc else setup.get("soc_version", "")).lower()
+
+
+def _vllm_ascend_310p(setup: Setup, branch: str) -> RotaryPath:
+    rotary = setup.rope.rotary_dim if setup.rope else 128
+    if setup.is_mrope or rotary not in (64, 128):
+        return _path(setup, branch, "torch", f"Atlas 310P with rotary size {rotary}: plain torch")
+    because = "Atlas 310P: cos and sin are sliced once per step and every layer applies them"
+    return _path(setup, branch, "npu_apply_rotary_pos_emb", because)
 
 
 def _vllm_ascend_mrope(setup: Setup) -> RotaryPath:
-    branch = "MRotaryEmbedding"
+    branch, sections = "MRotaryEmbedding", list(setup.sections or ())
     if setup.layout == "interleaved" and has_triton_ascend(setup):
-        return _path(setup, branch, "triton_mrope", "interleaved sections and triton-ascend", (("npu_mrope", "Triton is preferred for interleaved sections"),))
-    if setup.sections == VLLM_ASCEND_MROPE_SECTIONS and setup.layout == "chunked":
-        return _path(setup, branch, "npu_mrope", f"mrope_section is {list(VLLM_ASCEND_MROPE_SECTIONS)}")
+        passed = (("npu_mrope", "Triton is preferred for interleaved sections"),)
+        return _path(setup, branch, "triton_mrope", "interleaved sections and triton-ascend", passed)
+    if setup.sections == VLLM_ASCEND_MROPE_SECTIONS:
+        return _path(setup, branch, "npu_mrope", f"mrope_section is {sections}")
     gate = f"vllm-ascend calls it for mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} alone"
-    return _path(setup, branch, "torch", f"mrope_section is {list(setup.sections or ())}", (("npu_mrope", gate),))
+    return _path(setup, branch, "torch", f"mrope_section is {sections}", (("npu_mrope", gate),))
 
 
 PATHS: Final[dict[str, Callable[[Setup], RotaryPath]]] = {
@@ -202,4 +249,3 @@ PATHS: Final[dict[str, Callable[[Setup], RotaryPath]]] = {
     "hf": _hf,
     "torchtitan": _torchtitan,
 }
-VENDOR_OPERATORS: Final = tuple(name for name in CALLS if name in CONTRACTS)

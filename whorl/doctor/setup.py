@@ -1,6 +1,7 @@
 """`Setup`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -40,6 +41,7 @@ class Setup:
     text: Mapping[str, Any] | None
     rope: RopeConfig | None
     rope_problem: str | None
+    rope_warnings: tuple[str, ...] = ()
     scope: str = ""
 
     def find(self, key: str) -> Setting | None:
@@ -91,14 +93,17 @@ class Setup:
     @property
     def sections(self) -> tuple[int, ...] | None:
         """The MRoPE sections in effect: the launch's where it sets them, else the model's."""
-        launched = self.get("mrope_section")
-        if is_sections(launched):
-            return tuple(launched)
-        return model_sections(self.text)
+        return as_sections(self.get("mrope_section")) or self.model_sections
+
+    @property
+    def model_sections(self) -> tuple[int, ...] | None:
+        """The sections of config.json, or those its model_type implies."""
+        written = rope_entries(self.text).get("mrope_section")
+        return as_sections(written) or (self.rope.sections if self.rope else None)
 
     @property
     def is_mrope(self) -> bool:
-        return model_sections(self.text) is not None or bool(self.rope and self.rope.is_mrope)
+        return self.model_sections is not None
 
     @property
     def style(self) -> str:
@@ -122,7 +127,8 @@ class Setup:
 
     @property
     def uses_mindspeed(self) -> bool:
-        return self.framework == "mindspeed" or bool(self.has("mindspeed")) or self.find("use_fused_rotary_pos_emb") is not None
+        named = self.framework == "mindspeed" or bool(self.has("mindspeed"))
+        return named or self.find("use_fused_rotary_pos_emb") is not None
 
     def parts(self) -> tuple["Setup", ...]:
         """What runs on its own: for verl the actor and the rollout, else the launch itself."""
@@ -152,7 +158,7 @@ def build_setup(inputs: Inputs, *, framework: str | None, train: bool, device: s
     name, name_because = (framework, "given") if framework else _infer_framework(inputs)
     where, where_because = (device, "given") if device else _infer_device(inputs, name)
     text = text_config(_with_hf_overrides(inputs))
-    rope, problem = _rope_config(text)
+    rope, problem, warned = _rope_config(text)
     return Setup(
         framework=name,
         framework_because=name_because,
@@ -163,6 +169,7 @@ def build_setup(inputs: Inputs, *, framework: str | None, train: bool, device: s
         text=text,
         rope=rope,
         rope_problem=problem,
+        rope_warnings=warned,
     )
 
 
@@ -210,15 +217,13 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a model config that describes the language model."""
+    """The part of a model config that describes the language model, over what stands around it."""
     if model is None:
         return None
     for name in ("thinker_config", "text_config", "llm_config", "language_config"):
         if isinstance(model.get(name), Mapping):
-            inner = text_config(model[name])
-            # Qwen2-VL and friends of older releases keep some keys on the outer level.
             outer = {key: value for key, value in model.items() if key != name and key not in OTHER_TOWERS}
-            return {**outer, **(inner or {})}
+            return {**outer, **(text_config(model[name]) or {})}
     return dict(model)
 
 
@@ -228,26 +233,39 @@ def rope_entries(text: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return entries if isinstance(entries, Mapping) else {}
 
 
-def is_sections(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
+def as_sections(value: Any) -> tuple[int, ...] | None:
+    """A list of whole numbers as a tuple; None for anything else."""
+    whole = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
+    return tuple(value) if whole else None
 
 
-def model_sections(text: Mapping[str, Any] | None) -> tuple[int, ...] | None:
-    sections = rope_entries(text).get("mrope_section")
-    return tuple(sections) if is_sections(sections) else None
+def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, tuple[str, ...]]:
+    """RopeConfig of the text model, why its sections were refused if they were, and what RopeConfig warned of.
 
-
-def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None]:
-    """RopeConfig of the text model; where its sections are refused, the config without them and the refusal."""
+    A config with refused sections is read again without them: the checks need the rotary size to say what is wrong.
+    """
     if text is None:
-        return None, None
-    try:
-        return RopeConfig.from_hf(text), None
-    except ValueError as error:
-        problem = str(error)
+        return None, None, ()
     entries = {key: value for key, value in rope_entries(text).items() if key != "mrope_section"}
     spelling = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+    problem = None
+    for attempt in (text, {**text, spelling: entries}, {**text, spelling: entries, "model_type": "llama"}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return _main_rope(attempt), problem, tuple(str(warning.message) for warning in caught)
+            except ValueError as error:
+                problem = problem or str(error)
+    return None, problem, ()
+
+
+def _main_rope(text: Mapping[str, Any]) -> RopeConfig:
+    """The rotary embedding of the full-attention layers, where the layers differ."""
     try:
-        return RopeConfig.from_hf({**text, spelling: entries}), problem
-    except ValueError:
-        return None, problem
+        return RopeConfig.from_hf(text)
+    except ValueError as error:
+        nested = [name for name, value in rope_entries(text).items() if isinstance(value, Mapping)]
+        if not nested and "layer_type=" not in str(error):
+            raise
+        first = "full_attention" if "full_attention" in nested or not nested else nested[0]
+        return RopeConfig.from_hf(text, layer_type=first)

@@ -5,6 +5,7 @@ R rotary size, A position axes, C hidden size, F expert size, E experts, K chose
 """
 
 from ._op import OPS, Op
+from .qk_norm_rope import qk_norm_rope
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import merge_mrope, mrope, mrope_, rope, rope_, tokens_first
 from .swiglu import swiglu
@@ -16,6 +17,7 @@ __all__ = [
     "merge_mrope",
     "mrope",
     "mrope_",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_",

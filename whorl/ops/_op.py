@@ -180,6 +180,8 @@ class Op:
             raise RuntimeError(f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead")
         if not _needs_node(tensors):
             return self._run(values, backend)
+        if _is_transformed():
+            return self._run_transformed(values, backend)
         if self.sharding is not None and not self._is_sharding_registered and _has_dtensor(tensors):
             self._register_sharding()
         positional, keywords = self._split(values)
@@ -230,7 +232,7 @@ class Op:
     def _run(self, values: Values, backend: str) -> Any:
         choice = self._choose(values, backend)
         device = self._device(values)
-        if choice.backend == "torch" and device != "cpu" and not backend:
+        if choice.backend == "torch" and device not in ("cpu", "meta") and not backend:
             _warn_fallback(self.name, device, tuple(choice.reasons.items()))
         with _no_autocast(device):
             out = choice.function(**values)
@@ -238,6 +240,15 @@ class Op:
             if values[name] is not None:
                 torch.autograd.graph.increment_version(values[name])
         return out
+
+    def _run_transformed(self, values: Values, backend: str) -> Any:
+        """The reference in the open: a torch op has no formula for these transforms and would lose derivatives."""
+        if backend not in ("", "torch"):
+            raise RuntimeError(
+                f"{self.name}: backend {backend!r} was asked for: torch.func and forward mode run the reference only"
+            )
+        with _no_autocast(self._device(values)):
+            return self.reference(**values)
 
     # ---- the torch op
 
@@ -284,11 +295,15 @@ class Op:
         args = dict(ctx.constants) | dict(zip(ctx.saved_names, tensors, strict=False))
         outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
         grads = tuple(None if args.get(self.absent.get(i, ""), 0) is None else g for i, g in enumerate(grads))
+        given = [g for g in grads if g is not None]
+        if not given:
+            return (None,) * len(ctx.input_names)
         if self._gradient is not None:
             found = self._gradient(grads, args, outputs)
         else:
             args.pop("backend")
-            found = _differentiate(self.reference, args, grads, ctx.wanted)
+            with _no_autocast(given[0].device.type):
+                found = _differentiate(self.reference, args, grads, ctx.wanted)
         return tuple(found.get(n) for n in ctx.input_names)
 
     def _register_sharding(self) -> bool:
@@ -337,7 +352,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """The torch schema, with what infer_schema refuses replaced: Literal, tuple inputs, optional outputs."""
+    """The torch schema, with what infer_schema refuses replaced: Literal and optional outputs."""
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
     asked = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
@@ -379,8 +394,18 @@ def _needs_node(tensors: list[Tensor]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or _is_transformed()
     )
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func (functionalisation apart, which keeps the node) or forward mode differentiates or maps."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return transform is not None and transform.key() != torch._C._functorch.TransformType.Functionalize
 
 
 def _has_dtensor(tensors: list[Tensor]) -> bool:
@@ -388,7 +413,7 @@ def _has_dtensor(tensors: list[Tensor]) -> bool:
 
 
 def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
 

@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
+from whorl.contracts import rms_norm_limit
+
+from . import _torch_npu
 from ._op import Values, operator, widen
+from ._torch_npu import dtype_name
 
 
 def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -136,3 +140,115 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         backend=args["backend"],
     )
     return {"x": dx, "residual": dx, "weight": dweight}
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    if x.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if x.shape[-1] <= 65536 else f"a row of {x.shape[-1]} does not fit one program (65536)"
+
+
+@rms_norm.impl("triton", accepts=_triton_reason)
+def _(x, weight, eps, plus_one):  # type: ignore[no-untyped-def]
+    from .rms_norm_triton import forward
+
+    return forward(x, None, weight, eps, plus_one)[0]
+
+
+@add_rms_norm.impl("triton", accepts=_triton_reason)
+def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
+    from .rms_norm_triton import forward
+
+    return forward(x, residual, weight, eps, plus_one)
+
+
+@rms_norm_backward.impl("triton", accepts=_triton_reason)
+def _(dy, x, weight, residual_grad, eps, plus_one):  # type: ignore[no-untyped-def]
+    from .rms_norm_triton import backward
+
+    return backward(dy, x, weight, residual_grad, eps, plus_one)
+
+
+def _npu_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:
+    if not x.numel():
+        return "empty tensors are not taken"
+    return rms_norm_limit(shape=x.shape, gamma_shape=weight.shape, dtype=dtype_name(x), gamma_dtype=dtype_name(weight))
+
+
+def _gamma(weight: Tensor, plus_one: bool) -> Tensor:
+    """1 + weight in fp32, which npu_rms_norm takes beside 16-bit inputs: no rounding of the sum."""
+    return weight.float() + 1 if plus_one else weight
+
+
+@rms_norm.impl("torch_npu", accepts=_npu_reason)
+def _(x, weight, eps, plus_one):  # type: ignore[no-untyped-def]
+    y, _ = _torch_npu.call("npu_rms_norm", input=x, gamma=_gamma(weight, plus_one), epsilon=eps)
+    return y.contiguous()
+
+
+@add_rms_norm.impl("torch_npu", accepts=_npu_reason)
+def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
+    gamma = _gamma(weight, plus_one)
+    if gamma.dtype != x.dtype:  # npu_add_rms_norm takes gamma in x's dtype only
+        total = (x + residual).contiguous()
+        return _torch_npu.call("npu_rms_norm", input=total, gamma=gamma, epsilon=eps)[0], total
+    y, _, total = _torch_npu.call("npu_add_rms_norm", x1=x, x2=residual, gamma=gamma, epsilon=eps)
+    return y.contiguous(), total.contiguous()
+
+
+@rms_norm_backward.impl("torch_npu", accepts=_npu_reason)
+def _(dy, x, weight, residual_grad, eps, plus_one):  # type: ignore[no-untyped-def]
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    dx, dweight = torch.ops.npu.npu_rms_norm_backward(dy.contiguous(), x, _gamma(weight, plus_one), rstd)
+    dx = dx if residual_grad is None else dx + residual_grad
+    return dx.contiguous(), dweight.to(weight.dtype)
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (2, 3, 96), "plus_one": True},
+    {"shape": (5, 4096)},
+    {"shape": (3, 1000), "weight_dtype": torch.float32},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True},
+    {"shape": (37, 1), "plus_one": True},
+]
+_BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 7168), (16384, 4096), (1, 4096), (64, 4096))]
+
+
+def _make(
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    plus_one: bool = False,
+    weight_dtype: torch.dtype | None = None,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    wide = torch.float64 if dtype == torch.float64 else weight_dtype or dtype
+    weight = 0.1 * torch.randn(shape[-1], dtype=wide, device=device) + (0 if plus_one else 1)
+    x = scale * torch.randn(*shape[:-1], shape[-1] + 5 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
+    return {"x": x, "weight": weight, "eps": 1e-6, "plus_one": plus_one}
+
+
+def _make_add(**case: object) -> Values:
+    args = _make(**case)  # type: ignore[arg-type]
+    return {"x": args.pop("x"), "residual": _make(**case)["x"], **args}  # type: ignore[arg-type]
+
+
+def _make_backward(with_residual: bool = False, **case: object) -> Values:
+    args = _make(**case)  # type: ignore[arg-type]
+    dy, other = (torch.randn_like(args["x"]) for _ in range(2))
+    return {"dy": dy, "x": args["x"], "weight": args["weight"], "residual_grad": other if with_residual else None} | {
+        n: args[n] for n in ("eps", "plus_one")
+    }
+
+
+rms_norm.inputs(cases=_CASES, bench=_BENCH)(_make)
+add_rms_norm.inputs(cases=_CASES, bench=_BENCH)(_make_add)
+rms_norm_backward.inputs(
+    cases=[*_CASES, {"shape": (17, 128), "with_residual": True}, {"shape": (301, 64)}],
+    bench=[*_BENCH[:2], {"shape": (4096, 7168), "with_residual": True}],
+)(_make_backward)

@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
+from whorl.contracts import swiglu_limit
+
+from . import _torch_npu
 from ._op import Values, operator, widen
+from ._torch_npu import dtype_name
 
 
 def _check(x: Tensor, interleaved: bool) -> None:
@@ -60,3 +64,72 @@ def swiglu_backward(dy: Tensor, x: Tensor, *, interleaved: bool = False) -> Tens
 def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
     dx = swiglu_backward(grads[0], args["x"], interleaved=args["interleaved"], backend=args["backend"])
     return {"x": dx}
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+@swiglu.impl("triton", accepts=_triton_reason)
+def _(x, interleaved):  # type: ignore[no-untyped-def]
+    from .swiglu_triton import forward
+
+    return forward(x, interleaved)
+
+
+@swiglu_backward.impl("triton", accepts=_triton_reason)
+def _(dy, x, interleaved):  # type: ignore[no-untyped-def]
+    from .swiglu_triton import backward
+
+    return backward(dy, x, interleaved)
+
+
+def _npu_reason(x: Tensor, interleaved: bool, **_: object) -> str | None:
+    if interleaved:
+        return "npu_swiglu takes gate and up as halves, not interleaved"
+    return swiglu_limit(shape=x.shape, dtype=dtype_name(x))
+
+
+@swiglu.impl("torch_npu", accepts=_npu_reason)
+def _(x, interleaved):  # type: ignore[no-untyped-def]
+    return _torch_npu.call("npu_swiglu", input=x.contiguous(), dim=-1)
+
+
+@swiglu_backward.impl("torch_npu", accepts=_npu_reason)
+def _(dy, x, interleaved):  # type: ignore[no-untyped-def]
+    return torch.ops.npu.npu_swiglu_backward(dy.contiguous(), x.contiguous(), -1)
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 2)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (3, 5, 194), "interleaved": True},
+    {"shape": (5, 4098)},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True},
+    {"shape": (6, 70), "sliced": True, "interleaved": True},
+]
+_BENCH: list[Values] = [{"shape": (16384, 2 * 8192)}, {"shape": (4096, 2 * 18432)}, {"shape": (1, 2 * 12288)}]
+
+
+def _make(
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    interleaved: bool = False,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    x = scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
+    return {"x": x, "interleaved": interleaved}
+
+
+def _make_backward(**case: object) -> Values:
+    args = _make(**case)  # type: ignore[arg-type]
+    dy = torch.randn(*args["x"].shape[:-1], args["x"].shape[-1] // 2, dtype=args["x"].dtype, device=args["x"].device)
+    return {"dy": dy, **args}
+
+
+swiglu.inputs(cases=_CASES, bench=_BENCH)(_make)
+swiglu_backward.inputs(cases=_CASES, bench=_BENCH[:2])(_make_backward)

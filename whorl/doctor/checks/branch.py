@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from whorl.doctor.paths import branch_of, fusion_on, is_packed
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup, model_sections
+from whorl.doctor.setup import Setup
 
 BRIDGE_SHIM = (0, 5)  # Megatron Bridge 0.5.0 gave the MRoPE class a get_rotary_seq_len
 BRIDGE_SECTIONS = (24, 20, 20)  # what Bridge's Qwen3-VL uses where nothing sets mrope_section
@@ -16,7 +16,7 @@ def mrope_model_in_rope_branch(setup: Setup, path: RotaryPath) -> Iterator[Probl
     branch, because = branch_of(setup)
     if not setup.uses_megatron or setup.is_mla or not setup.is_mrope or branch == "mrope":
         return
-    sections = list(model_sections(setup.text) or setup.sections or BRIDGE_SECTIONS)
+    sections = list(setup.model_sections or setup.sections or BRIDGE_SECTIONS)
     yield Problem(
         where=because,
         found=f"position_embedding_type={branch} for a model whose mrope_section is {sections}",
@@ -36,7 +36,8 @@ def _what_happens(setup: Setup) -> str:
     if not setup.uses_bridge:
         return (
             "GPTModel's rope branch asks its rotary object for a sequence length and never reads position_ids: with "
-            "Megatron's own RotaryEmbedding every token silently gets one position instead of three, and an MRoPE object "
+            "Megatron's own RotaryEmbedding every token silently gets one position instead of three, and an MRoPE "
+            "object "
             "fails because it takes position_ids and mrope_section."
         )
     old = (
@@ -44,11 +45,16 @@ def _what_happens(setup: Setup) -> str:
         "attribute 'get_rotary_seq_len'"
     )
     new = (
-        "from 0.5 on that method exists as a shim, so the same setting fails later: the object is called with a sequence "
+        "from 0.5 on that method exists as a shim, so the same setting fails later: the object is called with a "
+        "sequence "
         "length, while its forward takes position_ids, mrope_section and packed_seq_params"
     )
     version = setup.version("megatron_bridge")
-    here = f"; here it is {'.'.join(map(str, version))}, so the {'latter' if version >= BRIDGE_SHIM else 'former'}" if version else ""
+    here = (
+        f"; here it is {'.'.join(map(str, version))}, so the {'latter' if version >= BRIDGE_SHIM else 'former'}"
+        if version
+        else ""
+    )
     return (
         "Bridge rebuilds rotary_pos_emb as the MRoPE class, but GPTModel._preprocess takes the branch from the config: "
         f"{old}; {new}{here}. Neither is a missing operator or CANN package, and adding get_rotary_seq_len yourself "
@@ -62,13 +68,17 @@ def mrope_branch_without_sections(setup: Setup, path: RotaryPath) -> Iterator[Pr
     launched = setup.get("mrope_section") is not None
     if not setup.uses_megatron or branch != "mrope" or launched or setup.uses_bridge:
         return
-    sections = model_sections(setup.text)
+    sections = setup.model_sections
     yield Problem(
         where=because,
         found="the mrope branch and no mrope_section",
         expected="three numbers that sum to half the rotary size",
         why="Megatron Core's GPTModel asserts mrope_section; it does not read it from config.json.",
-        fix=(f"--mrope-section {' '.join(map(str, sections))}" if sections else "position_embedding_type=rope, if the model is text-only",),
+        fix=(
+            f"--mrope-section {' '.join(map(str, sections))}"
+            if sections
+            else "position_embedding_type=rope, if the model is text-only",
+        ),
     )
 
 
@@ -95,7 +105,8 @@ def mindspeed_switch_outside_rope(setup: Setup, path: RotaryPath) -> Iterator[Pr
         where=setup.where("use_fused_rotary_pos_emb"),
         found=f"use_fused_rotary_pos_emb with {because}",
         expected="position_embedding_type=rope, or the switch off",
-        why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table made "
+        why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table "
+        "made "
         "from a sequence length and knows nothing of position axes.",
         fix=("remove --use-fused-rotary-pos-emb",),
     )
@@ -113,7 +124,8 @@ def fusion_switch_with_mrope(setup: Setup, path: RotaryPath) -> Iterator[Problem
         expected="apply_rope_fusion=False",
         why="Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
         if bridge
-        else "TransformerEngine's fused kernel knows plain RoPE; Megatron uses it for MRoPE only with a batch of 1 or THD.",
+        else "TransformerEngine's fused kernel knows plain RoPE; Megatron uses it for MRoPE only with a batch of 1 or "
+        "THD.",
         fix=("apply_rope_fusion=False (--no-rope-fusion)",),
         severity="error" if bridge else "warning",
     )
@@ -131,7 +143,8 @@ def fused_mrope_in_a_batch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
         where=setup.where("micro_batch_size"),
         found=f"apply_rope_fusion=True, MRoPE, BSHD and micro_batch_size={batch}",
         expected="THD (packed sequences), micro_batch_size=1, or apply_rope_fusion=False",
-        why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning announces an error for later.",
+        why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning announces an error for "
+        "later.",
         fix=("apply_rope_fusion=False", "or pack sequences (THD)"),
     )
 
@@ -147,7 +160,8 @@ def config_hides_argument(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
         where=f"{config[-1].where} ({config[-1].path})",
         found=f"position_embedding_type={config[-1].value} in the config, {argument[-1].value} in {argument[-1].where}",
         expected="one value",
-        why="GPTModel takes position_embedding_type from its config object and uses the argument only where the config has "
+        why="GPTModel takes position_embedding_type from its config object and uses the argument only where the config "
+        "has "
         "no such field: the argument is ignored.",
         fix=(f"set {config[-1].path} to {argument[-1].value}, or remove it",),
     )
@@ -162,7 +176,8 @@ def core_mrope_is_chunked(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
         where=because,
         found=f"a model with {setup.layout} sections on Megatron Core's MultimodalRotaryEmbedding",
         expected="a rotary class that merges the axes as the model does",
-        why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions are wrong.",
+        why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions are "
+        "wrong.",
         fix=("use Megatron Bridge's model class, or whorl.adapters.megatron",),
     )
 
@@ -175,14 +190,19 @@ def thd_fusion_drops_interleaved(setup: Setup, path: RotaryPath) -> Iterator[Pro
         where=setup.where("rotary_interleaved"),
         found="rotary_interleaved=True, apply_rope_fusion=True and packed sequences",
         expected="apply_rope_fusion=False",
-        why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as halves.",
+        why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as "
+        "halves.",
         fix=("apply_rope_fusion=False",),
     )
 
 
 @rule("rope-fusion-with-dsa")
 def fusion_with_sparse_attention(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if not setup.uses_megatron or setup.get("experimental_attention_variant") != "dsa" or not setup.on("apply_rope_fusion"):
+    if (
+        not setup.uses_megatron
+        or setup.get("experimental_attention_variant") != "dsa"
+        or not setup.on("apply_rope_fusion")
+    ):
         return
     yield Problem(
         where=setup.where("apply_rope_fusion"),
@@ -209,9 +229,10 @@ def mla_fusion_without_yarn(setup: Setup, path: RotaryPath) -> Iterator[Problem]
 
 @rule("cp-group-missing", "warning")
 def mindspeed_older_than_core(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    core, mindspeed = setup.version("megatron_core"), setup.all("mindspeed") or [
-        s for s in setup.inputs.settings if s.key == "mindspeed"
-    ]
+    core, mindspeed = (
+        setup.version("megatron_core"),
+        setup.all("mindspeed") or [s for s in setup.inputs.settings if s.key == "mindspeed"],
+    )
     is_master = any("master" in str(s.value) for s in mindspeed)
     if not setup.on("use_fused_rotary_pos_emb") or not is_master or core is None or core < (0, 16):
         return
@@ -219,6 +240,7 @@ def mindspeed_older_than_core(setup: Setup, path: RotaryPath) -> Iterator[Proble
         where=mindspeed[-1].where,
         found=f"MindSpeed master with Megatron Core {'.'.join(map(str, core))}",
         expected="MindSpeed's branch core_r0.16.0",
-        why="apply_rotary_pos_emb as patched by MindSpeed master takes no cp_group, which Megatron Core 0.16 passes: TypeError.",
+        why="apply_rotary_pos_emb as patched by MindSpeed master takes no cp_group, which Megatron Core 0.16 passes: "
+        "TypeError.",
         fix=("install MindSpeed from branch core_r0.16.0",),
     )

@@ -1,4 +1,4 @@
-"""Rotary embedding: `contract.py` says what it is, `triton.py` and `torch_npu.py` how it runs, `cases.py` how it is tried."""
+"""Rotary embedding: `contract.py` says what it is, `triton.py` and `torch_npu.py` how it runs, `cases.py` its sizes."""
 
 from . import backends, cases
 from .contract import (

@@ -45,7 +45,7 @@ def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], lay
 
     cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R].
     """
-    _check_sections("merge_mrope", cos_sin, positions, sections, layout)
+    check_sections("merge_mrope", cos_sin, positions, sections, layout)
     _check_range("merge_mrope", cos_sin, positions)
     return merged_rows(cos_sin, positions, sections, layout)
 
@@ -53,14 +53,15 @@ def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], lay
 # ---- checks
 
 
-def _check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor) -> None:
+def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor) -> None:
     if q.dim() not in (3, 4):
         raise ValueError(f"{name}: q is {list(q.shape)}, expected [T, HQ, D] or [B, S, HQ, D]")
     if not q.is_floating_point():
         raise ValueError(f"{name}: q is {q.dtype}, expected a floating point dtype")
     if k is not None and (k.dtype != q.dtype or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]):
         raise ValueError(
-            f"{name}: k is {list(k.shape)} {k.dtype}, expected q's tokens, head size and dtype: {list(q.shape)} {q.dtype}"
+            f"{name}: k is {list(k.shape)} {k.dtype}, expected the tokens, head size and dtype of q, "
+            f"{list(q.shape)} {q.dtype}"
         )
     if cos_sin.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, expected torch.float32 (backends round it themselves)")
@@ -71,7 +72,7 @@ def _check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor) -> N
         raise ValueError(f"{name}: cos_sin has width {rotary}, expected an even rotary size of at most {q.shape[-1]}")
 
 
-def _check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin: Tensor) -> None:
+def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin: Tensor) -> None:
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: positions is {positions.dtype}, expected torch.int32 or torch.int64")
     if list(positions.shape) != list(shape):
@@ -90,7 +91,7 @@ def _check_range(name: str, cos_sin: Tensor, positions: Tensor) -> None:
             raise ValueError(f"{name}: position {wrong} is outside the table of {cos_sin.shape[0]} rows")
 
 
-def _check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
+def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
     half = cos_sin.shape[-1] // 2
     if len(sections) != positions.shape[0]:
         raise ValueError(
@@ -111,9 +112,14 @@ def _check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Seq
 def _check_rope(
     q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor | None, name: str = "rope", **_: object
 ) -> None:
-    _check_tensors(name, q, k, cos_sin)
+    check_tensors(name, q, k, cos_sin)
+    check_rows(name, q, cos_sin, positions)
+
+
+def check_rows(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor | None) -> None:
+    """One row for each token: looked up by position, or given."""
     if positions is not None:
-        _check_positions(name, positions, q.shape[:-2], cos_sin)
+        check_positions(name, positions, q.shape[:-2], cos_sin)
     elif cos_sin.shape[:-1] != q.shape[:-2]:
         raise ValueError(
             f"{name}: cos_sin is {list(cos_sin.shape)}, expected one row for each token, {[*q.shape[:-2], 'R']}, "
@@ -131,9 +137,9 @@ def _check_mrope(
     name: str = "mrope",
     **_: object,
 ) -> None:
-    _check_tensors(name, q, k, cos_sin)
-    _check_positions(name, positions, [positions.shape[0], *q.shape[:-2]], cos_sin)
-    _check_sections(name, cos_sin, positions, sections, layout)
+    check_tensors(name, q, k, cos_sin)
+    check_positions(name, positions, [positions.shape[0], *q.shape[:-2]], cos_sin)
+    check_sections(name, cos_sin, positions, sections, layout)
 
 
 # ---- the rotation

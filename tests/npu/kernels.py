@@ -1,0 +1,161 @@
+"""The vendor's published formulas in plain torch, written apart from whorl: they stand behind the real npu:: schemas.
+
+fp32 inside and one rounding at the end. `KERNELS` are the functional operators by name; `IN_PLACE` those that write
+their arguments.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def rotated(x: Tensor, mode: str) -> Tensor:
+    if mode == "interleave":
+        out = torch.empty_like(x)
+        out[..., 0::2], out[..., 1::2] = -x[..., 1::2], x[..., 0::2]
+        return out
+    assert mode == "half", mode
+    return x.roll(x.shape[-1] // 2, -1) * torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -1.0, 1.0)
+
+
+def rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    assert r1.shape[-1] == input.shape[-1], (r1.shape, input.shape)
+    x, cos, sin = input.float(), r1.to(input.dtype).float(), r2.to(input.dtype).float()
+    turned = rotated(x, rotary_mode) if rotate is None else x @ rotate.float()
+    return (cos * x + sin * turned).to(input.dtype)
+
+
+def rotary_mul_backward(
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.enable_grad():
+        leaves = [t.detach().float().requires_grad_() for t in (input, r1, r2)]
+        out = leaves[1] * leaves[0] + leaves[2] * rotated(leaves[0], rotary_mode)
+    dx, dr1, dr2 = torch.autograd.grad(out, leaves, grad.float())
+    return dx.to(input.dtype), dr1.to(input.dtype), dr2.to(input.dtype)
+
+
+def merged_table(positions: Tensor, table: Tensor, sections: list[int] | None, cache_mode: str) -> Tensor:
+    """[T, R]: rows by position; with sections each channel from its own row of positions."""
+    if not sections or not any(sections):
+        return table[positions]
+    half = table.shape[-1] // 2
+    assert sum(sections) == half, (sections, half)
+    rows = table[positions]  # [A, T, R]
+    halves = []
+    for part in (rows[..., :half], rows[..., half:]):
+        if cache_mode == "interleave":
+            merged = part[0].clone()
+            merged[:, 1 : 3 * sections[1] : 3] = part[1, :, 1 : 3 * sections[1] : 3]
+            merged[:, 2 : 3 * sections[1] : 3] = part[2, :, 2 : 3 * sections[1] : 3]
+        else:
+            merged = torch.cat([band[axis] for axis, band in enumerate(part.split(sections, -1))], -1)
+        halves.append(merged)
+    return torch.cat(halves, -1)
+
+
+def mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: list[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[Tensor, Tensor]:
+    assert query.dtype == cos_sin_cache.dtype, (query.dtype, cos_sin_cache.dtype)
+    cos, sin = merged_table(positions, cos_sin_cache.float(), mrope_section, cache_mode or "default").chunk(2, -1)
+    if rotary_mode == "interleave":
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    else:
+        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+    rotary = cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        heads = x.reshape(x.shape[0], x.shape[1] // head_size, head_size).clone()
+        heads[..., :rotary] = rotary_mul(heads[..., :rotary], cos[:, None], sin[:, None], rotary_mode or "half")
+        return heads.reshape(x.shape)
+
+    return turn(query), turn(key)
+
+
+def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half_order = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+    return rotary_mul(half_order, cos, sin)
+
+
+def apply_rotary_pos_emb(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor]:
+    for x in (query, key):
+        x.copy_(rotary_mul(x, cos, sin, rotary_mode))
+    return query, key
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
+) -> None:
+    mode = "half" if is_neox_style else "interleave"
+    for x, out in zip(
+        (query, key), mrope(positions, query, key, cos_sin_cache, head_size, rotary_mode=mode), strict=True
+    ):
+        x.copy_(out)
+
+
+def rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
+    return rotary_mul(x, cos, sin, ["half", "interleave"][mode])
+
+
+def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    dims = list(range(input.dim() - gamma.dim(), input.dim()))
+    x = input.float()
+    rstd = (x.pow(2).mean(dims, keepdim=True) + epsilon).pow(-0.5)
+    return (x * rstd * gamma.float()).to(input.dtype), rstd
+
+
+def rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dims = list(range(input.dim() - gamma.dim(), input.dim()))
+    unit = input.float() * rstd
+    scaled = dy.float() * gamma.float()
+    dx = rstd * (scaled - unit * (scaled * unit).mean(dims, keepdim=True))
+    dgamma = (dy.float() * unit).sum(list(range(input.dim() - gamma.dim())))
+    return dx.to(input.dtype), dgamma
+
+
+def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    x = (x1.float() + x2.float()).to(x1.dtype)
+    y, rstd = rms_norm(x, gamma, epsilon)
+    return y, rstd, x
+
+
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    gate, up = input.float().chunk(2, dim)
+    return (silu(gate) * up).to(input.dtype)
+
+
+def swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
+    with torch.enable_grad():
+        x = input.detach().float().requires_grad_()
+        gate, up = x.chunk(2, dim)
+        y = silu(gate) * up
+    (dx,) = torch.autograd.grad(y, x, grad_output.float())
+    return dx.to(input.dtype)
+
+
+KERNELS = {
+    "npu_rotary_mul": rotary_mul,
+    "npu_rotary_mul_backward": rotary_mul_backward,
+    "npu_mrope": mrope,
+    "npu_interleave_rope": interleave_rope,
+    "npu_rotary_position_embedding": rotary_position_embedding,
+    "npu_rms_norm": rms_norm,
+    "npu_rms_norm_backward": rms_norm_backward,
+    "npu_add_rms_norm": add_rms_norm,
+    "npu_swiglu": swiglu,
+    "npu_swiglu_backward": swiglu_backward,
+}
+IN_PLACE = {"npu_apply_rotary_pos_emb": apply_rotary_pos_emb, "_npu_rotary_embedding": rotary_embedding}

@@ -1,0 +1,423 @@
+"""Runs in a process of its own, where torch_npu is importable without an NPU; writes what it finds as JSON.
+
+usage: python prove.py OUT.json [signatures] [gradients] [calls] [fake]
+
+signatures  the live schemas
+gradients   what backward does for each operator on a FakeTensor npu:0
+calls       every torch_npu implementation in whorl.ops, forward and backward, over plain-torch kernels that stand
+            behind the npu:: schemas on CPU, against the fp64 reference
+fake        whorl.ascend, and every call recorded by `calls`, on FakeTensor npu:0 over torch_npu's own meta kernels
+"""
+
+import functools
+import inspect
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_npu
+from kernels import IN_PLACE, KERNELS
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import whorl.device
+from whorl import ascend, contracts
+from whorl.ops import OPS, Op
+
+NPU = "npu:0"
+Values = dict[str, Any]
+
+
+def main(out: Path, parts: list[str]) -> None:
+    torch.manual_seed(0)
+    found: Values = {"version": torch_npu.__version__}
+    if "signatures" in parts:
+        found["signatures"] = live_schemas()
+    recorded: list[tuple[str, Callable[..., Any], Values, Any]] = []
+    if "calls" in parts:
+        found["calls"] = list(run_calls(recorded))
+    if "fake" in parts or "gradients" in parts:
+        atb = torch.library.Library("atb", "IMPL", "Meta")
+        atb.impl("_npu_rotary_embedding", lambda *args: None)  # torch_npu has no meta kernel for it
+    if "gradients" in parts:
+        found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
+    if "fake" in parts:
+        found["fake"] = [*replay(recorded), *ascend_on_fake()]
+    out.write_text(json.dumps(found, indent=1))
+
+
+def live_schemas() -> dict[str, str]:
+    schemas = {}
+    for contract in contracts.CONTRACTS.values():
+        packet = getattr(getattr(torch.ops, contract.namespace or "none"), contract.name, None)
+        if packet is not None:
+            schemas[contract.name] = str(packet.default._schema).split(contract.name, 1)[1]
+    return schemas
+
+
+# The operators of whorl.ops over CPU kernels.
+
+
+def run_calls(recorded: list[Any]) -> Iterator[Values]:
+    """Forward and backward of every operator that has a torch_npu implementation, case by case."""
+    called: list[str] = []
+    library = register_cpu_kernels(called)
+    whorl.device.HOME["torch_npu"] = "cpu"
+    with recording(recorded):
+        for op in [op for op in OPS.values() if "torch_npu" in op.impls]:
+            for case in op.cases:
+                for dtype in (torch.float32, torch.bfloat16):
+                    called.clear()
+                    row = {"op": op.name, "case": str(case), "dtype": str(dtype)[6:]}
+                    try:
+                        row |= compare(op, op.make(**case, dtype=dtype, device="cpu"))
+                    except Exception:
+                        row["error"] = traceback.format_exc()
+                    yield row | {"called": sorted(set(called))}
+    whorl.device.HOME["torch_npu"] = "npu"
+    library._destroy()
+
+
+def register_cpu_kernels(called: list[str]) -> torch.library.Library:
+    """Our formulas behind the npu:: schemas; each refuses what the vendor documents that the device refuses."""
+    library = torch.library.Library("npu", "IMPL", "CPU")
+
+    def checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            if name in LIMITS and (limit := LIMITS[name](*args, **kwargs)) is not None:
+                raise AssertionError(f"{name} was called beyond its documented limits: {limit}")
+            return kernel(*args, **kwargs)
+
+        return run
+
+    for name, kernel in (KERNELS | IN_PLACE).items():
+        if contracts.CONTRACTS[name].namespace == "npu":
+            library.impl(name, checked(name, kernel))
+    return library
+
+
+def recorder(name: str, function: Callable[..., Any], recorded: list[Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = {n: describe(v) for n, v in signature.bind(*args, **kwargs).arguments.items()}
+        out = function(*args, **kwargs)
+        recorded.append((name, function, values, describe(out)))
+        return out
+
+    return run
+
+
+@contextmanager
+def recording(recorded: list[Any]) -> Iterator[None]:
+    """Keep the arguments and results of every torch_npu implementation, those of backward operators too."""
+    originals = {op.name: op.impls["torch_npu"] for op in OPS.values() if "torch_npu" in op.impls}
+    for name, impl in originals.items():
+        OPS[name].impls["torch_npu"] = replace(impl, function=recorder(name, impl.function, recorded))
+    yield
+    for name, impl in originals.items():
+        OPS[name].impls["torch_npu"] = impl
+
+
+def compare(op: Op, values: Values) -> Values:
+    try:
+        op.choose(**values, backend="torch_npu")
+    except RuntimeError as refused:
+        return {"refused": str(refused)}
+    if op.mutates:
+        return compare_in_place(op, values)
+    ours = functools.partial(op, backend="torch_npu")
+    row = {"forward": worst(ours(**values), op.reference(**values), op.reference(**exact(values)))}
+    if names := differentiable(op, values):
+        reference, gold = gradients(op.reference, values, names), gradients(op.reference, exact(values), names)
+        row["backward"] = worst(gradients(ours, values, names), reference, gold)
+    return row
+
+
+def compare_in_place(op: Op, values: Values) -> Values:
+    def written(run: Callable[..., Any], values: Values) -> tuple[Any, ...]:
+        values = values | {n: values[n].clone() for n in op.mutates if values[n] is not None}
+        run(**values)
+        return tuple(values[n] for n in op.mutates)
+
+    ours = functools.partial(op, backend="torch_npu")
+    return {
+        "forward": worst(written(ours, values), written(op.reference, values), written(op.reference, exact(values)))
+    }
+
+
+def exact(values: Values) -> Values:
+    return {n: v.double() if is_float(v) else v for n, v in values.items()}
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def differentiable(op: Op, values: Values) -> list[str]:
+    """Arguments that may require a gradient; a table, for one, may not. A backward operator has none itself."""
+    names = []
+    for name in [n for n, v in values.items() if is_float(v) and not op.name.endswith("_backward")]:
+        try:
+            op(**values | {name: values[name].detach().requires_grad_()})
+            names.append(name)
+        except ValueError:
+            continue
+    return names
+
+
+def gradients(run: Callable[..., Any], values: Values, names: list[str]) -> tuple[Tensor, ...]:
+    leaves = {n: values[n].detach().clone().requires_grad_() for n in names}
+    outputs = [o for o in listed(run(**values | leaves)) if o is not None and o.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    # The same upstream gradient for every dtype, exact in all of them.
+    upstream = [torch.randint(-8, 9, o.shape, generator=generator).to(o.dtype) / 8 for o in outputs]
+    return torch.autograd.grad(outputs, list(leaves.values()), upstream)
+
+
+def listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def worst(got: Any, reference: Any, gold: Any) -> Values:
+    """The largest ratio, over the outputs, of the error to what the reference's own rounding allows."""
+    ratios = []
+    for g, r, exactly in zip(listed(got), listed(reference), listed(gold), strict=True):
+        if (g is None) != (r is None):
+            return {"ratio": math.inf, "why": "an output is None on one side only"}
+        if g is None:
+            continue
+        if g.shape != r.shape or g.dtype != r.dtype:
+            return {"ratio": math.inf, "why": f"{g.shape} {g.dtype}, the reference gives {r.shape} {r.dtype}"}
+        # The rms error of a handful of numbers is a matter of luck: there half an ulp is allowed in any case.
+        least = rms(exactly) * torch.finfo(g.dtype).eps / (64 if g.numel() >= 64 else 2)
+        error, allowed = rms(g.double() - exactly), rms(r.double() - exactly) + least
+        ratios.append(0.0 if error == 0 else error / allowed if allowed else math.inf)
+    return {"ratio": max(ratios, default=0.0)}
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+# FakeTensor npu:0.
+
+
+@contextmanager
+def fake_npu() -> Iterator[None]:
+    """FakeTensors may be on npu:0; torch.tensor(list, device=npu) must not touch the device that is not there."""
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifted)
+
+
+def describe(value: Any) -> Any:
+    """Shape, strides and dtype of a tensor; lists and tuples element by element; anything else itself."""
+    if isinstance(value, Tensor):
+        return ("tensor", tuple(value.shape), tuple(value.stride()), value.dtype)
+    return [describe(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def revive(value: Any) -> Any:
+    if isinstance(value, tuple) and value[:1] == ("tensor",):
+        return torch.empty_strided(value[1], value[2], dtype=value[3], device=NPU)
+    return [revive(v) for v in value] if isinstance(value, list) else value
+
+
+def replay(recorded: list[Any]) -> Iterator[Values]:
+    seen = set()
+    for name, function, values, expected in recorded:
+        key = (name, str(values))
+        if key in seen:
+            continue
+        seen.add(key)
+        row = {"what": name, "case": str(values)}
+        try:
+            with fake_npu():
+                out = function(**{n: revive(v) for n, v in values.items()})
+            got = describe(out)
+            if shapes(got) != shapes(expected):
+                row["error"] = f"gives {shapes(got)}, expected {shapes(expected)}"
+            elif any(t.device != torch.device(NPU) for t in listed(out) if t is not None):
+                row["error"] = "an output left the device"
+        except Exception:
+            row["error"] = traceback.format_exc()
+        yield row
+
+
+def shapes(described: Any) -> Any:
+    if isinstance(described, list):
+        return [shapes(d) for d in described]
+    return (described[1], described[3]) if isinstance(described, tuple) else described
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=NPU)
+
+
+def positions(*shape: int) -> Tensor:
+    return tensor(*shape, dtype=torch.int64)
+
+
+# Arguments inside the documented limits, and which of them may want a gradient.
+SAMPLES: dict[str, tuple[Callable[[], list[Any]], Values, tuple[int, ...]]] = {
+    "npu_rotary_mul": (lambda: [tensor(2, 8, 4, 128), tensor(1, 8, 1, 128), tensor(1, 8, 1, 128)], {}, (0, 1, 2)),
+    "npu_mrope": (
+        lambda: [positions(3, 8), tensor(8, 512), tensor(8, 128), tensor(64, 128), 128],
+        {"mrope_section": [24, 20, 20], "cache_mode": "interleave"},
+        (1, 2),
+    ),
+    "npu_interleave_rope": (lambda: [tensor(2, 4, 8, 64), tensor(2, 1, 8, 64), tensor(2, 1, 8, 64)], {}, (0,)),
+    "npu_apply_rotary_pos_emb": (
+        lambda: [tensor(2, 8, 4, 128), tensor(2, 8, 1, 128), tensor(2, 8, 1, 128), tensor(2, 8, 1, 128)],
+        {},
+        (0, 1),
+    ),
+    "_npu_rotary_embedding": (
+        lambda: [positions(8), tensor(8, 512), tensor(8, 128), 128, tensor(64, 128), True],
+        {},
+        (1, 2),
+    ),
+    "npu_rms_norm": (lambda: [tensor(8, 128), tensor(128)], {"epsilon": 1e-5}, (0, 1)),
+    "npu_add_rms_norm": (lambda: [tensor(8, 128), tensor(8, 128), tensor(128)], {}, (0, 1, 2)),
+    "npu_swiglu": (lambda: [tensor(8, 128)], {"dim": 0}, (0,)),
+}
+
+
+def gradient_of(name: str) -> str:
+    """'yes', 'raises' or 'silently lost': what torch_npu's own operator does when backward reaches it."""
+    make, keywords, wanted = SAMPLES[name]
+    with fake_npu():
+        args = make()
+        leaves = [args[i].requires_grad_() for i in wanted]
+        for i in wanted:  # not a leaf, so that an operator in place may write it
+            args[i] = args[i] * 1
+        before = [args[i].grad_fn for i in wanted]
+        out = getattr(torch_npu, name)(*args, **keywords)
+        outputs = [args[i] for i in wanted] if out is None else listed(out)
+        if out is None and [o.grad_fn for o in outputs] == before:
+            return "silently lost"  # written behind autograd's back
+        try:
+            torch.autograd.backward([o.sum() for o in outputs if o.requires_grad])
+        except RuntimeError as error:
+            return "raises" if "not implemented" in str(error) else str(error)
+        return "yes" if all(leaf.grad is not None for leaf in leaves) else "silently lost"
+
+
+def ascend_on_fake() -> Iterator[Values]:
+    """On NPU tensors whorl.ascend calls torch_npu: same outputs, and a gradient where torch_npu has one."""
+    for name, (make, keywords, wanted) in SAMPLES.items():
+        row = {"what": f"ascend.{name}"}
+        try:
+            with fake_npu():
+                ours = describe(getattr(ascend, name)(*make(), **keywords))
+                theirs = describe(getattr(torch_npu, name)(*make(), **keywords))
+                if ours != theirs:
+                    row["error"] = f"gives {ours}, torch_npu gives {theirs}"
+                elif contracts.CONTRACTS[name].gradient == "yes":
+                    args = make()
+                    leaves = [args[i].requires_grad_() for i in wanted]
+                    listed(getattr(ascend, name)(*args, **keywords))[0].sum().backward()
+                    if any(leaf.grad is None for leaf in leaves):
+                        row["error"] = "a gradient is missing"
+        except Exception:
+            row["error"] = traceback.format_exc()
+        yield row
+
+
+# Documented limits of what the kernels are given.
+
+
+def name_of(x: Tensor) -> str:
+    return str(x.dtype)[6:]
+
+
+def _rotary_mul_limit(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> str | None:
+    return contracts.rotary_mul_limit(
+        shape=input.shape, cos_shape=r1.shape, dtype=name_of(input), rotary_mode=rotary_mode
+    )
+
+
+def _mrope_limit(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int, **keywords: Any
+) -> str | None:
+    return contracts.mrope_limit(
+        query_shape=query.shape,
+        key_shape=key.shape,
+        positions_shape=positions.shape,
+        rotary_dim=cos_sin_cache.shape[-1],
+        head_size=head_size,
+        dtype=name_of(query),
+        table_dtype=name_of(cos_sin_cache),
+        sections=keywords.pop("mrope_section", None),
+        **keywords,
+    )
+
+
+def _interleave_rope_limit(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    return contracts.interleave_rope_limit(
+        shape=x.shape,
+        cos_shape=cos.shape,
+        dtype=name_of(x),
+        table_dtype=name_of(cos),
+        contiguous=all(t.is_contiguous() for t in (x, cos, sin)),
+    )
+
+
+def _apply_rotary_pos_emb_limit(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+) -> str | None:
+    return contracts.apply_rotary_pos_emb_limit(
+        query_shape=query.shape,
+        key_shape=key.shape,
+        cos_shape=cos.shape,
+        dtype=name_of(query),
+        table_dtype=name_of(cos),
+        layout=layout,
+        rotary_mode=rotary_mode,
+    )
+
+
+def _rms_norm_limit(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> str | None:
+    return contracts.rms_norm_limit(
+        shape=input.shape, gamma_shape=gamma.shape, dtype=name_of(input), gamma_dtype=name_of(gamma)
+    )
+
+
+def _add_rms_norm_limit(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> str | None:
+    return contracts.add_rms_norm_limit(
+        shape=x1.shape, x2_shape=x2.shape, gamma_shape=gamma.shape, dtype=name_of(x1), gamma_dtype=name_of(gamma)
+    )
+
+
+def _swiglu_limit(input: Tensor, dim: int = -1) -> str | None:
+    return contracts.swiglu_limit(shape=input.shape, dim=dim, dtype=name_of(input), contiguous=input.is_contiguous())
+
+
+LIMITS: dict[str, Callable[..., str | None]] = {
+    "npu_rotary_mul": _rotary_mul_limit,
+    "npu_mrope": _mrope_limit,
+    "npu_interleave_rope": _interleave_rope_limit,
+    "npu_apply_rotary_pos_emb": _apply_rotary_pos_emb_limit,
+    "npu_rms_norm": _rms_norm_limit,
+    "npu_add_rms_norm": _add_rms_norm_limit,
+    "npu_swiglu": _swiglu_limit,
+}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,440 @@
+"""Our operators in a Megatron-core model, against Megatron's own rotation and transformers' Qwen3-VL, on the CPU."""
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whorl.adapters import megatron as adapter
+from whorl.adapters._install import Installation
+from whorl.positions import context_slice
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine, which need a GPU
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import dot_product_attention
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+SEQ, BATCH, HEADS, GROUPS, HEAD_DIM = 8, 2, 4, 2, 16
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # fp32, sums in another order; 1e-6 observed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cpu_rank():
+    """Megatron on a machine without CUDA: its rotary classes ask for the current device, its dropout for CUDA's RNG."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    patch.setattr(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    patch.undo()
+
+
+def make_model(kind: str = "mrope", *, sections=(2, 3, 3), head_dim=HEAD_DIM, percent=1.0, **settings) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * head_dim,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=head_dim,
+        ffn_hidden_size=32,
+        use_cpu_initialization=True,
+        mrope_section=list(sections) if kind == "mrope" else None,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    return GPTModel(config, spec, 64, 64, position_embedding_type=kind, rotary_percent=percent)
+
+
+def inputs(kind: str, batch: int = BATCH):
+    ids = torch.randint(0, 64, (batch, SEQ))
+    positions = torch.randint(0, 40, (3, batch, SEQ)) if kind == "mrope" else torch.arange(SEQ).expand(batch, -1)
+    mask = torch.triu(torch.ones(SEQ, SEQ, dtype=torch.bool), 1)[None, None]
+    return ids, positions, mask
+
+
+def logits_and_gradients(model, arguments):
+    model.zero_grad()
+    logits = model(*arguments)
+    (logits.float() * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Recorder(nn.Module):
+    """In place of core attention: keeps the rotated q and k, and passes their gradient on."""
+
+    def forward(self, query, key, value, *_, **__):
+        self.query, self.key = query, key
+        groups = query.shape[-2] // key.shape[-2]
+        out = query + key.repeat_interleave(groups, -2) + value.repeat_interleave(groups, -2)
+        return out.flatten(-2)
+
+
+def rotated(model, hidden, rotary_pos_emb, packed=None):
+    """q, k and the gradient of hidden at the first attention of the model."""
+    attention = model.decoder.layers[0].self_attention
+    core, attention.core_attention = attention.core_attention, Recorder()
+    try:
+        hidden = hidden.clone().requires_grad_()
+        out, _ = attention(hidden, None, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed)
+        (out * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+        return attention.core_attention.query.detach(), attention.core_attention.key.detach(), hidden.grad
+    finally:
+        attention.core_attention = core
+
+
+def set_context_parallel(model, rank: int, size: int) -> None:
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    for layer in model.decoder.layers:
+        layer.self_attention.pg_collection = SimpleNamespace(cp=group)
+
+
+def packing(lengths, max_length=None) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    longest = max_length or max(lengths)
+    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+OPERATORS = [{}, {"operator": "mrope", "max_position": 40}]
+
+
+@pytest.mark.parametrize("options", OPERATORS)
+def test_mrope_model_equals_megatron(options):
+    model, arguments = make_model(), inputs("mrope")
+    expected = logits_and_gradients(model, arguments)
+    with adapter.install(model, **options) as installation:
+        found = logits_and_gradients(model, arguments)
+        assert installation.calls == {options.get("operator", "rope"): 2}
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert not torch.equal(expected[0], model(arguments[0], arguments[1].roll(1, 0), arguments[2]))
+
+
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+@pytest.mark.parametrize(("percent", "interleaved"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_plain_model_equals_megatron(kind, percent, interleaved):
+    if kind == "yarn" and interleaved:
+        pytest.skip("Megatron's YaRN class has no interleaved form")
+    model = make_model(kind, percent=percent, rotary_interleaved=interleaved)
+    arguments = inputs("rope")
+    expected = logits_and_gradients(model, arguments)
+    with adapter.install(model) as installation:
+        found = logits_and_gradients(model, arguments)
+        assert installation.calls == {"rope": 2}
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_bfloat16_is_at_most_as_far_from_fp32_as_megatron():
+    model, (_, positions, _) = make_model(), inputs("mrope")
+    freqs = model.rotary_pos_emb(positions, model.mrope_section)
+    hidden = torch.randn(SEQ, BATCH, HEADS * HEAD_DIM).bfloat16()
+    exact = rotated(model, hidden.float(), freqs)
+    half = make_model()
+    half.load_state_dict(model.state_dict())
+    half.bfloat16()
+    theirs = rotated(half, hidden, freqs)
+    with adapter.install(half):
+        ours = rotated(half, hidden, freqs)
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() - truth).abs().max() <= 2 * (other.float() - truth).abs().max()
+        assert (mine.float() - truth).norm() <= 1.01 * (other.float() - truth).norm()
+
+
+@pytest.mark.parametrize("options", OPERATORS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packed_mrope_equals_megatron_on_every_rank(options, size):
+    """Megatron's apply function maps whole packed angles exactly; its rotary class, asked for one rank, does not."""
+    model, lengths = make_model(), [8, 16, 8]
+    total = sum(lengths)
+    positions = torch.randint(0, 40, (3, 1, total))
+    freqs = model.rotary_pos_emb(positions, model.mrope_section)
+    hidden, packed = torch.randn(total, 1, HEADS * HEAD_DIM), packing(lengths)
+    for rank in range(size):
+        set_context_parallel(model, rank, size)
+        local = context_slice(hidden, rank, size, dim=0, cu_seqlens=packed.cu_seqlens_q)
+        expected = rotated(model, local, freqs, packed)
+        with adapter.install(model, **options) as installation:
+            carried = model.rotary_pos_emb(positions, model.mrope_section, cp_group=None)
+            torch.testing.assert_close(rotated(model, local, carried, packed), expected, **CLOSE)
+            installation.enabled = False
+            torch.testing.assert_close(rotated(model, local, carried, packed), expected, **CLOSE)
+            assert installation.calls == {options.get("operator", "rope"): 1, "megatron: switched off": 1}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_packed_plain_rope_equals_megatron_on_every_rank(size):
+    model, lengths = make_model("rope"), [4, 12, 8]
+    hidden, packed = torch.randn(sum(lengths), 1, HEADS * HEAD_DIM), packing(lengths)
+    freqs = model.rotary_pos_emb(12, packed_seq=True)
+    for rank in range(size):
+        set_context_parallel(model, rank, size)
+        local = context_slice(hidden, rank, size, dim=0, cu_seqlens=packed.cu_seqlens_q)
+        expected = rotated(model, local, freqs, packed)
+        with adapter.install(model):
+            torch.testing.assert_close(rotated(model, local, freqs, packed), expected, **CLOSE)
+
+
+def test_packed_plain_rope_restarts_when_the_table_is_as_long_as_the_pack():
+    """Megatron takes such a table for per-token angles, and the second sequence goes on where the first ended."""
+    model, lengths = make_model("rope"), [8, 8]
+    hidden = torch.randn(16, 1, HEADS * HEAD_DIM)
+    truth = rotated(model, hidden, model.rotary_pos_emb(8, packed_seq=True), packing(lengths))
+    freqs, packed = model.rotary_pos_emb(16, packed_seq=True), packing(lengths, max_length=16)
+    assert not torch.allclose(rotated(model, hidden, freqs, packed)[0], truth[0], atol=1e-2)
+    with adapter.install(model):
+        torch.testing.assert_close(rotated(model, hidden, freqs, packed), truth, **CLOSE)
+
+
+@pytest.mark.parametrize("options", OPERATORS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_padded_mrope_of_every_context_rank(options, enabled):
+    model, (_, positions, _) = make_model(), inputs("mrope")
+    hidden = torch.randn(SEQ, BATCH, HEADS * HEAD_DIM)
+    whole = rotated(model, hidden, model.rotary_pos_emb(positions, model.mrope_section))
+    size = 2
+    with adapter.install(model, enabled=enabled, **options):
+        carried = model.rotary_pos_emb(positions, model.mrope_section)
+        for rank in range(size):
+            set_context_parallel(model, rank, size)
+            chunks = [part.chunk(2 * size, 0) for part in (hidden, *whole)]
+            local, *expected = [torch.cat((part[rank], part[2 * size - 1 - rank])) for part in chunks]
+            torch.testing.assert_close(list(rotated(model, local, carried)), expected, **CLOSE)
+
+
+def test_positions_of_other_tokens_are_refused():
+    model, (_, positions, _) = make_model(), inputs("mrope")
+    with adapter.install(model):
+        carried = model.rotary_pos_emb(positions, model.mrope_section)
+        with pytest.raises(ValueError, match="positions of 8 tokens for 6 tokens on rank 0 of 1"):
+            rotated(model, torch.randn(6, BATCH, HEADS * HEAD_DIM), carried)
+    plain = make_model("rope")
+    with adapter.install(plain), pytest.raises(ValueError, match="9 rotary positions for 6 tokens"):
+        rotated(plain, torch.randn(6, BATCH, HEADS * HEAD_DIM), plain.rotary_pos_emb(9))
+
+
+@pytest.mark.parametrize(
+    "options", [{"layout": "interleaved"}, {"layout": "interleaved", "operator": "mrope", "max_position": 40}]
+)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_interleaved_equals_transformers_qwen3_vl(options, enabled):
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
+
+    sections, head_dim = [24, 20, 20], 128
+    rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": sections,
+        "mrope_interleaved": True,
+    }
+    config = Qwen3VLTextConfig(
+        hidden_size=HEADS * head_dim, num_attention_heads=HEADS, head_dim=head_dim, rope_parameters=rope_parameters
+    )
+    positions = torch.randint(0, 40, (3, BATCH, SEQ))
+    model = make_model(sections=sections, head_dim=head_dim)
+    hidden = torch.randn(SEQ, BATCH, HEADS * head_dim)
+    cos, sin = Qwen3VLTextRotaryEmbedding(config)(hidden, positions)
+    zero = torch.zeros(SEQ, BATCH, 1, head_dim)
+    q, k, _ = (x.permute(1, 2, 0, 3) if x.dim() == 4 else x for x in rotated(model, hidden, zero))  # unrotated, BHSD
+    expected = [x.permute(2, 0, 1, 3) for x in apply_rotary_pos_emb(q, k, cos, sin)]
+    with adapter.install(model, enabled=enabled, **options):
+        found = rotated(model, hidden, model.rotary_pos_emb(positions, sections))
+    torch.testing.assert_close(list(found[:2]), expected, **CLOSE)
+
+
+def test_pairs_style_mrope_works_where_megatron_raises():
+    """rotary_interleaved=True: the same as half style on channels put in pairs order."""
+    model = make_model(rotary_interleaved=True)
+    positions = torch.randint(0, 40, (3, BATCH, SEQ))
+    with pytest.raises(RuntimeError, match="view"):
+        model.rotary_pos_emb(positions, model.mrope_section)
+    hidden = torch.randn(SEQ, BATCH, HEADS * HEAD_DIM)
+    q, _, _ = rotated(model, hidden, torch.zeros(SEQ, BATCH, 1, HEAD_DIM))
+    half = torch.arange(HEAD_DIM).reshape(2, -1).T.flatten()  # where pairs order takes its channels from
+    angles = make_model().rotary_pos_emb(positions, model.mrope_section)
+    expected = rope_utils._apply_rotary_pos_emb_bshd(q[..., half.argsort()], angles)[..., half]
+    with adapter.install(model):
+        found, _, _ = rotated(model, hidden, model.rotary_pos_emb(positions, model.mrope_section))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_gradients_survive_recomputation_and_mixed_microbatches():
+    """Two microbatches forward before either runs backward, each layer recomputed with detached inputs."""
+    model = make_model()
+    batches = [inputs("mrope"), inputs("mrope")]
+    expected = [logits_and_gradients(model, arguments)[1] for arguments in batches]
+    total = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    for layer in model.decoder.layers:
+        layer.forward = _recomputed(layer.forward)
+    for options in OPERATORS:
+        model.zero_grad()
+        with adapter.install(model, **options):
+            losses = [(o * torch.linspace(-1, 1, o.shape[-1])).sum() for o in (model(*a) for a in batches)]
+            for loss in losses:
+                loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-5)
+
+
+def _recomputed(forward):
+    def run(hidden_states, rotary_pos_emb=None, **kwargs):
+        def body(hidden, carried):
+            return forward(hidden_states=hidden, rotary_pos_emb=carried, **kwargs)
+
+        return torch.utils.checkpoint.checkpoint(body, hidden_states, rotary_pos_emb, use_reentrant=True)
+
+    return run
+
+
+def test_cos_and_sin_are_taken_once_a_step(monkeypatch):
+    model, arguments = make_model(), inputs("mrope")
+    taken = []
+    original = adapter._Branch._cos_sin
+    monkeypatch.setattr(adapter._Branch, "_cos_sin", lambda *a: taken.append(1) or original(*a))
+    with adapter.install(model):
+        first = model(*arguments)
+        assert len(taken) == 1
+        again = model(arguments[0], arguments[1].roll(1, 0), arguments[2])
+        assert len(taken) == 2
+        assert not torch.equal(first, again)
+        carried = model.rotary_pos_emb(arguments[1], model.mrope_section)
+        hidden = torch.randn(SEQ, BATCH, HEADS * HEAD_DIM)
+        before = rotated(model, hidden, carried)[0]
+        carried.mul_(2)  # written in place: what was kept must not be used
+        assert not torch.equal(rotated(model, hidden, carried)[0], before)
+
+
+def test_inference_context_takes_megatrons_path():
+    model = make_model("rope")
+    attention = model.decoder.layers[0].self_attention
+    query, key = torch.randn(3, 1, HEADS, HEAD_DIM), torch.randn(5, 1, GROUPS, HEAD_DIM)
+    carried = (torch.randn(3, 1, 1, HEAD_DIM), torch.randn(5, 1, 1, HEAD_DIM))
+    attention._adjust_key_value_for_inference = lambda *_: (query, key, key, carried, None, None)
+    with adapter.install(model) as installation:
+        found = attention._adjust_key_value_for_inference(object(), query, key, key, carried)
+        assert found[0] is query
+        assert found[3] == carried
+        assert installation.calls == {"megatron: inference context": 1}
+
+
+def test_switch_and_uninstall_restore_megatron_exactly():
+    model, arguments = make_model(), inputs("mrope")
+    expected = model(*arguments)
+    owners = [model.rotary_pos_emb, *(layer.self_attention for layer in model.decoder.layers)]
+    before = [dict(vars(owner)) for owner in owners]
+    installation = adapter.install(model)
+    assert not any(dict(vars(owner)) == kept for owner, kept in zip(owners, before, strict=True))
+    installation.enabled = False
+    torch.testing.assert_close(model(*arguments), expected, rtol=0, atol=0)
+    assert {(type(r.owner).__name__, r.name) for r in installation.replaced} == {
+        ("MultimodalRotaryEmbedding", "forward"),
+        ("SelfAttention", "forward"),
+        ("SelfAttention", "_adjust_key_value_for_inference"),
+    }
+    assert "5 replaced" in str(installation)
+    assert "SelfAttention._adjust_key_value_for_inference: q and k through whorl.ops.rope" in str(installation)
+    installation.uninstall()
+    installation.uninstall()
+    assert installation.replaced == ()
+    for owner, kept in zip(owners, before, strict=True):
+        assert vars(owner).keys() == kept.keys()
+        assert all(vars(owner)[name] is value for name, value in kept.items())
+
+
+def test_a_second_installation_is_refused_and_changes_nothing():
+    model = make_model()
+    with adapter.install(model) as installation:
+        replaced = installation.replaced
+        with pytest.raises(RuntimeError, match=r"already replaced by an installation; uninstall\(\) it first"):
+            adapter.install(model)
+        assert all(vars(entry.owner)[entry.name] is entry.after for entry in replaced)
+    adapter.install(model).uninstall()
+
+
+def test_ledger_restores_classes_and_children_and_notices_strangers():
+    class Owner:
+        @staticmethod
+        def act():
+            return "before"
+
+    class Child(Owner):
+        pass
+
+    parent, child = nn.Sequential(nn.Identity()), nn.ReLU()
+    raw = vars(Owner)["act"]
+    first = parent[0]
+    installation = Installation("test")
+    installation.replace(Owner, "act", staticmethod(lambda: "after"), "why")
+    installation.replace(Child, "act", staticmethod(lambda: "child"), "why")
+    installation.replace(parent, "0", child, "why")
+    assert (Owner.act(), Child.act(), parent[0]) == ("after", "child", child)
+    with pytest.raises(RuntimeError, match="has no 'missing' to replace"):
+        installation.replace(Owner, "missing", None, "why")
+    ours, Owner.act = vars(Owner)["act"], staticmethod(lambda: "stranger")
+    with pytest.raises(RuntimeError, match=r"Owner\.act was replaced again by someone else"):
+        installation.uninstall()
+    assert Child.act() == "child"
+    Owner.act = ours
+    installation.uninstall()
+    assert vars(Owner)["act"] is raw
+    assert "act" not in vars(Child)
+    assert parent[0] is first
+    assert list(parent._modules) == ["0"]
+
+
+def test_mistakes_are_refused_with_the_way_out():
+    model = make_model()
+    model.position_embedding_type = "rope"
+    with pytest.raises(
+        ValueError, match=r"takes the 'rope' branch but its rotary embedding is MultimodalRotaryEmbedding"
+    ):
+        adapter.install(model)
+    assert not vars(model.rotary_pos_emb).get("__whorl_replaced__")
+    with pytest.raises(ValueError, match="say how many with max_position"):
+        adapter.install(make_model(), operator="mrope")
+    with pytest.raises(ValueError, match="expected 'rope' or 'mrope'"):
+        adapter.install(make_model(), operator="fused")
+    with pytest.raises(ValueError, match="are for MRoPE models; GPTModel uses RotaryEmbedding"):
+        adapter.install(make_model("rope"), layout="interleaved")
+    with pytest.raises(ValueError, match="no module with a rotary_pos_emb was found"):
+        adapter.install(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"mrope_section \[2, 3, 4\] sums to 9, MultimodalRotaryEmbedding has 8"):
+        adapter.install(make_model(sections=(2, 3, 4)))
+    low = make_model()
+    low.rotary_pos_emb.inv_freq = low.rotary_pos_emb.inv_freq.bfloat16()
+    with pytest.raises(ValueError, match=r"inv_freq of MultimodalRotaryEmbedding is torch\.bfloat16"):
+        adapter.install(low)
+    good = make_model()
+    with adapter.install(good, operator="mrope", max_position=4):
+        with pytest.raises(ValueError, match=r"expected \[3, B, S\]"):
+            good.rotary_pos_emb(torch.zeros(4, 1, 2, dtype=torch.long), good.mrope_section)
+        with pytest.raises(ValueError, match="outside the table of 4 rows"):
+            good(*inputs("mrope"))
+
+
+def test_import_changes_and_loads_nothing():
+    code = "import sys, whorl.adapters.megatron; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

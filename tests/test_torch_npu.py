@@ -1,0 +1,255 @@
+"""Our Ascend call sites against the real torch_npu package, without an NPU.
+
+The wheel is taken from WHORL_TORCH_NPU_WHEEL or from pip, stand-ins for the CANN libraries are built with gcc, and
+npu/prove.py runs in a process of its own over both; what it writes is judged here. Everything is kept in
+.cache/torch_npu, so only the first run downloads and builds.
+"""
+
+import fcntl
+import hashlib
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+import typing
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whorl import ascend, contracts
+from whorl.ops import OPS
+
+VERSION = "2.13.0"
+HERE = Path(__file__).parent
+CACHE = HERE.parent / ".cache" / "torch_npu"
+STUB, PROVE = HERE / "npu" / "cann_stub.py", HERE / "npu" / "prove.py"
+
+NAMES = [name for name in ascend.__all__ if name != "limits"]
+NPU_OPS = [op.name for op in OPS.values() if "torch_npu" in op.impls]
+# In 16 bits torch_npu rounds the table too, and a fused operator may round between its parts: observed up to 1.7.
+ALLOWED = 2.0
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """One process builds, the others wait and find it built."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find_wheel(version: str) -> Path:
+    given = os.environ.get("WHORL_TORCH_NPU_WHEEL")
+    if given and version == VERSION:
+        return Path(given)
+    if not (found := list(CACHE.glob(f"torch_npu-{version}-*.whl"))):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        where = ["--timeout=20", "--retries=1", f"--dest={CACHE}", f"torch-npu=={version}"]
+        ran = subprocess.run(pip + where, capture_output=True, text=True)
+        found = list(CACHE.glob(f"torch_npu-{version}-*.whl"))
+        if ran.returncode or not found:
+            reason = (ran.stderr.strip().splitlines() or ["pip downloaded nothing"])[-1]
+            pytest.skip(f"the torch-npu {version} wheel cannot be had: {reason}")
+    return found[0]
+
+
+def run_proof(out: Path, parts: list[str], **environment: str) -> dict[str, Any]:
+    base = {k: v for k, v in os.environ.items() if k != "PYTHONSTARTUP"}
+    command = [sys.executable, str(PROVE), str(out), *parts]
+    ran = subprocess.run(command, capture_output=True, text=True, env=base | {"OMP_NUM_THREADS": "1"} | environment)
+    if ran.returncode or not out.exists():
+        pytest.fail(f"{PROVE.name} exited with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="session")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if torch.__version__.split("+")[0] != VERSION:
+        pytest.skip(f"torch_npu {VERSION} needs torch {VERSION}, this is {torch.__version__}")
+    if torch.version.cuda is not None:
+        pytest.skip("torch_npu does not import next to a CUDA build of torch")
+    if missing := [tool for tool in ("gcc", "nm", "readelf", "ldd") if shutil.which(tool) is None]:
+        pytest.skip(f"the stub libraries need {', '.join(missing)}")
+    with locked():
+        built = build(find_wheel(VERSION))
+    return run_proof(
+        tmp_path_factory.mktemp("proof") / "found.json",
+        ["signatures", "gradients", "calls", "fake"],
+        LD_LIBRARY_PATH=str(built / "stub"),
+        PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        STUB_NPU_COUNT="1",
+    )
+
+
+def build(wheel: Path) -> Path:
+    """A folder with the unpacked package and its stub libraries; its name says what they were made of."""
+    made_of = f"{wheel.name} {torch.__version__} {sys.version}".encode() + STUB.read_bytes()
+    built = CACHE / f"{VERSION}-{hashlib.sha256(made_of).hexdigest()[:12]}"
+    if not built.exists():
+        for old in CACHE.glob(f"{VERSION}-*"):
+            shutil.rmtree(old)
+        part = CACHE / f"{VERSION}-part"
+        with zipfile.ZipFile(wheel) as archive:
+            names = [n for n in archive.namelist() if n.startswith("torch_npu/") and "/include/" not in n]
+            archive.extractall(part, names)
+        subprocess.run([sys.executable, str(STUB), str(part / "torch_npu"), str(part / "stub")], check=True)
+        part.rename(built)
+    return built
+
+
+# Signatures.
+
+
+@pytest.mark.parametrize("name", [c.name for c in contracts.CONTRACTS.values() if c.namespace])
+def test_contract_is_the_live_schema(proof: dict[str, Any], name: str) -> None:
+    contract = contracts.CONTRACTS[name]
+    parameters, returns = contracts.parse_schema(proof["signatures"][name])
+    assert [(p.name, p.type, p.default, p.keyword_only) for p in contract.parameters] == [
+        (p.name, p.type, p.default, p.keyword_only) for p in parameters
+    ]
+    assert contract.returns == returns
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if contracts.CONTRACTS[n].namespace])
+def test_ascend_signature_is_the_live_schema(proof: dict[str, Any], name: str) -> None:
+    parameters, returns = contracts.parse_schema(proof["signatures"][name])
+    assert python_signature(getattr(ascend, name)) == (
+        [(p.name, p.type, p.default, p.keyword_only) for p in parameters],
+        len(returns),
+    )
+
+
+def test_mindspeed_signature() -> None:
+    """MindSpeed's is a Python function: npu_rotary_position_embedding(x, cos, sin, mode=0)."""
+    required = contracts.REQUIRED
+    assert python_signature(ascend.npu_rotary_position_embedding) == (
+        [("x", "Tensor", required, False), ("cos", "Tensor", required, False)]
+        + [("sin", "Tensor", required, False), ("mode", "int", 0, False)],
+        1,
+    )
+
+
+def python_signature(function: Any) -> tuple[list[tuple[str, str, object, bool]], int]:
+    signature = inspect.signature(function)
+    found = []
+    for p in signature.parameters.values():
+        default = contracts.REQUIRED if p.default is p.empty else p.default
+        found.append((p.name, schema_type(p.annotation), default, p.kind is p.KEYWORD_ONLY))
+    returns = signature.return_annotation
+    return found, 0 if returns is None else len(typing.get_args(returns)) or 1
+
+
+def schema_type(annotation: Any) -> str:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return schema_type(typing.get_args(annotation)[0]) + "?"
+    return {list[int]: "int[]"}.get(annotation) or annotation.__name__
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if contracts.CONTRACTS[n].namespace])
+def test_gradient_is_what_the_contract_says(proof: dict[str, Any], name: str) -> None:
+    assert proof["gradients"][name] == contracts.CONTRACTS[name].gradient
+
+
+# Call sites of whorl.ops.
+
+
+@pytest.mark.parametrize("name", NPU_OPS)
+def test_call_sites_give_the_references_numbers(proof: dict[str, Any], name: str) -> None:
+    judge_numbers(proof["calls"], name)
+
+
+def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
+    rows = [row for row in rows if row["op"] == name]
+    assert rows, f"{name} has a torch_npu implementation and no cases"
+    ran = [row for row in rows if "refused" not in row]
+    for row in ran:
+        case = f"{name} {row['case']} {row['dtype']}"
+        assert "error" not in row, f"{case}:\n{row['error']}"
+        assert row["called"], f"{case}: no torch_npu operator was called"
+        for way in ("forward", "backward"):
+            found = row.get(way, {"ratio": 0.0})
+            assert found["ratio"] <= ALLOWED, f"{case}, {way}: error is {found['ratio']:.2f} x allowed; {found}"
+    for dtype in ("float32", "bfloat16"):
+        assert any(row["dtype"] == dtype for row in ran), f"{name}: every {dtype} case was refused: {rows}"
+    if f"{name}_backward" in OPS:
+        assert any("backward" in row for row in ran), f"{name}: no case ran its backward"
+
+
+@pytest.mark.parametrize("name", NPU_OPS)
+def test_call_sites_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
+    rows = [row for row in proof["fake"] if row["what"] == name]
+    assert rows
+    for row in rows:
+        assert "error" not in row, f"{name} {row['case']}:\n{row['error']}"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if contracts.CONTRACTS[n].namespace])
+def test_ascend_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
+    (row,) = (row for row in proof["fake"] if row["what"] == f"ascend.{name}")
+    assert "error" not in row, row["error"]
+
+
+# Other versions: their registered schemas, which the library holds as text, without their binaries.
+
+SHIM = """
+import pathlib, torch
+__version__ = {version!r}
+_library = torch.library.Library("npu", "DEF")
+for schema in {schemas!r}:
+    _library.define(schema)
+"""
+
+
+def registered_schemas(wheel: Path) -> dict[str, str]:
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.read("torch_npu/lib/libtorch_npu.so")
+    names = [c.name for c in contracts.CONTRACTS.values() if c.namespace == "npu"]
+    pattern = rf"\0({'|'.join(names)})(\([^\0]*\) -> [^\0]+)\0".encode()
+    return {name.decode(): schema.decode() for name, schema in re.findall(pattern, library)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0"])
+def test_call_sites_in_other_versions(version: str, tmp_path: Path) -> None:
+    with locked():
+        schemas = registered_schemas(find_wheel(version))
+    judge_drift(version, schemas)
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    text = SHIM.format(version=version, schemas=[name + schema for name, schema in schemas.items()])
+    (package / "__init__.py").write_text(text)
+    path = os.pathsep.join([str(HERE.parent), str(tmp_path)])
+    found = run_proof(tmp_path / "found.json", ["calls"], PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert found["version"] == version
+    for name in NPU_OPS:
+        judge_numbers(found["calls"], name)
+
+
+def judge_drift(version: str, schemas: dict[str, str]) -> None:
+    """A parameter exists from the release that its contract names; a default differs only where `changes` says so."""
+    for contract in contracts.CONTRACTS.values():
+        if contract.namespace != "npu":
+            continue
+        found, _ = contracts.parse_schema(schemas[contract.name])
+        then = [p for p in contract.parameters if contracts.release(p.since) <= contracts.release(version)]
+        assert [p.name for p in found] == [p.name for p in then], f"{contract.name} in {version}"
+        later = " ".join(
+            what for since, what in contract.changes if contracts.release(since) > contracts.release(version)
+        )
+        for old, new in zip(found, then, strict=True):
+            changed = f"default of {new.name} changed from {old.default} to {new.default}" in later
+            assert (old.default != new.default) == changed, f"{contract.name}.{new.name} in {version}"

@@ -1,0 +1,103 @@
+"""The ledger of an installation: what was replaced where and why, and how it is put back."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+# Kept on every owner while something of it is replaced, so that a second installation is seen and refused.
+_MARK = "__whorl_replaced__"
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """One replaced attribute; `before` is the owner's own value, or the marker for an inherited one."""
+
+    owner: Any
+    name: str
+    why: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{_describe(self.owner)}.{self.name}: {self.why}"
+
+
+class Installation:
+    """What an `install` did: listed in `replaced`, undone by `uninstall()` or at the end of a `with` block."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._replaced: list[Replaced] = []
+
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        return tuple(self._replaced)
+
+    def replace(self, owner: Any, name: str, after: Any, why: str) -> None:
+        """Set owner.name, on that owner alone; refused when an installation already did."""
+        marks = vars(owner).get(_MARK, frozenset())
+        if name in marks:
+            raise RuntimeError(
+                f"{self.name}: {_describe(owner)}.{name} is already replaced by an installation; uninstall() it first."
+            )
+        if not hasattr(owner, name):
+            raise RuntimeError(f"{self.name}: {_describe(owner)} has no {name!r} to replace; is its version supported?")
+        before = _own(owner, name)
+        setattr(owner, name, after)
+        setattr(owner, _MARK, marks | {name})
+        self._replaced.append(Replaced(owner, name, why, before, after))
+
+    def uninstall(self) -> None:
+        """Put everything back, last replaced first. Nothing happens the second time."""
+        for entry in self._replaced:
+            if _own(entry.owner, entry.name) is not entry.after:
+                raise RuntimeError(
+                    f"{self.name}: {_describe(entry.owner)}.{entry.name} was replaced again by someone else. "
+                    "Undo that first; nothing was restored."
+                )
+        while self._replaced:
+            entry = self._replaced.pop()
+            if entry.before is _ABSENT:
+                delattr(entry.owner, entry.name)
+            else:
+                setattr(entry.owner, entry.name, entry.before)
+            remaining = vars(entry.owner)[_MARK] - {entry.name}
+            if remaining:
+                setattr(entry.owner, _MARK, remaining)
+            else:
+                delattr(entry.owner, _MARK)
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the replacements of one `install`: an error undoes those already made."""
+        try:
+            yield
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}: {len(self._replaced)} replaced", *(f"  {entry}" for entry in self._replaced)])
+
+
+def _own(owner: Any, name: str) -> Any:
+    """The value the owner itself holds, unbound; torch modules keep children and parameters in tables of their own."""
+    for table in (vars(owner), *(vars(owner).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))):
+        if name in table:
+            return table[name]
+    return _ABSENT
+
+
+def _describe(owner: Any) -> str:
+    return getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__

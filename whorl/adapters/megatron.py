@@ -1,0 +1,378 @@
+"""Our rotary operators in a Megatron-core model: one call for q and k at every self-attention, MRoPE included.
+
+`install(model)` changes that model's own objects, never a Megatron class. Between layers travels what Megatron sends
+there, a tensor, so recomputation, pipelining and graphs see nothing new, and the switch can be turned at any step.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from whorl.adapters._install import Installation
+from whorl.ops import mrope, rope
+from whorl.ops.rope import mrope_axes
+from whorl.positions import context_slice, packed_positions
+
+Operator = Literal["rope", "mrope"]
+Layout = Literal["chunked", "interleaved"]
+_SITE = "_adjust_key_value_for_inference"
+_SITE_ARGUMENTS = ["inference_context", "query", "key", "value", "rotary_pos_emb"]
+
+
+class MegatronInstallation(Installation):
+    """`enabled` is the switch: False sends every later call down Megatron's own path.
+
+    `calls` counts, since installation, the operator that ran or why Megatron's own path was taken.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__("whorl.adapters.megatron")
+        self.enabled = enabled
+        self.calls: Counter[str] = Counter()
+
+
+def install(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    operator: Operator = "rope",
+    layout: Layout | None = None,
+    max_position: int | None = None,
+    enabled: bool = True,
+) -> MegatronInstallation:
+    """Rotate q and k of every self-attention of `model` (or of its pipeline chunks) with our operators.
+
+    operator "rope": angles travel, cos and sin are taken once a step and shared by the layers.
+    operator "mrope": positions travel, the kernel looks them up in a table of `max_position` rows (MRoPE models only).
+    layout: how an MRoPE model assigns its sections to channels. None: chunked for Megatron's own rotary class; a class
+        of another library keeps its own merge.
+    A model is installed into once; a second call raises RuntimeError until `uninstall()`.
+    """
+    if operator not in ("rope", "mrope"):
+        raise ValueError(f"megatron.install: operator is {operator!r}, expected 'rope' or 'mrope'.")
+    if operator == "mrope" and not max_position:
+        raise ValueError("megatron.install: operator 'mrope' looks positions up; say how many with max_position.")
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    owners = [module for chunk in chunks for module in chunk.modules() if _has_rotary(module)]
+    if not owners:
+        raise ValueError(
+            "megatron.install: no module with a rotary_pos_emb was found; "
+            "is position_embedding_type one of 'rope', 'yarn', 'mrope'?"
+        )
+    installation = MegatronInstallation(enabled)
+    with installation.building():
+        for owner in owners:
+            _install_one(installation, owner, operator, layout, max_position)
+    return installation
+
+
+def _has_rotary(module: nn.Module) -> bool:
+    """A language model; a vision tower has a rotary_pos_emb too, but no choice of position embedding."""
+    rotary = getattr(module, "rotary_pos_emb", None)
+    return isinstance(rotary, nn.Module) and hasattr(module, "position_embedding_type")
+
+
+def _install_one(
+    installation: MegatronInstallation, owner: Any, operator: Operator, layout: Layout | None, max_position: int | None
+) -> None:
+    rotary = owner.rotary_pos_emb
+    is_multimodal = "position_ids" in inspect.signature(type(rotary).forward).parameters
+    _check_owner(owner, is_multimodal, operator, layout)
+    if is_multimodal and layout is None and isinstance(rotary, _megatron_class("multimodal")):
+        layout = "chunked"
+    if operator == "mrope" and layout is None:
+        raise ValueError(
+            f"megatron.install: {type(rotary).__name__} is not Megatron's; say its layout for operator 'mrope'."
+        )
+    branch = _Branch(installation, owner, is_multimodal, operator, layout, max_position)
+    if layout is not None:
+        installation.replace(rotary, "forward", branch.rotary_forward, f"{layout} MRoPE for packed and parallel slices")
+    attention_class: Any = _megatron_class("attention")
+    for attention in owner.modules():
+        if isinstance(attention, attention_class) and attention.attention_type == "self":
+            _check_attention(attention)
+            site = _Site(attention, branch)
+            installation.replace(attention, "forward", site.forward, "to know the packed sequences of the call")
+            installation.replace(attention, _SITE, site.adjust, f"q and k through whorl.ops.{operator}")
+
+
+def _megatron_class(kind: str) -> type:
+    module, name = {
+        "multimodal": ("megatron.core.models.common.embeddings.rotary_pos_embedding", "MultimodalRotaryEmbedding"),
+        "attention": ("megatron.core.transformer.attention", "Attention"),
+    }[kind]
+    try:
+        found: type = getattr(import_module(module), name)
+    except ImportError as error:
+        raise RuntimeError("megatron.install needs megatron-core: pip install megatron-core==0.16.1") from error
+    return found
+
+
+def _check_owner(owner: Any, is_multimodal: bool, operator: str, layout: str | None) -> None:
+    name, kind = type(owner).__name__, type(owner.rotary_pos_emb).__name__
+    chosen = owner.position_embedding_type
+    if is_multimodal != (chosen == "mrope"):
+        raise ValueError(
+            f"megatron.install: {name} takes the {chosen!r} branch but its rotary embedding is {kind}, which takes "
+            f"{'position ids' if is_multimodal else 'a sequence length'}. Set position_embedding_type="
+            f"{'mrope' if is_multimodal else 'rope'!r} in the configuration (it overrides the constructor's argument)"
+            f"{', mrope_section, and apply_rope_fusion=False' if is_multimodal else ''}."
+        )
+    if owner.config.multi_latent_attention:
+        raise ValueError(f"megatron.install: {name} uses multi-latent attention, which rotates elsewhere.")
+    if not is_multimodal and (operator == "mrope" or layout is not None):
+        raise ValueError(f"megatron.install: operator 'mrope' and layout are for MRoPE models; {name} uses {kind}.")
+    frequencies = owner.rotary_pos_emb.inv_freq
+    if frequencies.dtype != torch.float32:
+        raise ValueError(f"megatron.install: inv_freq of {kind} is {frequencies.dtype}; angles need torch.float32.")
+    if is_multimodal and sum(owner.mrope_section) != frequencies.numel():
+        raise ValueError(
+            f"megatron.install: mrope_section {owner.mrope_section} sums to {sum(owner.mrope_section)}, "
+            f"{kind} has {frequencies.numel()} channels."
+        )
+
+
+def _check_attention(attention: Any) -> None:
+    site = getattr(type(attention), _SITE, None)
+    found = [] if site is None else list(inspect.signature(site).parameters)[1:6]
+    if found != _SITE_ARGUMENTS or "packed_seq_params" not in inspect.signature(type(attention).forward).parameters:
+        raise RuntimeError(
+            f"megatron.install: {type(attention).__name__}.{_SITE} takes {found}, expected {_SITE_ARGUMENTS} as in "
+            "megatron-core 0.16.1; this version is not supported."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the apply site knows: how many tokens lie here, how they are packed, which part of them this rank holds."""
+
+    tokens: int
+    batch: int
+    cu_seqlens: Tensor | None = field(compare=False)
+    rank: int
+    size: int
+    mscale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """Arguments for `rope` (cos_sin, positions) or `mrope` (positions)."""
+
+    cos_sin: Tensor | None
+    positions: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """A tensor as it was: equal to the very same one if nothing wrote to it since."""
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def now(cls, tensor: Tensor | None) -> "_Seen":
+        return cls(tensor, -1 if tensor is None else tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self.tensor is other.tensor and self.version == other.version
+
+
+class _Branch:
+    """One rotary embedding and what its attention layers share."""
+
+    def __init__(
+        self,
+        installation: MegatronInstallation,
+        owner: Any,
+        is_multimodal: bool,
+        operator: Operator,
+        layout: Layout | None,
+        max_position: int | None,
+    ) -> None:
+        rotary = owner.rotary_pos_emb
+        self.installation = installation
+        self.is_multimodal = is_multimodal
+        self.operator = operator
+        self.layout: Layout = layout or "chunked"
+        self.max_position = max_position
+        self.sections: list[int] = list(owner.mrope_section) if is_multimodal else []
+        self.style: Literal["half", "pairs"] = "pairs" if rotary.rotary_interleaved else "half"
+        self._inv_freq: Tensor = rotary.inv_freq
+        self._stretch: float | None = rotary.seq_len_interpolation_factor
+        self._tables: dict[torch.device, Tensor] = {}
+        self._last: tuple[tuple[_Seen, _Seen], _Call, _Ready] | None = None
+
+    def rotary_forward(
+        self, position_ids: Tensor, mrope_section: Sequence[int] | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        """In place of an MRoPE class' own: [N, B, 1, ...] of the whole sequence; the site cuts out a rank's part."""
+        if mrope_section is not None and list(mrope_section) != self.sections:
+            raise ValueError(f"megatron: mrope_section {list(mrope_section)} was {self.sections} at installation.")
+        if position_ids.dim() == 2:
+            position_ids = position_ids.expand(3, *position_ids.shape)
+        if position_ids.dim() != 3 or position_ids.shape[0] != 3:
+            raise ValueError(f"megatron: position_ids is {list(position_ids.shape)}, expected [3, B, S].")
+        positions = position_ids.permute(2, 1, 0).unsqueeze(2).contiguous()  # [N, B, 1, 3]
+        return positions if self.operator == "mrope" else self._angles(positions)
+
+    def rotate(self, query: Tensor, key: Tensor, carried: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """query, key: [S, B, H, D], or [T, 1, H, D] when packed."""
+        ready = self._ready(carried, call)
+        packed = call.cu_seqlens is not None
+        q, k = (query.squeeze(1), key.squeeze(1)) if packed else (query, key)
+        if ready.cos_sin is None:
+            table = self._table(q.device)
+            q, k = mrope(q, k, table, ready.positions, self.sections, layout=self.layout, style=self.style)
+        else:
+            q, k = rope(q, k, ready.cos_sin, ready.positions, style=self.style)
+        return (q.unsqueeze(1), k.unsqueeze(1)) if packed else (q, k)
+
+    def unfused(self, carried: Tensor, call: _Call) -> Tensor:
+        """What travels, as Megatron's own apply function wants it."""
+        angles = carried if carried.is_floating_point() else self._angles(carried)
+        # Megatron cuts packed angles itself, and its plain rotary class cuts the others.
+        is_whole = call.size > 1 and angles.shape[0] == call.size * call.tokens
+        return _on_this_rank(angles, call) if self.is_multimodal and call.cu_seqlens is None and is_whole else angles
+
+    def _ready(self, carried: Tensor, call: _Call) -> _Ready:
+        """Computed once for all layers that are handed the same tensors; always where work is recorded for a replay."""
+        if _is_recording(carried, call.cu_seqlens):
+            return self._prepare(carried, call)
+        seen = (_Seen.now(carried), _Seen.now(call.cu_seqlens))
+        if self._last is None or self._last[:2] != (seen, call):
+            self._last = (seen, call, self._prepare(carried, call))
+        return self._last[2]
+
+    def _prepare(self, carried: Tensor, call: _Call) -> _Ready:
+        if not self.is_multimodal:
+            return self._prepare_plain(carried, call)
+        local = _on_this_rank(carried, call).squeeze(2)  # [S, B or 1, R or 3]
+        if local.shape[1] != call.batch:
+            local = local.expand(-1, call.batch, -1)
+        local = local.squeeze(1) if call.cu_seqlens is not None else local
+        if not carried.is_floating_point():
+            return _Ready(None, local.movedim(-1, 0).contiguous())
+        return _Ready(self._cos_sin(local, call.mscale), None)
+
+    def _prepare_plain(self, angles: Tensor, call: _Call) -> _Ready:
+        """Angles of positions 0, 1, ... are a table; packed sequences all start at its first row."""
+        table = self._cos_sin(angles.flatten(1), call.mscale)  # [P, R]
+        if call.cu_seqlens is not None:
+            positions = packed_positions(call.cu_seqlens)
+            positions = context_slice(positions, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
+            return _Ready(table, positions.to(table.device))
+        if table.shape[0] != call.tokens:
+            raise ValueError(f"megatron: {table.shape[0]} rotary positions for {call.tokens} tokens on this rank.")
+        positions = torch.arange(call.tokens, device=table.device)[:, None].expand(-1, call.batch)
+        return _Ready(table, positions.contiguous())
+
+    def _cos_sin(self, angles: Tensor, mscale: float) -> Tensor:
+        """Rows [cos | sin] from Megatron's full-width angles, which hold every angle twice."""
+        half = angles[..., ::2] if self.style == "pairs" else angles[..., : angles.shape[-1] // 2]
+        half = half.float()
+        return torch.cat((half.cos(), half.sin()), -1) * mscale
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Full-width fp32 angles [N, B, 1, R] of positions [N, B, 1, 3], each channel from its own axis."""
+        axes = torch.tensor(mrope_axes(self.sections, self.layout), device=positions.device)
+        return self._widen(positions.float()[..., axes])
+
+    def _widen(self, positions: Tensor) -> Tensor:
+        if self._stretch is not None:
+            positions = positions * (1 / self._stretch)
+        half = positions * self._inv_freq.to(positions.device)
+        return half.repeat_interleave(2, -1) if self.style == "pairs" else torch.cat((half, half), -1)
+
+    def _table(self, device: torch.device) -> Tensor:
+        if device not in self._tables:
+            assert self.max_position is not None
+            positions = torch.arange(self.max_position, device=device, dtype=torch.float32)[:, None]
+            self._tables[device] = self._cos_sin(self._widen(positions), 1.0)
+        return self._tables[device]
+
+
+class _Site:
+    """The place in one self-attention where q and k meet what travels for rotation."""
+
+    def __init__(self, attention: Any, branch: _Branch) -> None:
+        self._attention = attention
+        self._branch = branch
+        self._forward = attention.forward
+        self._adjust = getattr(attention, _SITE)
+        self._packed_index = list(inspect.signature(attention.forward).parameters).index("packed_seq_params")
+        self._packed: Any = None
+        concentration = import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+        self._mscale = concentration._yarn_get_concentration_factor_from_config(attention.config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        packed = args[self._packed_index] if len(args) > self._packed_index else kwargs.get("packed_seq_params")
+        before, self._packed = self._packed, packed
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._packed = before
+
+    def adjust(
+        self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *rest: Any, **more: Any
+    ) -> Any:
+        """After Megatron's own step: rotate here and hand no rotary embedding on, or hand Megatron's format on."""
+        query, key, value, carried, *others = self._adjust(inference_context, query, key, value, carried, *rest, **more)
+        if carried is not None:
+            calls = self._branch.installation.calls
+            reason = self._reason(inference_context, carried)
+            if reason is None:
+                query, key = self._branch.rotate(query, key, carried[0], self._call(query))
+                carried = None
+                calls[self._branch.operator] += 1
+            else:
+                # q and k differ in length where a cache is filled, so each is converted for its own.
+                pairs = zip(carried, (query, key), strict=True)
+                carried = tuple(None if c is None else self._branch.unfused(c, self._call(t)) for c, t in pairs)
+                calls[f"megatron: {reason}"] += 1
+        return query, key, value, carried, *others
+
+    def _reason(self, inference_context: Any, carried: tuple[Tensor | None, Tensor | None]) -> str | None:
+        if not self._branch.installation.enabled:
+            return "switched off"
+        if inference_context is not None:
+            return "inference context"
+        if carried[0] is None or carried[0] is not carried[1]:
+            return "q and k have embeddings of their own"
+        if self._branch.operator == "mrope" and self._mscale != 1.0:
+            return "attention factor with operator 'mrope'"
+        return None
+
+    def _call(self, x: Tensor) -> _Call:
+        group = self._attention.pg_collection.cp
+        packed = self._packed
+        cu_seqlens = None
+        if packed is not None and packed.qkv_format == "thd":
+            cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+        return _Call(x.shape[0], x.shape[1], cu_seqlens, group.rank(), group.size(), self._mscale)
+
+
+def _on_this_rank(carried: Tensor, call: _Call) -> Tensor:
+    """Per-token values of this rank's tokens, whether they came whole or already cut."""
+    found = carried.shape[0]
+    if found == call.tokens:
+        return carried
+    if found == call.size * call.tokens:
+        return context_slice(carried, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
+    raise ValueError(
+        f"megatron: positions of {found} tokens for {call.tokens} tokens on rank {call.rank} of {call.size}; "
+        "they must be of this rank's tokens or of the whole sequence."
+    )
+
+
+def _is_recording(*tensors: Tensor | None) -> bool:
+    """Whether what is computed now may not be kept: it is captured or traced, or torch does not count writes to it."""
+    if torch.compiler.is_compiling() or any(x is not None and x.is_inference() for x in tensors):
+        return True
+    devices = {x.device.type for x in tensors if x is not None}
+    capturing = (getattr(getattr(torch, device, None), "is_current_stream_capturing", None) for device in devices)
+    return any(ask is not None and ask() for ask in capturing)

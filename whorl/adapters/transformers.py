@@ -1,0 +1,407 @@
+"""Our operators in a Qwen3, Qwen3-MoE, Qwen3-VL or Llama model of transformers, by one explicit call.
+
+`install(model)` gives methods to that model's own modules; no class and no module of transformers changes, so another
+model in the same process stays as it was. Parameters, buffers, hooks and the state dict are untouched.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from sys import modules as imported
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whorl import ops
+from whorl.adapters._install import Installation, Replaced
+
+_NAME = "whorl.adapters.transformers"
+_OLDEST = (5, 17)
+# transformers' folder: how its class names begin; what follows is the role.
+_FAMILIES = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_vl": "Qwen3VLText",
+    "qwen3_vl_moe": "Qwen3VLMoeText",
+}
+_ROLES = ("Attention", "Experts", "MLP", "RMSNorm", "RotaryEmbedding")
+_KNOWN = {
+    (f"transformers.models.{family}.modeling_{family}", prefix + role): role
+    for family, prefix in _FAMILIES.items()
+    for role in _ROLES
+}
+_VISION = {
+    (f"transformers.models.{family}.modeling_{family}", prefix.removesuffix("Text") + "VisionModel")
+    for family, prefix in _FAMILIES.items()
+    if prefix.endswith("Text")
+}
+_APPLY = "apply_rotary_pos_emb"
+# What an attention with q and k norms looks up in transformers 5.17; another set is another computation.
+_FUSED_NAMES = frozenset(
+    "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config contiguous "
+    "eager_attention_forward get_interface head_dim k_norm k_proj layer_idx o_proj q_norm q_proj reshape scaling "
+    "shape training transpose update v_proj view".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedMethod(Replaced):
+    """`path` is the module's name in the model."""
+
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an installation leaves as transformers has it, and why."""
+
+    path: str
+    why: str
+
+
+class TransformersInstallation(Installation):
+    """What `install` did to one model; print it for a table. `kept` lists what it left alone on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self.kept: list[Kept] = []
+        self._paths: dict[nn.Module, str] = {}
+
+    @property
+    def replaced(self) -> tuple[ReplacedMethod, ...]:
+        return tuple(
+            ReplacedMethod(e.owner, e.name, e.why, e.before, e.after, path=self._paths[e.owner]) for e in self._replaced
+        )
+
+    def give(self, found: "_Found", name: str, function: Callable[..., Any], why: str) -> None:
+        """A method to one module. Bound to it, so that a deep copy of the model has its own."""
+        module = found.module
+        self._paths[module] = found.path
+        if name in vars(module) and not hasattr(module, "__whorl_replaced__"):
+            raise RuntimeError(
+                f"{_NAME}: {found.path} has a {name} of its own already, from another library (accelerate's hooks, hub "
+                "kernels, Liger?), which a replacement would drop. Install before that, or undo it first."
+            )
+        self.replace(module, name, MethodType(function, module), why)
+
+    def __str__(self) -> str:
+        rows = Counter((_any_layer(f"{e.path}.{e.name}"), e.why) for e in self.replaced)
+        kept = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
+        lines = [(str(count), where, why) for (where, why), count in (rows + kept).items()]
+        widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
+        head = f"{_NAME}: {len(self._replaced)} methods replaced"
+        return "\n".join([head, *(f"  {n:>{widths[0]}} x {w:<{widths[1]}}  {why}" for n, w, why in lines)])
+
+
+def install(
+    model: nn.Module,
+    *,
+    rope: bool = True,
+    norm: bool = True,
+    swiglu: bool = True,
+    qk_norm_rope: bool = False,
+) -> TransformersInstallation:
+    """Give `model` our operators; `uninstall()` of what is returned puts everything back.
+
+    rope: q and k of every layer through `ops.rope`, or `ops.mrope` in Qwen3-VL, from cos and sin in fp32.
+    norm: every RMSNorm through `ops.rms_norm`.
+    swiglu: gate and up through `ops.swiglu`; experts too, where transformers groups or batches them.
+    qk_norm_rope: the norms of q and k and the rotation as one `ops.qk_norm_rope`; takes the place of `rope`.
+    Something asked for that the model has no place for is a ValueError.
+    """
+    if not (rope or norm or swiglu or qk_norm_rope):
+        raise ValueError(f"{_NAME}: nothing was asked for; set rope, norm, swiglu or qk_norm_rope.")
+    _check_version()
+    places = _Places.of(model)
+    if not places.known:
+        raise ValueError(
+            f"{_NAME}: no module of {type(model).__name__} is known. Looked for attention, MLP, experts, RMSNorm and "
+            f"rotary classes of transformers' {', '.join(_FAMILIES)}; found {_classes(model)}."
+        )
+    installation = TransformersInstallation()
+    with installation.building():
+        if rope or qk_norm_rope:
+            _install_rotation(installation, places, fused=qk_norm_rope)
+        if norm:
+            _install_norms(installation, places, heads=not qk_norm_rope)
+        if swiglu:
+            _install_swiglu(installation, places)
+    installation.kept += [Kept(f.path, "the vision tower's own rotary, norms and MLP") for f in places.vision]
+    return installation
+
+
+# ---- finding
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    path: str
+    module: Any  # attributes are known by role
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Modules of a model by role."""
+
+    known: dict[str, list[_Found]] = field(default_factory=dict)
+    vision: list[_Found] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Places":
+        places = cls()
+        for path, module in model.named_modules():
+            found = _Found(path, module)
+            if (role := _role(module)) is not None:
+                places.known.setdefault(role, []).append(found)
+            elif any((c.__module__, c.__name__) in _VISION for c in type(module).__mro__):
+                places.vision.append(found)
+        return places
+
+    def require(self, role: str, switch: str) -> list[_Found]:
+        if role not in self.known:
+            found = {r: len(f) for r, f in self.known.items()}
+            raise ValueError(f"{_NAME}: {switch}=True needs {role} modules; found {found}. Pass {switch}=False.")
+        return self.known[role]
+
+
+def _role(module: nn.Module) -> str | None:
+    """What a module is; a subclass counts only with its base's forward, since it is that one we know."""
+    for base in type(module).__mro__:
+        role = _KNOWN.get((base.__module__, base.__name__))
+        if role is not None:
+            return role if type(module).forward is base.forward else None
+    return None
+
+
+def _classes(model: nn.Module) -> str:
+    counts = Counter(type(m).__name__ for m in model.modules() if not type(m).__module__.startswith("torch."))
+    return ", ".join(f"{n} x {name}" for name, n in counts.most_common(12)) or "torch modules only"
+
+
+def _any_layer(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", path)
+
+
+def _check_version() -> None:
+    found = version("transformers")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _OLDEST:
+        raise RuntimeError(f"{_NAME}: transformers {found} is installed, expected {'.'.join(map(str, _OLDEST))} or later.")
+
+
+# ---- rotation
+
+
+def _install_rotation(installation: TransformersInstallation, places: _Places, *, fused: bool) -> None:
+    switch = "qk_norm_rope" if fused else "rope"
+    attentions = places.require("Attention", switch)
+    for rotary in places.require("RotaryEmbedding", switch):
+        owner = rotary.path.rpartition(".")[0]
+        sections = getattr(rotary.module, "mrope_section", None)
+        rows, what = (_rope_rows, "rows") if sections is None else (_mrope_rows, "rows of every axis")
+        installation.give(rotary, "forward", rows, f"cos and sin in fp32, half width: {what} once a forward")
+        for attention in attentions:
+            if attention.path.startswith(f"{owner}." if owner else ""):
+                turn = _turn(None if sections is None else tuple(sections))
+                _install_attention(installation, attention, turn, fused=fused)
+
+
+def _install_attention(
+    installation: TransformersInstallation, found: _Found, turn: Callable[..., Any], *, fused: bool
+) -> None:
+    forward = type(found.module).forward
+    names = set(getattr(forward, "__code__", install.__code__).co_names)
+    sections = turn.keywords["sections"]  # type: ignore[attr-defined]
+    if not fused:
+        if _APPLY not in names:
+            raise RuntimeError(
+                f"{_NAME}: {type(found.module).__name__}.forward does not call {_APPLY}; transformers "
+                f"{version('transformers')} is not supported. Pass rope=False."
+            )
+        why = f"q and k through whorl.ops.{'rope' if sections is None else 'mrope'}"
+        installation.give(found, "forward", _with_global(forward, _APPLY, turn), why)
+        return
+    if names - {"sliding_window"} != _FUSED_NAMES:
+        different = sorted(names.symmetric_difference(_FUSED_NAMES) - {"sliding_window"})
+        raise ValueError(
+            f"{_NAME}: qk_norm_rope=True knows an attention that norms q and k heads as transformers 5.17 does; "
+            f"{type(found.module).__name__}.forward differs in {different}. Pass qk_norm_rope=False."
+        )
+    function = _fused_forward if sections is None else functools.partial(_fused_forward, sections=sections)
+    installation.give(found, "forward", function, "q and k through whorl.ops.qk_norm_rope")
+
+
+def _with_global(function: Any, name: str, value: Any) -> FunctionType:
+    """A copy of a function that sees one of its globals replaced.
+
+    transformers' attention calls a function of its module by name. Setting that name would change every model of the
+    process, and setting it around each call every thread. The copy runs transformers' own code, whatever the version
+    does there, and only its view of the name differs. The view is taken now and holds just the names the code uses.
+    It must not say `__name__`: torch.compile would then look the names up in the module of that name.
+    """
+    code = function.__code__
+    view = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    view |= {"__builtins__": function.__globals__["__builtins__"], name: value}
+    copy = FunctionType(code, view, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)
+
+
+def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
+    """In place of a rotary module's forward, whose (cos, sin) every layer is handed: ([B, S, R], None)."""
+    rows = _own_rows(self, x, position_ids)
+    # Positions may be given once for all sequences. Contiguous here, or every layer would have to do it.
+    return rows.expand(x.shape[0], -1, -1).contiguous(), None
+
+
+def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for positions [3, B, S]: a table [3 B S, R] with a row for each, and their indices [3, B, S]."""
+    axes, batch, length = position_ids.shape
+    # Asked for sequences whose axes all agree, transformers has nothing to merge and gives plain rows.
+    agreeing = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
+    table = _own_rows(self, x, agreeing).flatten(0, 1)
+    index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
+    return table, index.expand(-1, x.shape[0], -1).contiguous()
+
+
+def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """[*tokens, R] from transformers' own forward, which keeps its frequencies, scaling and their updates.
+
+    It computes in fp32 and rounds to the dtype of x, of which it reads nothing else but the device.
+    """
+    cos, sin = type(self).forward(self, x.new_empty(0, dtype=torch.float32), position_ids)
+    half = cos.shape[-1] // 2
+    return torch.cat((cos[..., :half], sin[..., :half]), -1)
+
+
+@functools.cache
+def _turn(sections: tuple[int, ...] | None) -> Callable[..., Any]:
+    return functools.partial(_apply_rotary, sections=sections)
+
+
+def _apply_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1, *, sections: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """In place of apply_rotary_pos_emb: cos and sin are what our rotary forward gave. Views in, views out."""
+    order = {1: "bhsd", 2: "bshd"}[unsqueeze_dim]
+    _check_rows(sin)
+    q, k = ops.tokens_first(q, order), ops.tokens_first(k, order)
+    if sections is None:
+        q, k = ops.rope(q, k, cos)
+    else:
+        q, k = ops.mrope(q, k, cos, sin, sections, layout="interleaved")
+    return ops.tokens_first(q, order), ops.tokens_first(k, order)
+
+
+def _check_rows(sin: Tensor | None) -> None:
+    if sin is not None and sin.is_floating_point():
+        raise ValueError(
+            f"{_NAME}: an attention layer was handed (cos, sin) of transformers. While installed, position_embeddings "
+            "must come from this model's own rotary module."
+        )
+
+
+def _fused_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor | None],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    *,
+    sections: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention with q norm, k norm and rotation as one operator.
+
+    The projections stay three modules, so that adapters and quantised ones keep working; joining them is a copy.
+    """
+    tokens = hidden_states.shape[:-1]
+    qkv = torch.cat((self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
+    cos_sin, positions = position_embeddings
+    _check_rows(positions)
+    num_kv_heads = qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
+    heads = ops.qk_norm_rope(
+        qkv,
+        self.q_norm.weight,
+        self.k_norm.weight,
+        cos_sin,
+        positions,
+        num_heads=num_kv_heads * self.num_key_value_groups,
+        num_kv_heads=num_kv_heads,
+        eps=self.q_norm.variance_epsilon,
+        sections=sections,
+        layout="interleaved",
+    )
+    q, k, v = (ops.tokens_first(x, "bhsd") for x in heads)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    source = imported[_known_base(self).__module__]
+    attend = source.ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, source.eager_attention_forward
+    )
+    if hasattr(self, "sliding_window"):
+        kwargs["sliding_window"] = self.sliding_window
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    return self.o_proj(out.reshape(*tokens, -1).contiguous()), weights
+
+
+def _known_base(module: nn.Module) -> type:
+    return next(c for c in type(module).__mro__ if (c.__module__, c.__name__) in _KNOWN)
+
+
+# ---- norms and activations
+
+
+def _install_norms(installation: TransformersInstallation, places: _Places, *, heads: bool) -> None:
+    """`heads`: those of q and k too, which the fused operator reads without calling them."""
+    skipped = () if heads else tuple(f"{f.path}." for f in places.known.get("Attention", ()))
+    for norm in places.require("RMSNorm", "norm"):
+        if not norm.path.startswith(skipped):
+            installation.give(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    # transformers' product of weight and input promotes, for instance with fp32 weights under autocast.
+    dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+    return ops.rms_norm(hidden_states.to(dtype), self.weight.to(dtype), self.variance_epsilon)
+
+
+def _install_swiglu(installation: TransformersInstallation, places: _Places) -> None:
+    gated = [*places.known.get("MLP", ()), *places.known.get("Experts", ())]
+    others = [f for f in gated if not _is_silu(f.module.act_fn)]
+    if len(others) == len(gated):
+        activations = sorted({type(f.module.act_fn).__name__ for f in others}) or "no MLP or Experts modules"
+        raise ValueError(f"{_NAME}: swiglu=True needs a SiLU gate; found {activations}. Pass swiglu=False.")
+    for found in gated:
+        if found in others:
+            installation.kept.append(Kept(found.path, f"its gate is {type(found.module.act_fn).__name__}, not SiLU"))
+        elif found in places.known.get("MLP", ()):
+            why = "gate and up, joined, through whorl.ops.swiglu"
+            installation.give(found, "forward", _mlp_forward, why)
+        else:
+            installation.give(found, "_apply_gate", _apply_gate, "gate and up through whorl.ops.swiglu")
+            if found.module.config._experts_implementation == "eager":
+                why = "the eager loop over experts; set_experts_implementation('grouped_mm') uses ours"
+                installation.kept.append(Kept(f"{found.path}.forward", why))
+
+
+def _is_silu(activation: object) -> bool:
+    # transformers' own class is not an nn.SiLU.
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(ops.swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1)))
+
+
+def _apply_gate(self: Any, gate_up_out: Tensor) -> Tensor:
+    return ops.swiglu(gate_up_out)

@@ -1,0 +1,106 @@
+"""Time of a function on a device: one call between events on an accelerator, replayed graphs for short ones."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whorl import device as devices
+
+Run = Callable[[], Any]
+
+# Written between two timed calls so that nothing is left in the cache: larger than the 192 MB of an Ascend 910B.
+FLUSH_BYTES = 256 * 2**20
+# Below this a call takes the device less time than it takes the host to launch (8 us at 4 TB/s): replay a graph.
+GRAPH_BYTES = 32 * 2**20
+GRAPH_LAUNCHES = 128
+REPEATS = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    us: float
+    how: str
+
+
+def bandwidth(num_bytes: int, us: float) -> str:
+    rate = num_bytes / us / 1e6  # TB/s
+    return f"{rate:.2f} TB/s" if rate >= 0.1 else f"{rate * 1e3:.2f} GB/s"
+
+
+def is_short(num_bytes: int, device: str) -> bool:
+    return devices.accelerator(device) is not None and num_bytes < GRAPH_BYTES
+
+
+def num_buffers(num_bytes: int, device: str) -> int:
+    """Sets of arguments to take in turn, so that together they do not fit the cache."""
+    if not is_short(num_bytes, device):
+        return 1
+    return min(GRAPH_LAUNCHES, max(16, math.ceil(2 * FLUSH_BYTES / num_bytes)))
+
+
+def measure(runs: Sequence[Run], device: str, *, short: bool = False) -> Timing:
+    """Median time of one call. `runs` are the same call on different buffers, all used when it is `short`."""
+    if devices.accelerator(device) is None:
+        return Timing(us=_by_clock(runs[0]), how="wall clock")
+    for run in runs[:3]:
+        run()
+    devices.synchronize(device)
+    if short and (timing := _by_graph(runs, device)) is not None:
+        return timing
+    return Timing(us=_by_events(runs[0], device), how="events, cache flushed")
+
+
+def _by_clock(run: Run, seconds: float = 0.1, least: int = 5) -> float:
+    run()
+    times: list[float] = []
+    while len(times) < least or (sum(times) < seconds and len(times) < REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def _by_graph(runs: Sequence[Run], device: str) -> Timing | None:
+    rounds = math.ceil(GRAPH_LAUNCHES / len(runs))
+    kept: list[Any] = []  # results stay alive, or every launch would write the same memory
+    replay = devices.record_graph(device, lambda: kept.extend(run() for _ in range(rounds) for run in runs))
+    if replay is None:
+        return None
+    replay()
+    per_graph = _between_events(replay, device, repeats=20)
+    launches = len(runs) * rounds
+    return Timing(us=per_graph / launches, how=f"graph of {launches} launches over {len(runs)} buffers")
+
+
+def _by_events(run: Run, device: str) -> float:
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    return _between_events(run, device, repeats=REPEATS, before=flush.zero_, times=_backlog(run, flush.zero_, device))
+
+
+def _between_events(run: Run, device: str, *, repeats: int, before: Run | None = None, times: int = 0) -> float:
+    """Median microseconds the device spends on `run`."""
+    pairs = [(devices.timing_event(device), devices.timing_event(device)) for _ in range(repeats)]
+    for start, end in pairs:
+        for _ in range(times):
+            assert before is not None
+            before()
+        start.record()
+        run()
+        end.record()
+    devices.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+
+
+def _backlog(run: Run, flush: Run, device: str) -> int:
+    """Flushes that keep the device busy for as long as the host takes to launch `run`: no gaps are timed."""
+    devices.synchronize(device)
+    start = time.perf_counter()
+    run()
+    host = (time.perf_counter() - start) * 1e6
+    devices.synchronize(device)
+    return 1 + math.ceil(host / _between_events(flush, device, repeats=5))

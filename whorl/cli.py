@@ -1,0 +1,218 @@
+"""The `whorl` command. Everything heavy is imported inside the commands: `--help` and `doctor` run without torch.
+
+Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="whorl",
+    help="Rotary-embedding language models on CPU, NVIDIA GPUs and Ascend NPUs.",
+    epilog="Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure, next to the best alternatives in the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def _stop(message: str) -> NoReturn:
+    """Asked wrongly: one line, no traceback."""
+    typer.echo(f"whorl: {message}", err=True)
+    raise typer.Exit(2)
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """Around what a command makes of its arguments; errors of its work keep their traceback."""
+    try:
+        yield
+    except ValueError as error:
+        _stop(str(error))
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        _stop("this command needs torch: pip install torch")
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from whorl import __version__
+
+        print(f"whorl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and exit.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def doctor(
+    path: Annotated[
+        str | None, typer.Argument(help="A model folder, config.json, launch script, YAML or JSON flags, or a log.")
+    ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf or torchtitan. Default: guessed."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="It will be trained: gradients matter.")] = False,
+    device: Annotated[str | None, typer.Option(help="npu or cuda: where it will run.")] = None,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="A log or traceback to explain.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A torch profiler trace: which rotary operators ran.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which rotary path a configuration takes, and what is wrong with it, before anything runs."""
+    from whorl.doctor.command import run
+
+    if path is None and log is None and trace is None:
+        _stop("doctor: nothing to look at: give a PATH, --log FILE or --trace FILE")
+    sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
+
+
+@app.command()
+def ops(as_json: Json = False) -> None:
+    """List the operators and, for each backend, whether it runs here or why not."""
+    _need_torch()
+    from whorl.device import BACKENDS, default_device, device_name
+    from whorl.ops import OPS
+
+    device = default_device()
+    found = {name: op.availability(device) for name, op in OPS.items()}
+    if as_json:
+        operators = [
+            {
+                "name": name,
+                "schema": f"whorl::{name}{OPS[name].schema}",
+                "backends": {b: {"available": why is None, "reason": why} for b, why in found[name].items()},
+            }
+            for name in OPS
+        ]
+        _print_json({"device": device, "device_name": device_name(device), "operators": operators})
+        return
+    cells = {name: [_availability(found[name], b) for b in BACKENDS] for name in OPS}
+    widths = [max(len(row[i]) for row in [*cells.values(), BACKENDS]) for i in range(len(BACKENDS))]
+    print(f"device {device}: {device_name(device)}\n")
+    for name, row in {"operator": BACKENDS, **cells}.items():
+        print(f"{name:<24}" + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
+
+
+def _availability(found: dict[str, str | None], backend: str) -> str:
+    return (found[backend] or "yes") if backend in found else "-"
+
+
+@app.command()
+def selftest(
+    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run every operator's cases in every backend of this machine; the report can go into a bug report."""
+    _need_torch()
+    from whorl import selftest as tests
+    from whorl.device import require
+
+    with _asking():
+        chosen = require(device.value) if device else None
+    report = tests.run(chosen)
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        print(tests.render(report))
+    sys.exit(0 if report.passed else 1)
+
+
+@bench.command("ops")
+def bench_ops(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Operators; default: all.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
+    quick: Annotated[
+        bool | None, typer.Option("--quick/--full", help="At most 256 tokens. Default: quick without an accelerator.")
+    ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Time torch.compile too. Default: unless quick."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a bar chart (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time every operator next to eager, torch.compile and Liger; no speed for an answer that is wrong."""
+    _need_torch()
+    from whorl.bench import ops as bench_module
+    from whorl.device import require
+
+    with _asking():
+        settings = bench_module.Settings.resolve(
+            names=names or (),
+            device=require(device.value) if device else None,
+            dtype=dtype.value,
+            quick=quick,
+            compiled=compiled,
+        )
+        if plot is not None:
+            bench_module.need_plot(plot)
+    result = bench_module.run(settings)
+    if plot is not None:
+        bench_module.write_plot(result, plot)
+    if as_json:
+        _print_json(result)
+    else:
+        print(bench_module.render(result))
+    sys.exit(0 if bench_module.is_good(result) else 1)
+
+
+@bench.command("positions")
+def bench_positions(
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20, as_json: Json = False
+) -> None:
+    """Time multimodal position ids next to transformers' get_rope_index (needs transformers)."""
+    _need_torch()
+    from whorl.bench import positions
+
+    sys.exit(positions.main(["--repeats", str(repeats), *(["--json"] if as_json else [])]))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Why a rotary configuration goes wrong, said before it runs. Works without torch.
+
+`check` reads configurations, launch flags, logs and traces; `guard` looks at a live model. A check is one function in
+`whorl/doctor/checks`; every code is described in docs/doctor.md.
+"""
+
+from whorl.doctor.check import check
+from whorl.doctor.guard import GuardError, check_npu_mrope, guard
+from whorl.doctor.inputs import BadInput
+from whorl.doctor.report import Finding, Report, RotaryPath
+
+__all__ = ["BadInput", "Finding", "GuardError", "Report", "RotaryPath", "check", "check_npu_mrope", "guard"]

@@ -1,0 +1,80 @@
+"""`check`: inputs -> setup -> path -> findings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whorl.doctor import checks as checks  # fills RULES
+from whorl.doctor.inputs import BadInput, Inputs, read_inputs, read_text
+from whorl.doctor.log import explain
+from whorl.doctor.paths import predict
+from whorl.doctor.report import Finding, Report, RotaryPath, by_severity
+from whorl.doctor.rules import RULES
+from whorl.doctor.setup import Setup, build_setup
+from whorl.doctor.trace import compare, read_trace
+
+
+def check(
+    path: str | Path | None,
+    *,
+    framework: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    train: bool = False,
+    device: str | None = None,
+    log: str | Path | None = None,
+    trace: str | Path | None = None,
+) -> Report:
+    """Examine a file or folder of configuration; BadInput (a ValueError) where it cannot be read.
+
+    `settings` override what the files say. `log` is a traceback to explain, `trace` a profiler trace to compare with
+    the predicted path; with either of them `path` may be None.
+    """
+    if path is None and log is None and trace is None:
+        raise BadInput("nothing to examine: give a file or folder, a log or a trace")
+    inputs = read_inputs(path, settings)
+    setup = build_setup(inputs, framework=framework, train=train, device=device)
+    paths, findings = _examine(setup) if inputs.model or inputs.settings else ((), [])
+    for where, text in _logs(inputs, log):
+        findings += explain(text, where)
+    ran = read_trace(trace) if trace is not None else {}
+    if trace is not None:
+        findings += compare(ran, paths, Path(trace).name)
+    return Report(
+        framework=setup.framework,
+        framework_because=setup.framework_because,
+        device=setup.device,
+        device_because=setup.device_because,
+        train=setup.train,
+        model=describe_model(setup),
+        read=tuple(inputs.read),
+        paths=paths,
+        findings=by_severity(findings),
+        ran=ran,
+    )
+
+
+def _examine(setup: Setup) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
+    paths, findings = [], []
+    for part in setup.parts():
+        paths.append(predict(part))
+        for rule in RULES:
+            findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]
+    return tuple(paths), findings
+
+
+def _logs(inputs: Inputs, log: str | Path | None) -> list[tuple[str, str]]:
+    return inputs.logs + ([(Path(log).name, read_text(log))] if log is not None else [])
+
+
+def describe_model(setup: Setup) -> str:
+    """One line on what rotates in this model."""
+    if setup.text is None:
+        return "no config.json: judged by the launch settings alone"
+    name = str(setup.text.get("model_type") or (setup.text.get("architectures") or ["a model"])[0])
+    rope = setup.rope
+    if rope is None:
+        return f"{name}: its rotary configuration cannot be read"
+    axes = f", {rope.layout} sections {list(rope.sections)}" if rope.sections else ""
+    scaling = "" if rope.rope_type == "default" else f", {rope.rope_type} factor {rope.factor:g}"
+    rotated = f"{rope.rotary_dim} of {rope.head_dim} channels in {rope.style} style"
+    return f"{name}: {rotated}{axes}, base {rope.base:g}{scaling}"

@@ -1,0 +1,72 @@
+"""The model's own config: what cannot be read, and the style of the sparse-attention indexer."""
+
+from collections.abc import Iterator
+
+from whorl.contracts import interleaved_range_reason
+from whorl.doctor.checks.sections import is_interleaved
+from whorl.doctor.report import RotaryPath
+from whorl.doctor.rules import Problem, rule
+from whorl.doctor.setup import Setup
+from whorl.rope_config import RopeConfig
+
+
+@rule("rope-config-invalid")
+def config_refused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    if setup.rope_problem is None or (
+        setup.rope is not None and setup.model_sections is not None and _explained(setup)
+    ):
+        return
+    yield Problem(
+        where=setup.inputs.model_where,
+        found=setup.rope_problem,
+        expected="a rotary configuration that can be computed",
+        why="The frequencies of this config are not defined, so no framework can run it as it stands.",
+        fix=("correct the named key in config.json",),
+    )
+
+
+def _explained(setup: Setup) -> bool:
+    """Whether a check of the sections already says why they were refused."""
+    sections = setup.sections or ()
+    wrong_sum = setup.rope is not None and sum(sections) != setup.rope.rotary_dim // 2
+    return wrong_sum or (is_interleaved(setup) and interleaved_range_reason(sections) is not None)
+
+
+@rule("rope-key-ignored", "note")
+def key_without_effect(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    for message in setup.rope_warnings:
+        yield Problem(
+            where=setup.inputs.model_where,
+            found=message,
+            expected="keys that the rope type uses",
+            why="A misspelt key is skipped without an error by most frameworks.",
+            fix=("check the spelling of these keys",),
+        )
+
+
+@rule("indexer-style")
+def indexer_rotates_otherwise(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    launched = setup.find("indexer_rope_interleave")
+    text = setup.text or {}
+    value = launched.value if launched else text.get("indexer_rope_interleave")
+    if not isinstance(value, bool) or not text.get("index_head_dim"):
+        return
+    expected = _indexer_style({key: val for key, val in text.items() if key != "indexer_rope_interleave"})
+    if expected is None or (expected == "pairs") == value:
+        return
+    yield Problem(
+        where=setup.where("indexer_rope_interleave") if launched else setup.inputs.model_where,
+        found=f"indexer_rope_interleave={value} for {text.get('model_type')}",
+        expected=f"{expected == 'pairs'}: this model's indexer rotates in {expected} style",
+        why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer rotates "
+        "pairs. "
+        "The wrong choice picks wrong tokens, and only past index_topk (2048) of them.",
+        fix=(f"indexer_rope_interleave={expected == 'pairs'}",),
+    )
+
+
+def _indexer_style(text: dict[str, object]) -> str | None:
+    try:
+        return RopeConfig.from_hf(text, layer_type="indexer").style
+    except ValueError:
+        return None

@@ -1,0 +1,164 @@
+"""Frequencies and tables: scaling that is not carried over, lengths past the table, low precision, other bases."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from whorl.doctor.paths import branch_of
+from whorl.doctor.report import RotaryPath
+from whorl.doctor.rules import Problem, rule
+from whorl.doctor.setup import Setup
+
+YARN: Final = ("yarn", "deepseek_yarn")
+# Settings that name the precision of angles, frequencies or the buffers that hold them.
+ANGLE_DTYPES: Final = ("inv_freq_dtype", "rotary_dtype", "rope_dtype", "angle_dtype", "buffer_dtype")
+LOW: Final = ("bf16", "bfloat16", "fp16", "float16", "half", "torch.bfloat16", "torch.float16")
+
+
+@rule("yarn-factor-ignored")
+def yarn_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    rope = setup.rope
+    if (
+        not setup.uses_megatron
+        or rope is None
+        or rope.rope_type not in YARN
+        or setup.find("position_embedding_type") is None
+    ):
+        return
+    branch, because = branch_of(setup)
+    carried = setup.get("rope_scaling_type") == "yarn" or setup.get("yarn_rotary_scaling_factor") is not None
+    if branch == "yarn" or carried or (setup.is_mla and setup.get("rope_type", "yarn") == "yarn"):
+        return
+    where = setup.where("rope_type") if setup.is_mla else because
+    yield Problem(
+        where=where,
+        found=f"YaRN (factor {rope.factor:g}) in {setup.inputs.model_where}, none at launch",
+        expected="position_embedding_type=yarn with its factor" if not setup.is_mla else "rope_type=yarn",
+        why="Megatron builds its frequencies from launch settings alone: the model runs with unscaled frequencies and "
+        "without the attention factor.",
+        fix=("rope_type=yarn",)
+        if setup.is_mla
+        else ("position_embedding_type=yarn", f"yarn_rotary_scaling_factor={rope.factor:g}"),
+    )
+
+
+@rule("yarn-factor-ignored", "warning")
+def cos_above_one(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    rope = setup.rope
+    operators = ("npu_rotary_mul", "npu_rotary_position_embedding")
+    if rope is None or rope.attention_factor <= 1.0 or path.operator not in operators:
+        return
+    yield Problem(
+        where=f"{path.runs_in}, {path.branch}",
+        found=f"{path.operator} with cos and sin times the attention factor {rope.attention_factor:.4g}",
+        expected="cos and sin within [-1, 1]",
+        why="The operator documents values in [-1, 1]. A factor folded into cos and sin lies outside; one left out "
+        "changes "
+        "the softmax temperature.",
+        fix=(
+            "multiply the softmax scale by the factor squared instead of cos and sin",
+            "or compare with plain torch on your device",
+        ),
+    )
+
+
+@rule("yarn-factor-ignored", "warning")
+def torchtitan_scales_softmax(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    rope = setup.rope
+    if setup.framework != "torchtitan" or rope is None or rope.rope_type not in YARN or rope.attention_factor == 1.0:
+        return
+    yield Problem(
+        where=f"{setup.inputs.model_where} (rope_type {rope.rope_type})",
+        found=f"an attention factor of {rope.attention_factor:.4g} on torchtitan",
+        expected="the factor applied once",
+        why="torchtitan does not multiply cos and sin by the factor: its DeepSeek model puts it into the softmax "
+        "scale, and "
+        "a model that does not loses it.",
+        fix=("multiply the softmax scale by the factor squared in the attention module",),
+    )
+
+
+@rule("rope-scaling-ignored")
+def scaling_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    rope = setup.rope
+    launched = setup.find("position_embedding_type") is not None and not setup.uses_bridge
+    if not setup.uses_megatron or rope is None or not launched or setup.on("use_checkpoint_args"):
+        return
+    flags = {"llama3": ("use_rope_scaling",), "linear": ("rotary_seq_len_interpolation_factor",)}
+    wanted = flags.get(rope.rope_type, ())
+    if not wanted or setup.get(wanted[0]) not in (None, False) or setup.get("rope_scaling_type") is not None:
+        return
+    flag = f"--{wanted[0].replace('_', '-')}"
+    yield Problem(
+        where=branch_of(setup)[1],
+        found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {setup.inputs.model_where}, {flag} not set",
+        expected=flag,
+        why="Megatron builds its frequencies from launch settings alone, so the scaling of config.json is not applied.",
+        fix=(
+            f"{flag} --rope-scaling-factor {rope.factor:g}"
+            if rope.rope_type == "llama3"
+            else f"{flag} {rope.factor:g}",
+        ),
+    )
+
+
+@rule("rotary-base-differs")
+def base_differs(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    base, rope = setup.get("rotary_base"), setup.rope
+    if rope is None or not isinstance(base, (int, float)) or float(base) == rope.base:
+        return
+    yield Problem(
+        where=setup.where("rotary_base"),
+        found=f"rotary_base={base} at launch, rope_theta {rope.base:g} in {setup.inputs.model_where}",
+        expected=f"{rope.base:g}",
+        why="Another base is another set of frequencies. Nothing fails; the model attends to the wrong distances.",
+        fix=(f"rotary_base={rope.base:g}",),
+    )
+
+
+@rule("table-too-short")
+def longer_than_the_table(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    length, rope = setup.number("sequence_length"), setup.rope
+    rows, named = _table_rows(setup)
+    if length is None or rows is None or length <= rows or (rope is not None and rope.rope_type == "dynamic"):
+        return
+    megatron = setup.uses_megatron
+    yield Problem(
+        where=setup.where("sequence_length"),
+        found=f"a sequence length of {length} with {rows} positions ({named})",
+        expected=f"at most {rows}",
+        why="Megatron asserts max_position_embeddings >= seq_length."
+        if megatron
+        else "A position past the table is read out of bounds or crashes the engine (vllm-project/vllm#47407); past "
+        "the "
+        "trained length the frequencies were never seen in training.",
+        fix=(f"max_position_embeddings={length}",)
+        if megatron
+        else (f"a length of at most {rows}", "or rope scaling (YaRN) for longer texts"),
+        severity="warning" if setup.framework == "hf" else None,
+    )
+
+
+def _table_rows(setup: Setup) -> tuple[int | None, str]:
+    if setup.uses_megatron:
+        return setup.number("max_position_embeddings"), setup.where("max_position_embeddings")
+    if setup.rope is None:
+        return None, ""
+    return setup.rope.table_rows, f"max_position_embeddings of {setup.inputs.model_where}"
+
+
+@rule("low-precision-angles", "warning")
+def angles_in_low_precision(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    for key in ANGLE_DTYPES:
+        setting = setup.find(key)
+        if setting is None or str(setting.value).lower() not in LOW:
+            continue
+        buffers = " It casts every buffer, inv_freq among them." if key == "buffer_dtype" else ""
+        yield Problem(
+            where=f"{setting.where} ({setting.path})",
+            found=f"{key}={setting.value}",
+            expected="float32 for inv_freq, positions and their product",
+            why=f"bfloat16 holds whole numbers exactly up to 256: at 128k positions the error of cos reaches 2.0, "
+            "against 0.002 "
+            f"when only the finished cos is cast.{buffers}",
+            fix=(f"{setting.path.lstrip('+-')}=fp32",),
+        )

@@ -1,0 +1,121 @@
+"""`whorl doctor`: run the check, print the report, give the exit code (0 clean, 1 findings, 2 bad input)."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from whorl.doctor.check import check
+from whorl.doctor.inputs import BadInput, parse_overrides
+from whorl.doctor.report import SEVERITIES, Finding, Report, RotaryPath
+
+Line = tuple[str, str, str]  # rich style, label, text; a heading has no label
+COLOURS: Final = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+EMPTY: Final = ("", "", "")
+BAD_INPUT: Final = 2
+
+
+def run(
+    path: str | Path | None,
+    framework: str | None = None,
+    settings: Iterable[str] | Mapping[str, Any] | None = None,
+    train: bool = False,
+    device: str | None = None,
+    log: str | Path | None = None,
+    trace: str | Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """`settings` are the key=value strings of --set, or a mapping."""
+    try:
+        overrides = settings if isinstance(settings, Mapping) else parse_overrides(settings or ())
+        report = check(path, framework=framework, settings=overrides, train=train, device=device, log=log, trace=trace)
+    except BadInput as error:
+        print(f"whorl doctor: {error}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"schema": 1, "error": str(error), "exit_code": BAD_INPUT}, indent=2))
+        return BAD_INPUT
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print(render(report, str(path or log or trace)))
+    return report.exit_code
+
+
+def render(report: Report, title: str) -> list[Line]:
+    """The report as styled lines: what was read, the path, then the findings."""
+    lines: list[Line] = [_heading(f"whorl doctor: {title}")]
+    if report.paths:
+        lines += [
+            _row("framework", f"{report.framework} ({report.framework_because})"),
+            _row("device", f"{report.device} ({report.device_because})"),
+            _row("model", report.model),
+        ]
+    if report.read:
+        lines.append(_row("read", ", ".join(report.read)))
+    for path in report.paths:
+        lines += _render_path(path)
+    if report.ran:
+        lines += [EMPTY, _heading("Ran, by the trace")]
+        lines += [_row(f"{count} x", name) for name, count in report.ran.items()]
+    lines += [EMPTY, _summary(report)]
+    for finding in report.findings:
+        lines += _render_finding(finding)
+    return lines
+
+
+def _render_path(path: RotaryPath) -> list[Line]:
+    layout = "" if path.layout is None else f", {path.layout} sections"
+    lines: list[Line] = [EMPTY, _heading(f"Rotary path ({path.role}, {path.runs_in})")]
+    lines += [
+        _row("branch", path.branch),
+        _row("operator", path.operator),
+        _row("call", path.call),
+        _row("style", f"{path.style}{layout}"),
+        _row("device", path.device),
+        _row("because", path.because),
+    ]
+    return lines + [_row("not", f"{name}: {reason}") for name, reason in path.passed_over]
+
+
+def _render_finding(finding: Finding) -> list[Line]:
+    lines: list[Line] = [EMPTY, (COLOURS[finding.severity], "", f"{finding.severity}: {finding.code}")]
+    lines += [_row(name, getattr(finding, name)) for name in ("where", "found", "expected", "why")]
+    return lines + [_row("fix" if index == 0 else " ", step) for index, step in enumerate(finding.fix)]
+
+
+def _row(name: str, text: str) -> Line:
+    return "", name, text
+
+
+def _heading(text: str) -> Line:
+    return "bold", "", text
+
+
+def _summary(report: Report) -> Line:
+    if not report.findings:
+        return "bold green", "", "No findings."
+    counts = [(severity, sum(f.severity == severity for f in report.findings)) for severity in SEVERITIES]
+    words = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts if count]
+    return _heading(", ".join(words))
+
+
+def _print(lines: list[Line]) -> None:
+    if not sys.stdout.isatty():
+        print("\n".join(f"  {label:<10} {text}" if label else text for _, label, text in lines))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for style, label, text in lines:
+        if not label:
+            console.print(Text(text, style=style))
+            continue
+        # A grid keeps wrapped text in its column.
+        row = Table.grid(padding=(0, 1))
+        row.add_column(width=12)
+        row.add_column()
+        row.add_row(Text(f"  {label}", style="dim"), Text(text, style=style))
+        console.print(row)

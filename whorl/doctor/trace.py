@@ -1,0 +1,129 @@
+"""torch profiler traces: which rotary operators really ran, and whether that is the path we predicted."""
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from whorl.doctor.inputs import BadInput
+from whorl.doctor.report import Finding, RotaryPath
+
+# Name of an event, the operators it is evidence of. The first match counts; one kernel serves two operators.
+EVIDENCE: Final = (
+    (r"npu_mrope|RopeWithSinCosCache", ("npu_mrope",)),
+    (r"npu_interleave_rope|InterleaveRope|npu_kv_rmsnorm_rope_cache|KvRmsNormRopeCache", ("npu_interleave_rope",)),
+    (r"npu_apply_rotary_pos_emb|ApplyRotaryPosEmb", ("npu_apply_rotary_pos_emb",)),
+    (r"_npu_rotary_embedding|RopeOperation", ("_npu_rotary_embedding",)),
+    (r"npu_rotary_position_embedding", ("npu_rotary_position_embedding",)),
+    (r"npu_rotary_mul|RotaryMul", ("npu_rotary_mul",)),
+    (r"RotaryPositionEmbedding(?!\w*Apply)", ("npu_rotary_mul", "npu_rotary_position_embedding")),
+    (r"whorl::m?rope|_m?rope_kernel|qk_norm_rope", ("whorl",)),
+    (r"triton_mrope", ("triton_mrope",)),
+    (r"rope_forward_triton|_triton_rope|npu_rotary_embedding", ("triton_rope",)),
+    (r"fused_rope_thd", ("te_fused_rope_thd",)),
+    (r"fused_rope|FusedRoPE", ("te_fused_rope", "te_fused_rope_thd")),
+    (r"rotary_embedding(_kernel)?\b", ("vllm_rotary_embedding",)),
+    (r"triton_\w*(neg|cat)\w*(cos|sin|mul)\w*", ("inductor",)),
+    (r"aten::view_as_complex", ("torch_complex",)),
+)
+UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
+# The backward of a rotation is not a second path.
+BACKWARD: Final = re.compile(r"(?i)backward|grad")
+
+
+def read_trace(file: str | Path) -> dict[str, int]:
+    """Names of rotary events of a chrome trace (.json or .json.gz) with their counts; kernels and host calls apart."""
+    events = _events(Path(file))
+    counts: Counter[str] = Counter()
+    for event in events:
+        name = str(event.get("name", ""))
+        if event.get("ph") == "X" and operators_of(name):
+            counts[name] += 1
+    if unfused := _unfused_rotations(events):
+        counts[UNFUSED] = unfused
+    return dict(counts.most_common())
+
+
+def operators_of(name: str) -> tuple[str, ...]:
+    """The operators an event's name is evidence of."""
+    if name == UNFUSED:
+        return ("torch",)
+    return next((operators for pattern, operators in EVIDENCE if re.search(pattern, name)), ())
+
+
+def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> list[Finding]:
+    """What the trace says about the predicted paths; nothing where they agree."""
+    forward = {name for name in ran if not BACKWARD.search(name)}
+    paths = list(paths)
+    if not forward:
+        return [_nothing_ran(where)]
+    seen = {operator for name in forward for operator in operators_of(name)}
+    missing = [path for path in paths if path.operator not in seen]
+    # verl traces show the actor or the rollout, so one agreeing path is agreement.
+    if not paths or len(missing) < len(paths):
+        return []
+    return [_disagrees(path, ran, where) for path in missing]
+
+
+def _nothing_ran(where: str) -> Finding:
+    return Finding(
+        code="trace-without-rotary",
+        severity="warning",
+        where=where,
+        found="no rotary operator among the events",
+        expected="a rotary operator, or neg, cat and mul in a row",
+        why="The trace may cover other steps, hold no host events (record with activities CPU and device), or the "
+        "rotation is "
+        "fused into another kernel.",
+        fix=("profile one whole forward step with CPU and device activities",),
+    )
+
+
+def _disagrees(path: RotaryPath, ran: dict[str, int], where: str) -> Finding:
+    return Finding(
+        code="trace-disagrees",
+        severity="warning",
+        where=where,
+        found=", ".join(f"{name} x{count}" for name, count in ran.items()),
+        expected=f"{path.operator} ({path.runs_in}, {path.branch})",
+        why=f"By its settings this launch takes {path.operator}: {path.because}. The trace shows another path, so a "
+        "setting does "
+        "not reach the model, or another library replaced the call.",
+        fix=("print the settings where the model is built", "put whorl.doctor.guard(model) after it"),
+    )
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    try:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        data = json.loads(raw)
+    except (OSError, EOFError) as error:
+        raise BadInput(f"{file}: cannot be read ({error}). Give a trace written by prof.export_chrome_trace") from error
+    except ValueError as error:
+        raise BadInput(f"{file}: is not JSON ({error}). Give a trace written by prof.export_chrome_trace") from error
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list):
+        raise BadInput(f"{file}: has no traceEvents. Give a trace written by prof.export_chrome_trace")
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _unfused_rotations(events: list[dict[str, Any]]) -> int:
+    """How often a thread calls neg, cat and mul in a row: rotate_half and its product with sin."""
+    threads: dict[Any, list[tuple[float, str]]] = {}
+    for event in events:
+        if event.get("ph") == "X" and str(event.get("name", "")).startswith("aten::"):
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append(
+                (float(event.get("ts", 0)), event["name"])
+            )
+    return sum(_count_rotations(sorted(calls)) for calls in threads.values())
+
+
+def _count_rotations(calls: list[tuple[float, str]]) -> int:
+    names = [name for _, name in calls if name in ("aten::neg", "aten::cat", "aten::mul")]
+    return sum(
+        first == "aten::neg" and second == "aten::cat" and third == "aten::mul"
+        for first, second, third in zip(names, names[1:], names[2:], strict=False)
+    )

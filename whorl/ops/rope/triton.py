@@ -1,0 +1,325 @@
+"""The rotation on NVIDIA GPUs: one pass over q and k, table rows read once a token and shared by its heads.
+
+A program takes BLOCK_T tokens and walks their heads, BLOCK_H at a time. Both channels of a pair are read and written by
+the same program, so that in place is safe where the order does not change. Indices are 64 bits wide: real shapes pass
+2^31 elements.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
+
+
+@triton.jit
+def axis_positions(positions_ptr, tokens, is_token, channels, T, AXES, S0, S1, S2, LAYOUT: tl.constexpr):
+    """Positions [BLOCK_T, BLOCK_C] of a token's channels, each at the axis that turns it."""
+    first = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
+    second = tl.load(positions_ptr + T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
+    third = tl.load(positions_ptr + 2 * T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
+    channel = channels[None, :]
+    if LAYOUT == 1:  # interleaved: h at 1, 4, ... below 3h, w at 2, 5, ... below 3w
+        row = tl.where((channel % 3 == 1) & (channel < 3 * S1), second, first)
+        row = tl.where((channel % 3 == 2) & (channel < 3 * S2), third, row)
+    elif LAYOUT == 2:  # hwt: sections are h, w, t
+        row = tl.where(channel < S0 + S1, tl.where(channel % 2 == 0, second, third), first)
+    else:  # chunked
+        row = tl.where(channel < S0, first, tl.where(channel < S0 + S1, second, third))
+        if AXES == 4:
+            fourth = tl.load(positions_ptr + 3 * T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
+            row = tl.where(channel < S0 + S1 + S2, row, fourth)
+    return row
+
+
+@triton.jit
+def load_angles(
+    table_ptr,
+    positions_ptr,
+    tokens,
+    T,
+    P,
+    HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """cos and sin [BLOCK_T, 1, BLOCK_C] in fp32; a position outside the table gives NaN, not a stray read.
+
+    AXES is 0 where the table has one row for each token, 1 for one position a token, else the number of axes.
+    """
+    channels = tl.arange(0, BLOCK_C)
+    is_token = tokens < T
+    if AXES == 0:
+        row = tokens[:, None]
+    elif AXES == 1:
+        row = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
+    else:
+        row = axis_positions(positions_ptr, tokens, is_token, channels, T, AXES, S0, S1, S2, LAYOUT)
+    inside = (row >= 0) & (row < P)
+    stray = is_token[:, None] & (inside == 0)
+    mask = inside & (channels < HALF)[None, :]
+    at = table_ptr + row * (2 * HALF) + channels[None, :]
+    cos = tl.where(stray, float("nan"), tl.load(at, mask=mask, other=0.0))
+    sin = tl.where(stray, float("nan"), tl.load(at + HALF, mask=mask, other=0.0))
+    if INVERSE:
+        sin = -sin
+    return cos[:, None, :], sin[:, None, :]
+
+
+@triton.jit
+def load_pair(x_ptr, at, mask, HALF: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr):
+    """Both channels of each pair, [BLOCK_T, BLOCK_H, BLOCK_C] in fp32. at, mask: [BLOCK_T, BLOCK_H]."""
+    if PAIRS:  # one contiguous read, split in registers
+        channels = tl.arange(0, 2 * BLOCK_C)
+        both = tl.load(x_ptr + at[:, :, None] + channels, mask=mask[:, :, None] & (channels < 2 * HALF), other=0.0).to(
+            tl.float32
+        )
+        first, second = tl.split(tl.reshape(both, (at.shape[0], at.shape[1], BLOCK_C, 2)))
+    else:
+        channels = tl.arange(0, BLOCK_C)
+        inside = mask[:, :, None] & (channels < HALF)
+        first = tl.load(x_ptr + at[:, :, None] + channels, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + at[:, :, None] + HALF + channels, mask=inside, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def store_pair(y_ptr, at, mask, first, second, HALF: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr):
+    dtype = y_ptr.dtype.element_ty
+    if PAIRS:
+        channels = tl.arange(0, 2 * BLOCK_C)
+        both = tl.reshape(tl.join(first, second), (at.shape[0], at.shape[1], 2 * BLOCK_C))
+        tl.store(y_ptr + at[:, :, None] + channels, both.to(dtype), mask=mask[:, :, None] & (channels < 2 * HALF))
+    else:
+        channels = tl.arange(0, BLOCK_C)
+        inside = mask[:, :, None] & (channels < HALF)
+        tl.store(y_ptr + at[:, :, None] + channels, first.to(dtype), mask=inside)
+        tl.store(y_ptr + at[:, :, None] + HALF + channels, second.to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    y_ptr,
+    x_token,
+    y_token,
+    x_stride_h,
+    y_stride_h,
+    is_token,
+    cos,
+    sin,
+    H: tl.constexpr,
+    START: tl.constexpr,
+    REST_START: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    READ_PAIRS: tl.constexpr,
+    WRITE_PAIRS: tl.constexpr,
+):
+    for start in tl.static_range(0, H, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H)
+        mask = is_token[:, None] & (heads < H)[None, :]
+        x_at = x_token[:, None] + heads[None, :] * x_stride_h
+        y_at = y_token[:, None] + heads[None, :] * y_stride_h
+        first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
+        turned_first = first * cos - second * sin
+        turned_second = second * cos + first * sin
+        store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
+        if REST > 0:
+            channels = REST_START + tl.arange(0, BLOCK_REST)
+            inside = mask[:, :, None] & (channels < REST_START + REST)
+            rest = tl.load(x_ptr + x_at[:, :, None] + channels, mask=inside)
+            tl.store(y_ptr + y_at[:, :, None] + channels, rest, mask=inside)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    table_ptr,
+    positions_ptr,
+    T,
+    S,
+    P,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    q_out_stride_b,
+    q_out_stride_s,
+    q_out_stride_h,
+    k_out_stride_b,
+    k_out_stride_s,
+    k_out_stride_h,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    START: tl.constexpr,
+    REST_START: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_HQ: tl.constexpr,
+    BLOCK_HK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    READ_PAIRS: tl.constexpr,
+    WRITE_PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = tokens < T
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
+    b, s = tokens // S, tokens % S
+    _rotate_heads(
+        q_ptr,
+        q_out_ptr,
+        b * q_stride_b + s * q_stride_s,
+        b * q_out_stride_b + s * q_out_stride_s,
+        q_stride_h,
+        q_out_stride_h,
+        is_token,
+        cos,
+        sin,
+        HQ,
+        START,
+        REST_START,
+        REST,
+        BLOCK_REST,
+        HALF,
+        BLOCK_HQ,
+        BLOCK_C,
+        READ_PAIRS,
+        WRITE_PAIRS,
+    )
+    if HK > 0:
+        _rotate_heads(
+            k_ptr,
+            k_out_ptr,
+            b * k_stride_b + s * k_stride_s,
+            b * k_out_stride_b + s * k_out_stride_s,
+            k_stride_h,
+            k_out_stride_h,
+            is_token,
+            cos,
+            sin,
+            HK,
+            START,
+            REST_START,
+            REST,
+            BLOCK_REST,
+            HALF,
+            BLOCK_HK,
+            BLOCK_C,
+            READ_PAIRS,
+            WRITE_PAIRS,
+        )
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    read: str,
+    write: str,
+    where: str,
+    inverse: bool,
+    sections: Sequence[int] | None = None,
+    layout: str = "chunked",
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Turn q and k, reading channels in one order and writing them in another."""
+    q, k = (x if x is None or x.stride(-1) == 1 or in_place else x.contiguous() for x in (q, k))
+    q_out, k_out = (
+        x if x is None or in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)
+    )
+    tokens, dim, rotary = q.shape[:-2].numel(), q.shape[-1], cos_sin.shape[-1]
+    if not tokens:
+        return q_out, k_out
+    rest = 0 if in_place else dim - rotary
+    table, index = flat_table(cos_sin, positions)
+    constants = {
+        "START": 0 if where == "leading" else dim - rotary,
+        "REST_START": rotary if where == "leading" else 0,
+        "REST": rest,
+        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+        "READ_PAIRS": read == "pairs",
+        "WRITE_PAIRS": write == "pairs",
+        "INVERSE": inverse,
+        **angle_constants(rotary, positions, sections, layout),
+        **_blocks(tokens, q.shape[-2], 0 if k is None else k.shape[-2], rotary),
+    }
+    some_k, some_k_out = (q, q_out) if k is None else (k, k_out)
+    grid = (triton.cdiv(tokens, constants["BLOCK_T"]),)
+    _rope_kernel[grid](
+        q,
+        some_k,
+        q_out,
+        some_k_out,
+        table,
+        index,
+        tokens,
+        q.shape[-3],
+        table.shape[0],
+        *token_strides(q),
+        *token_strides(some_k),
+        *token_strides(q_out),
+        *token_strides(some_k_out),
+        HQ=q.shape[-2],
+        HK=0 if k is None else k.shape[-2],
+        **constants,
+    )
+    return q_out, k_out
+
+
+def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The table as [rows, R] and the positions as one run of integers (the table again where there are none)."""
+    table = cos_sin.reshape(-1, cos_sin.shape[-1]).contiguous()
+    return table, table if positions is None else positions.contiguous()
+
+
+def angle_constants(
+    rotary: int, positions: Tensor | None, sections: Sequence[int] | None, layout: str
+) -> dict[str, int]:
+    axes = 0 if positions is None else 1 if sections is None else len(sections)
+    s0, s1, s2 = (0, 0, 0) if sections is None else tuple(sections)[:3]
+    half = rotary // 2
+    names = {"HALF": half, "BLOCK_C": triton.next_power_of_2(half), "AXES": axes, "S0": s0, "S1": s1, "S2": s2}
+    return {**names, "LAYOUT": LAYOUTS[layout]}
+
+
+def token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of b, s and head; a [T, H, D] tensor is one sequence."""
+    return (x.stride(0) if x.dim() == 4 else 0), x.stride(-3), x.stride(-2)
+
+
+def _blocks(tokens: int, heads: int, kv_heads: int, rotary: int) -> dict[str, int]:
+    """About 4096 elements a step, so that four warps keep four 16-byte reads each in flight."""
+    at_once = max(1, 4096 // triton.next_power_of_2(rotary))
+    block_hq = min(triton.next_power_of_2(heads), at_once)
+    return {
+        "BLOCK_T": 1 if tokens < 4096 else max(1, min(4, at_once // block_hq)),
+        "BLOCK_HQ": block_hq,
+        "BLOCK_HK": min(triton.next_power_of_2(max(kv_heads, 1)), at_once),
+        "num_warps": 4,
+    }

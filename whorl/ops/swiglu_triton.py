@@ -1,0 +1,80 @@
+"""SwiGLU kernels: a block of one row at a time, gate and up read once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _load_gate_up(x_ptr, columns, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    if INTERLEAVED:  # one contiguous read, split in registers
+        start = tl.min(columns, 0)
+        both_columns = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(x_ptr + both_columns, mask=both_columns < 2 * F, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        mask = columns < F
+        gate = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + F + columns, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * F + columns, y.to(y_ptr.dtype.element_ty), mask=columns < F)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < F
+    gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
+    dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dy * gate * sigmoid
+    dx_ptr += row * 2 * F
+    dtype = dx_ptr.dtype.element_ty
+    if INTERLEAVED:
+        both_columns = 2 * tl.program_id(1) * BLOCK + tl.arange(0, 2 * BLOCK)
+        both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+        tl.store(dx_ptr + both_columns, both.to(dtype), mask=both_columns < 2 * F)
+    else:
+        tl.store(dx_ptr + columns, dgate.to(dtype), mask=mask)
+        tl.store(dx_ptr + F + columns, dup.to(dtype), mask=mask)
+
+
+def forward(x: Tensor, interleaved: bool) -> Tensor:
+    rows, width = _rows(x), x.shape[-1] // 2
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+        _swiglu_kernel[grid](rows, y, rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
+    rows, grads, width = _rows(x), _rows(dy), x.shape[-1] // 2
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+        _swiglu_backward_kernel[grid](
+            grads, rows, dx, grads.stride(0), rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4
+        )
+    return dx
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, C] with unit stride along C: a view where strides allow one."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

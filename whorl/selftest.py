@@ -1,0 +1,337 @@
+"""`whorl selftest`: every operator, every backend this machine has, every case, under one rule.
+
+The rule: an answer's error against fp64 is at most twice the reference's own rounding error in the same dtype.
+Tests and benchmarks judge by the same functions.
+"""
+
+import functools
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl import device as devices
+from whorl.ops import OPS, Op
+
+Values = dict[str, Any]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LIMIT = 2.0
+# Added to the reference's error, relative to the answer: at eps / 16 a sum kept in bf16 would pass.
+FLOOR = 1 / 128
+# With few elements the reference may be exact by luck: then one rounding is allowed, half of LIMIT x eps / 2.
+FEW, FLOOR_OF_FEW = 32, 1 / 4
+# A single element, lost among many in the mean, may be this many times the reference's largest error off.
+OUTLIER = 8.0
+SPEED_TOKENS = 256  # where there is no accelerator the case timed is cut down to these
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """`ratio`: error over the reference's own; `problem`: None, or what is wrong."""
+
+    ratio: float = 0.0
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None
+
+
+def error_ratio(got: Tensor, reference: Tensor, gold: Tensor) -> float:
+    """rms(got - gold) over rms(reference - gold); both are rounded answers, gold is in fp64."""
+    eps = torch.finfo(reference.dtype).eps
+    floor = eps * _rms(gold) * (FLOOR if gold.numel() >= FEW else FLOOR_OF_FEW)
+    error, own = _rms(got.double() - gold), _rms(reference.double() - gold)
+    return error / (own + floor) if error else 0.0
+
+
+def judge(got: Sequence[Tensor], reference: Sequence[Tensor], gold: Sequence[Tensor], limit: float = LIMIT) -> Verdict:
+    """The verdict on the outputs of one call: the worst ratio, and the first problem."""
+    if len(got) != len(reference):
+        return Verdict(ratio=math.inf, problem=f"{len(got)} outputs, expected {len(reference)}")
+    ratio = 0.0
+    for i, (g, r, o) in enumerate(zip(got, reference, gold, strict=True)):
+        verdict = _judge_output(g, r, o, limit)
+        ratio = max(ratio, verdict.ratio)
+        if not verdict.passed:
+            return Verdict(ratio=ratio, problem=f"output {i}: {verdict.problem}")
+    return Verdict(ratio=ratio)
+
+
+def _judge_output(got: Tensor, reference: Tensor, gold: Tensor, limit: float) -> Verdict:
+    if got.shape != reference.shape or got.dtype != reference.dtype:
+        found, wanted = ((list(t.shape), t.dtype) for t in (got, reference))
+        return Verdict(ratio=math.inf, problem=f"is {found}, expected {wanted}")
+    if not got.is_floating_point():
+        wrong = int((got != reference).sum())
+        return Verdict(ratio=math.inf if wrong else 0.0, problem=f"{wrong} elements differ" if wrong else None)
+    finite = reference.isfinite()
+    if not torch.equal(got.isfinite(), finite) or not torch.equal(got.isnan(), reference.isnan()):
+        return Verdict(ratio=math.inf, problem="inf or NaN where the reference has none, or the other way round")
+    if not finite.any():
+        return Verdict()
+    got, reference, gold = got[finite], reference[finite], gold[finite]
+    ratio = error_ratio(got, reference, gold)
+    if not ratio <= limit:
+        error, own = _rms(got.double() - gold), _rms(reference.double() - gold)
+        return Verdict(ratio=ratio, problem=f"error {error:.3g}, the reference's own is {own:.3g}: {ratio:.2f} times")
+    worst, own = ((t.double() - gold).abs().max().item() for t in (got, reference))
+    if worst > OUTLIER * own + torch.finfo(got.dtype).eps * gold.abs().max().item():
+        return Verdict(ratio=ratio, problem=f"one element is {worst:.3g} off, the reference's worst is {own:.3g}")
+    return Verdict(ratio=ratio)
+
+
+def _rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+# ---- one case
+
+
+def answers(op: Op, run: Callable[..., Any], values: Values) -> list[Tensor]:
+    """The outputs of `run(**values)`; for an operator that works in place the arguments it wrote."""
+    out = run(**values)
+    if op.mutates:
+        out = [values[n] for n in op.mutates]
+    return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
+
+
+def convert(values: Values, convert_tensor: Callable[[Tensor], Tensor]) -> Values:
+    return {n: convert_tensor(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+
+
+def widened(values: Values) -> Values:
+    return convert(values, lambda t: t.double() if t.is_floating_point() else t)
+
+
+def limit_of(op: Op, backend: str) -> float:
+    """LIMIT, unless the implementation names a looser one."""
+    return float(getattr(op.impls.get(backend), "error_ratio", LIMIT))
+
+
+def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
+    """One call in `backend`, against the reference computed on the device `home`: where the values are, unless said."""
+    before = convert(values, Tensor.clone)
+    mine = convert(values, Tensor.clone) if op.mutates else values
+    got = answers(op, lambda **v: op(**v, backend=backend), mine)
+    kept = [n for n, v in values.items() if isinstance(v, Tensor) and not torch.equal(v, before[n])]
+    if kept:
+        return Verdict(ratio=math.inf, problem=f"wrote to its arguments {', '.join(kept)}")
+    there = before if home is None else convert(before, lambda t: t.to(home))
+    wide = widened(there)
+    reference, gold = answers(op, op.reference, there), answers(op, op.reference, wide)
+    return judge([g.to(o.device) for g, o in zip(got, gold, strict=False)], reference, gold, limit_of(op, backend))
+
+
+def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
+    """Gradients that arrive through autograd, against the reference differentiated by torch."""
+    wanted = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point() and n != "cos_sin"]
+    there = values if home is None else convert(values, lambda t: t.to(home))
+    wide = widened(there)
+    grads = [torch.randn_like(o) for o in answers(op, op.reference, there)]
+    got = _gradients(op, lambda **v: op(**v, backend=backend), values, wanted, grads)
+    reference = _gradients(op, op.reference, there, wanted, grads)
+    gold = _gradients(op, op.reference, wide, wanted, [g.double() for g in grads])
+    return judge([g.to(o.device) for g, o in zip(got, gold, strict=True)], reference, gold, limit_of(op, backend))
+
+
+def _gradients(
+    op: Op, run: Callable[..., Any], values: Values, wanted: Sequence[str], grads: Sequence[Tensor]
+) -> list[Tensor]:
+    leaves = {n: v.detach().requires_grad_() if n in wanted else v for n, v in values.items()}
+    outs = answers(op, run, leaves)
+    grads = [g.to(o.device) for o, g in zip(outs, grads, strict=True)]
+    return list(torch.autograd.grad(outs, [leaves[n] for n in wanted], grads))
+
+
+# ---- the report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    operator: str
+    backend: str
+    what: str
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One operator in one backend."""
+
+    operator: str
+    backend: str
+    passed: int
+    failed: int
+    skipped: Mapping[str, int]  # cases this backend does not take, by reason
+    worst_ratio: float
+    speed: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    device: str
+    device_name: str
+    versions: Mapping[str, str]
+    rows: Sequence[Row]
+    failures: Sequence[Failure]
+    absent: Mapping[str, str]  # backends that cannot run here, with the reason
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, "limit": LIMIT, **asdict(self)}
+
+
+def run(device: str | None = None, ops: Mapping[str, Op] = OPS) -> Report:
+    """Try everything that can run on `device`, by default the best this machine has."""
+    from whorl import __version__
+
+    device = devices.require(device or devices.default_device())
+    rows: list[Row] = []
+    failures: list[Failure] = []
+    absent: dict[str, str] = {}
+    for op in ops.values():
+        for backend in ("torch", *op.impls):
+            reason = devices.unavailable(backend, device, asked=True)
+            if reason is not None:
+                absent[backend] = reason
+                continue
+            row, wrong = _run_backend(op, backend, device)
+            rows.append(row)
+            failures += wrong
+    return Report(
+        device=device,
+        device_name=devices.device_name(device),
+        versions={"whorl": __version__, **devices.versions()},
+        rows=rows,
+        failures=failures,
+        absent=absent,
+    )
+
+
+def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]:
+    passed, skipped, ratios = 0, Counter[str](), [0.0]
+    failures: list[Failure] = []
+    for what, reason, check in _checks(op, backend, device):
+        if reason is not None:
+            skipped[reason] += 1
+            continue
+        verdict = _guarded(check)
+        ratios.append(verdict.ratio)
+        if verdict.problem is None:
+            passed += 1
+        else:
+            failures.append(Failure(operator=op.name, backend=backend, what=what, problem=verdict.problem))
+    row = Row(
+        operator=op.name,
+        backend=backend,
+        passed=passed,
+        failed=len(failures),
+        skipped=dict(skipped),
+        worst_ratio=max(ratios),
+        speed="" if failures else _speed(op, backend, device),
+    )
+    return row, failures
+
+
+def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None, Callable[[], Verdict]]]:
+    """Every case in every dtype: its name, why it is left out or None, and what to do."""
+    has_gradient = not op.mutates and not op.name.endswith("_backward")
+    defaults = {p.name: p.default for p in inspect.signature(op.reference).parameters.values()}
+    for case in op.cases:
+        for dtype in DTYPES:
+            torch.manual_seed(0)
+            values = op.make(**case, dtype=dtype, device=devices.HOST)  # the same numbers on every device
+            values = convert(values, lambda t: t.to(device))
+            reason = None if backend == "torch" else op.impls[backend].accepts(**defaults | values)
+            what = f"{describe(case)}, {str(dtype).removeprefix('torch.')}"
+            yield what, reason, functools.partial(judge_call, op, values, backend, home=devices.HOST)
+            if has_gradient:
+                gradient = functools.partial(judge_gradient, op, values, backend, home=devices.HOST)
+                yield f"gradient of {what}", reason, gradient
+
+
+def _guarded(check: Callable[[], Verdict]) -> Verdict:
+    """A backend that raises has failed its case; the others still get their turn."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*the torch reference runs on.*")
+            return check()
+    except Exception as error:  # whatever a vendor's kernel raises belongs in the report
+        return Verdict(ratio=math.inf, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _speed(op: Op, backend: str, device: str) -> str:
+    from whorl.bench.timing import bandwidth, is_short, measure
+
+    if not op.bench_cases or devices.is_interpreting():
+        return ""
+    case = op.bench_cases[0]
+    if devices.accelerator(device) is None:
+        case = shrink(case, SPEED_TOKENS)
+    values = op.make(**case, dtype=torch.bfloat16, device=device)
+    num_bytes = op.bytes(values, tuple(answers(op, op.reference, values)))
+    timing = measure([lambda: op(**values, backend=backend)], device, short=is_short(num_bytes, device))
+    return f"{timing.us:.1f} us, {bandwidth(num_bytes, timing.us)} ({describe(case)}, bfloat16)"
+
+
+def shrink(case: Values, tokens: int) -> Values:
+    """The case with no more rows than `tokens`; a row keeps its width."""
+    small = dict(case)
+    if "tokens" in case:
+        small["tokens"] = tuple(min(n, tokens) for n in case["tokens"])
+    elif "shape" in case:
+        small["shape"] = (*(min(n, tokens) for n in case["shape"][:-1]), case["shape"][-1])
+    return small
+
+
+def describe(case: Values) -> str:
+    """A case as people write it: sizes joined by x, everything else by name."""
+    parts = []
+    for name, value in case.items():
+        if name in ("tokens", "shape"):
+            parts.append(f"{'x'.join(map(str, value))}{' tokens' if name == 'tokens' else ''}")
+        elif name == "heads":
+            parts.append(f"{value}{'' if case.get('kv_heads') is None else '+' + str(case['kv_heads'])} heads")
+        elif name == "dim":
+            parts.append(f"of {value}")
+        elif name != "kv_heads":
+            parts.append(f"{name} {value}")
+    return ", ".join(parts).replace(" heads, of ", " heads x ")
+
+
+def render(report: Report) -> str:
+    """The report as text to paste into a bug report."""
+    lines = [
+        "whorl selftest",
+        f"device    {report.device}: {report.device_name}",
+        "versions  " + ", ".join(f"{n} {v}" for n, v in report.versions.items()),
+        f"rule      error against fp64 at most {LIMIT:g} times the reference's own",
+        "",
+        f"{'operator':<24}{'backend':<11}{'passed':>7}{'failed':>7}{'skipped':>8}{'worst':>7}  speed",
+    ]
+    for row in report.rows:
+        lines.append(
+            f"{row.operator:<24}{row.backend:<11}{row.passed:>7}{row.failed:>7}"
+            f"{sum(row.skipped.values()):>8}{row.worst_ratio:>7.2f}  {row.speed}".rstrip()
+        )
+    skipped = sorted({(r.backend, why) for r in report.rows for why in r.skipped})
+    if skipped:
+        lines += ["", "cases skipped because:", *(f"  {backend}: {why}" for backend, why in skipped)]
+    if report.absent:
+        lines += ["", "not here:", *(f"  {backend}: {why}" for backend, why in report.absent.items())]
+    if report.failures:
+        lines += ["", "failures:", *(f"  {f.operator}/{f.backend}, {f.what}: {f.problem}" for f in report.failures)]
+    total, failed = sum(r.passed + r.failed for r in report.rows), len(report.failures)
+    lines += ["", f"{total - failed} of {total} checks passed" + ("." if not failed else f", {failed} failed.")]
+    return "\n".join(lines)
