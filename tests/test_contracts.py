@@ -98,13 +98,18 @@ SECTIONS = [[24, 20, 20], [11, 11, 10], [16, 24, 24], [8, 12, 12], [22, 22, 20],
 
 @pytest.mark.parametrize("sections", SECTIONS)
 def test_interleaved_axes_are_transformers(sections: list[int]) -> None:
+    """With positions t=0, h=1, w=2 the sine of each channel tells which axis transformers gave it."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
     half = sum(sections)
-    axis_numbers = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 1, half).clone()
-    rotary = SimpleNamespace(mrope_section=sections)
-    merged = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(rotary, axis_numbers)
-    assert contracts.interleaved_axes(sections) == tuple(merged.flatten().int().tolist())
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    config = Qwen3VLTextConfig(head_dim=2 * half, rope_parameters=parameters)
+    rotary = Qwen3VLTextRotaryEmbedding(config)
+    _, sin = rotary(torch.zeros(1), torch.arange(3).view(3, 1, 1))
+    choices = (torch.arange(3.0)[:, None] * rotary.inv_freq).sin()
+    axes = (choices - sin[0, 0, :half]).abs().argmin(0)
+    assert contracts.interleaved_axes(sections) == tuple(axes.tolist())
 
 
 @pytest.mark.parametrize("sections", SECTIONS)

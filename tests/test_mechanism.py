@@ -103,25 +103,25 @@ def test_choice_says_why_others_were_passed_over(device: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_forced_backend_raises_with_the_reason(device: str, grad: bool) -> None:
     x = torch.ones(3, device=device, requires_grad=grad)
-    message = "twice: backend 'triton' was asked for: odd sizes are not taken. Has: torch, triton"
+    message = r"twice: backend 'triton' was asked for: odd sizes are not taken\. Has: torch, triton"
     with pytest.raises(RuntimeError, match=message):
         twice(x, backend="triton")
     with pytest.raises(RuntimeError, match=message), twice.using("triton"):
         twice(x)
-    with pytest.raises(
-        RuntimeError, match="matmul: backend 'triton' was asked for: it has no such backend. Has: torch"
-    ):
+    with pytest.raises(RuntimeError, match=r"matmul: backend 'triton' .*: it has no such backend\. Has: torch"):
         matmul(x[:, None], x[None], backend="triton")
 
 
 def test_using_ends_with_the_block(device: str) -> None:
     x = torch.ones(4, device=device)
-    with pytest.raises(ZeroDivisionError), twice.using("triton"):
+    with twice.using("triton"):
         twice(x)
         with twice.using("torch"):
             twice(x)
-        raise ZeroDivisionError
-    assert CALLS == ["triton", "torch"]
+        with contextlib.suppress(ZeroDivisionError), twice.using("torch"):
+            raise ZeroDivisionError
+        twice(x)
+    assert CALLS == ["triton", "torch", "triton"]
     assert twice._forced == ""
 
 
@@ -133,11 +133,13 @@ def test_torch_can_be_forced(device: str) -> None:
 def test_fallback_on_an_accelerator_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twice, "_device", lambda _: "cuda")  # no such device here: only the choice sees it
     monkeypatch.setattr(_op, "_WARNED", set())
-    with pytest.warns(RuntimeWarning, match=r"twice: the torch reference runs on cuda \(triton: .*\)") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         twice(torch.ones(3))
         twice(torch.ones(3))
         twice(torch.ones(3), backend="torch")
-    assert len(caught) == 1
+    assert [w.category for w in caught] == [RuntimeWarning]
+    assert "twice: the torch reference runs on cuda (triton: " in str(caught[0].message)
     assert caught[0].filename == __file__
 
 
@@ -227,7 +229,7 @@ def test_functional_gradients_and_vmap() -> None:
 
 
 def test_transforms_refuse_a_forced_backend(device: str) -> None:
-    with pytest.raises(RuntimeError, match="twice: backend 'triton' was asked for: torch.func and forward mode"):
+    with pytest.raises(RuntimeError, match=r"twice: backend 'triton' was asked for: torch\.func and forward mode"):
         torch.vmap(lambda x: twice(x, backend="triton"))(torch.ones(2, 2, device=device))
 
 
@@ -379,6 +381,6 @@ def test_mutation_under_inference_mode() -> None:
         assert arguments[0].sum() == 6
 
 
-def test_repr_names_backends() -> None:
+def test_an_operator_describes_itself() -> None:
     assert "backends torch, triton" in repr(twice)
-    assert inspect.getdoc(twice) == "x: [...]"
+    assert twice.__doc__ == "x: [...]"

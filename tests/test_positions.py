@@ -284,6 +284,7 @@ def test_context_slices_follow_the_definition_and_invert(lengths, size):
 def test_context_slice_of_one_sequence():
     x = np.arange(8)
     assert [context_slice(x, rank, 2, dim=0).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert context_indices(np.array([0, 3, 8]), 0, 1).tolist() == x.tolist()  # any length where nothing is cut
     assert context_join([context_slice(x, rank, 4, dim=0) for rank in range(4)], dim=0).tolist() == x.tolist()
 
 

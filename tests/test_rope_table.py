@@ -2,10 +2,10 @@
 
 import copy
 import importlib
+import json
 import pickle
-import subprocess
-import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,13 @@ def test_copies_and_pickles_share_the_table() -> None:
 def test_threads_get_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     builds = []
     build = RopeTable._build
-    monkeypatch.setattr(RopeTable, "_build", lambda self, *a: (builds.append(a), build(self, *a))[1])
+
+    def slow_build(self: RopeTable, *arguments: Any) -> Tensor:
+        builds.append(arguments)
+        time.sleep(0.05)  # long enough for every thread to arrive
+        return build(self, *arguments)
+
+    monkeypatch.setattr(RopeTable, "_build", slow_build)
     start, found = threading.Barrier(8), []
 
     def work() -> None:
@@ -317,7 +323,7 @@ def test_angles_are_fp32_whatever_surrounds_them() -> None:
         return found
 
     plain = rows()
-    # An angle of 131071 has 2^-8 of an fp32 ulp to spare: 2^17 * 2^-24, and the frequency's own rounding.
+    # Angles near 2^17 are rounded to 2^-8, after a frequency rounded to 2^-24 of itself: 0.004 + 0.008.
     torch.testing.assert_close(plain, wanted, rtol=0, atol=0.016)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(rows(), plain)
@@ -404,6 +410,9 @@ def test_benchmark_gives_no_speed_for_wrong_answers(monkeypatch: pytest.MonkeyPa
     assert "ratio" not in row
 
 
-def test_benchmark_command() -> None:
-    command = [sys.executable, "-m", "whorl.bench.rope_lookup", "--tokens", "8", "--layers", "2", "--repeats", "1"]
-    assert "hoisted" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def test_benchmark_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--tokens", "8", "--layers", "2", "--repeats", "1"]
+    assert rope_lookup.main(arguments) == 0
+    assert "2 layers, 32+4 heads x 128" in capsys.readouterr().out
+    assert rope_lookup.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["tokens"] == 8

@@ -83,7 +83,10 @@ def _root(
 @app.command()
 def doctor(
     path: Annotated[
-        str | None, typer.Argument(help="A model folder, config.json, launch script, YAML or JSON flags, or a log.")
+        str | None,
+        typer.Argument(
+            metavar="PATH", help="A model folder, config.json, launch script, YAML or JSON flags, or a log."
+        ),
     ] = None,
     framework: Annotated[
         str | None,
@@ -101,10 +104,10 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say which rotary path a configuration takes, and what is wrong with it, before anything runs."""
-    from whorl.doctor.command import run
-
     if path is None and log is None and trace is None:
         _stop("doctor: nothing to look at: give a PATH, --log FILE or --trace FILE")
+    from whorl.doctor.command import run
+
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
 
 
@@ -165,7 +168,7 @@ def bench_ops(
     device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
     quick: Annotated[
-        bool | None, typer.Option("--quick/--full", help="At most 256 tokens. Default: quick without an accelerator.")
+        bool | None, typer.Option("--quick/--full", help="At most 64 tokens. Default: quick without an accelerator.")
     ] = None,
     compiled: Annotated[
         bool | None,
@@ -208,6 +211,24 @@ def bench_positions(
     from whorl.bench import positions
 
     sys.exit(positions.main(["--repeats", str(repeats), *(["--json"] if as_json else [])]))
+
+
+@bench.command("rope-lookup")
+def bench_rope_lookup(
+    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers that share one lookup.")] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Time cos/sin looked up once a step against once in every layer."""
+    _need_torch()
+    from whorl.bench import rope_lookup
+    from whorl.device import require
+
+    with _asking():
+        where = ["--device", require(device.value)] if device else []
+    counts = ["--layers", str(layers), "--repeats", str(repeats)]
+    sys.exit(rope_lookup.main([*where, *counts, *(["--json"] if as_json else [])]))
 
 
 def main() -> None:

@@ -162,12 +162,14 @@ def packed_positions(cu_seqlens: Array) -> Array:
 def context_indices(cu_seqlens: Array, rank: int, size: int) -> Array:
     """Which packed tokens rank `rank` of `size` holds: of each sequence the chunks rank and 2 * size - 1 - rank.
 
-    One unpacked sequence of S tokens is cu_seqlens = [0, S]. Every length must be a multiple of 2 * size. The rank's
-    own cu_seqlens are cu_seqlens // size.
+    One unpacked sequence of S tokens is cu_seqlens = [0, S]. Every length must be a multiple of 2 * size; one rank
+    alone holds everything. The rank's own cu_seqlens are cu_seqlens // size.
     """
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"context_indices: rank {rank} of {size} does not exist.")
     bounds = _bounds(cu_seqlens)
+    if size == 1:
+        return _like(np.arange(bounds[-1]), cu_seqlens)
     lengths = np.diff(bounds)
     bad = np.flatnonzero(lengths % (2 * size))
     if bad.size:

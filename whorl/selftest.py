@@ -226,7 +226,7 @@ def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]
         if reason is not None:
             skipped[reason] += 1
             continue
-        verdict = _guarded(check)
+        verdict = guarded(check)
         ratios.append(verdict.ratio)
         if verdict.problem is None:
             passed += 1
@@ -261,7 +261,7 @@ def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None
                 yield f"gradient of {what}", reason, gradient
 
 
-def _guarded(check: Callable[[], Verdict]) -> Verdict:
+def guarded(check: Callable[[], Verdict]) -> Verdict:
     """A backend that raises has failed its case; the others still get their turn."""
     try:
         with warnings.catch_warnings():

@@ -310,12 +310,9 @@ class _Site:
         self._mscale = concentration._yarn_get_concentration_factor_from_config(attention.config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        packed = args[self._packed_index] if len(args) > self._packed_index else kwargs.get("packed_seq_params")
-        before, self._packed = self._packed, packed
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self._packed = before
+        is_positional = len(args) > self._packed_index
+        self._packed = args[self._packed_index] if is_positional else kwargs.get("packed_seq_params")
+        return self._forward(*args, **kwargs)
 
     def adjust(
         self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *rest: Any, **more: Any

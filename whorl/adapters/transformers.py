@@ -7,12 +7,11 @@ model in the same process stays as it was. Parameters, buffers, hooks and the st
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from sys import modules as imported
-from types import FunctionType, MethodType
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +41,6 @@ _VISION = {
     if prefix.endswith("Text")
 }
 _APPLY = "apply_rotary_pos_emb"
-# What an attention with q and k norms looks up in transformers 5.17; another set is another computation.
-_FUSED_NAMES = frozenset(
-    "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config contiguous "
-    "eager_attention_forward get_interface head_dim k_norm k_proj layer_idx o_proj q_norm q_proj reshape scaling "
-    "shape training transpose update v_proj view".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +79,11 @@ class TransformersInstallation(Installation):
         """A method to one module. Bound to it, so that a deep copy of the model has its own."""
         module = found.module
         self._paths[module] = found.path
-        if name in vars(module) and not hasattr(module, "__whorl_replaced__"):
+        if name in vars(module):
             raise RuntimeError(
-                f"{_NAME}: {found.path} has a {name} of its own already, from another library (accelerate's hooks, hub "
-                "kernels, Liger?), which a replacement would drop. Install before that, or undo it first."
+                f"{_NAME}: {found.path} has a {name} of its own already, which a replacement would drop: from another "
+                "installation (uninstall() it first) or another library (accelerate's hooks, hub kernels, Liger: "
+                "install before those)."
             )
         self.replace(module, name, MethodType(function, module), why)
 
@@ -178,7 +172,7 @@ def _role(module: nn.Module) -> str | None:
     for base in type(module).__mro__:
         role = _KNOWN.get((base.__module__, base.__name__))
         if role is not None:
-            return role if type(module).forward is base.forward else None
+            return role if type(module).forward is base.forward else None  # type: ignore[attr-defined]
     return None
 
 
@@ -194,7 +188,9 @@ def _any_layer(path: str) -> str:
 def _check_version() -> None:
     found = version("transformers")
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _OLDEST:
-        raise RuntimeError(f"{_NAME}: transformers {found} is installed, expected {'.'.join(map(str, _OLDEST))} or later.")
+        raise RuntimeError(
+            f"{_NAME}: transformers {found} is installed, expected {'.'.join(map(str, _OLDEST))} or later."
+        )
 
 
 # ---- rotation
@@ -202,44 +198,48 @@ def _check_version() -> None:
 
 def _install_rotation(installation: TransformersInstallation, places: _Places, *, fused: bool) -> None:
     switch = "qk_norm_rope" if fused else "rope"
-    attentions = places.require("Attention", switch)
+    attention_places = places.require("Attention", switch)
     for rotary in places.require("RotaryEmbedding", switch):
         owner = rotary.path.rpartition(".")[0]
         sections = getattr(rotary.module, "mrope_section", None)
         rows, what = (_rope_rows, "rows") if sections is None else (_mrope_rows, "rows of every axis")
         installation.give(rotary, "forward", rows, f"cos and sin in fp32, half width: {what} once a forward")
+        attentions = [f for f in attention_places if f.path.startswith(f"{owner}." if owner else "")]
+        merged = None if sections is None else tuple(sections)
+        forwards = {kind: _rotating(kind, merged, fused) for kind in {type(f.module) for f in attentions}}
         for attention in attentions:
-            if attention.path.startswith(f"{owner}." if owner else ""):
-                turn = _turn(None if sections is None else tuple(sections))
-                _install_attention(installation, attention, turn, fused=fused)
+            installation.give(attention, "forward", *forwards[type(attention.module)])
 
 
-def _install_attention(
-    installation: TransformersInstallation, found: _Found, turn: Callable[..., Any], *, fused: bool
-) -> None:
-    forward = type(found.module).forward
-    names = set(getattr(forward, "__code__", install.__code__).co_names)
-    sections = turn.keywords["sections"]  # type: ignore[attr-defined]
-    if not fused:
-        if _APPLY not in names:
-            raise RuntimeError(
-                f"{_NAME}: {type(found.module).__name__}.forward does not call {_APPLY}; transformers "
-                f"{version('transformers')} is not supported. Pass rope=False."
-            )
-        why = f"q and k through whorl.ops.{'rope' if sections is None else 'mrope'}"
-        installation.give(found, "forward", _with_global(forward, _APPLY, turn), why)
-        return
-    if names - {"sliding_window"} != _FUSED_NAMES:
-        different = sorted(names.symmetric_difference(_FUSED_NAMES) - {"sliding_window"})
+def _rotating(kind: type, sections: tuple[int, ...] | None, fused: bool) -> tuple[Callable[..., Any], str]:
+    """The forward of an attention class with our rotation in it, and what to say of it."""
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    names = set(_names(forward.__code__))
+    if fused:
+        ours = _fused_attention(forward.__globals__, sections)
+        _check_fused(kind, names, set(_names(ours.__code__)))
+        return ours, "q and k through whorl.ops.qk_norm_rope"
+    if _APPLY not in names:
+        raise RuntimeError(
+            f"{_NAME}: {kind.__name__}.forward does not call {_APPLY}; transformers {version('transformers')} is not "
+            "supported. Pass rope=False."
+        )
+    why = f"q and k through whorl.ops.{'rope' if sections is None else 'mrope'}"
+    return _with_global(forward, _APPLY, _rotation(sections)), why
+
+
+def _check_fused(kind: type, theirs: set[str], ours: set[str]) -> None:
+    """Whatever their attention looks up ours must too, or it computes something else by now."""
+    elsewhere = {_APPLY, "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "view", "transpose"}
+    different = (theirs - ours - elsewhere) | ({"q_norm", "k_norm"} - theirs)
+    if different:
         raise ValueError(
             f"{_NAME}: qk_norm_rope=True knows an attention that norms q and k heads as transformers 5.17 does; "
-            f"{type(found.module).__name__}.forward differs in {different}. Pass qk_norm_rope=False."
+            f"{kind.__name__}.forward differs in {sorted(different)}. Pass qk_norm_rope=False."
         )
-    function = _fused_forward if sections is None else functools.partial(_fused_forward, sections=sections)
-    installation.give(found, "forward", function, "q and k through whorl.ops.qk_norm_rope")
 
 
-def _with_global(function: Any, name: str, value: Any) -> FunctionType:
+def _with_global(function: Any, name: str, value: Any) -> Callable[..., Any]:
     """A copy of a function that sees one of its globals replaced.
 
     transformers' attention calls a function of its module by name. Setting that name would change every model of the
@@ -247,12 +247,20 @@ def _with_global(function: Any, name: str, value: Any) -> FunctionType:
     does there, and only its view of the name differs. The view is taken now and holds just the names the code uses.
     It must not say `__name__`: torch.compile would then look the names up in the module of that name.
     """
-    code = function.__code__
-    view = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
-    view |= {"__builtins__": function.__globals__["__builtins__"], name: value}
+    code, scope = function.__code__, function.__globals__
+    view = {n: scope[n] for n in _names(code) if n in scope and n != "__name__"}
+    view |= {"__builtins__": scope["__builtins__"], name: value}
     copy = FunctionType(code, view, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copy, function)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function and those defined inside it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
@@ -282,23 +290,22 @@ def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     return torch.cat((cos[..., :half], sin[..., :half]), -1)
 
 
-@functools.cache
-def _turn(sections: tuple[int, ...] | None) -> Callable[..., Any]:
-    return functools.partial(_apply_rotary, sections=sections)
+def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What stands in place of apply_rotary_pos_emb; its cos and sin are what our rotary forward gave."""
 
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        order = {1: "bhsd", 2: "bshd"}[unsqueeze_dim]
+        _check_rows(sin)
+        q, k = ops.tokens_first(q, order), ops.tokens_first(k, order)
+        if sections is None:
+            q, k = ops.rope(q, k, cos)
+        else:
+            q, k = ops.mrope(q, k, cos, sin, sections, layout="interleaved")
+        return ops.tokens_first(q, order), ops.tokens_first(k, order)
 
-def _apply_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1, *, sections: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
-    """In place of apply_rotary_pos_emb: cos and sin are what our rotary forward gave. Views in, views out."""
-    order = {1: "bhsd", 2: "bshd"}[unsqueeze_dim]
-    _check_rows(sin)
-    q, k = ops.tokens_first(q, order), ops.tokens_first(k, order)
-    if sections is None:
-        q, k = ops.rope(q, k, cos)
-    else:
-        q, k = ops.mrope(q, k, cos, sin, sections, layout="interleaved")
-    return ops.tokens_first(q, order), ops.tokens_first(k, order)
+    return apply_rotary_pos_emb
 
 
 def _check_rows(sin: Tensor | None) -> None:
@@ -309,53 +316,40 @@ def _check_rows(sin: Tensor | None) -> None:
         )
 
 
-def _fused_forward(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor | None],
-    attention_mask: Tensor | None,
-    past_key_values: Any = None,
-    *,
-    sections: Sequence[int] | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention with q norm, k norm and rotation as one operator.
+def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) -> FunctionType:
+    """transformers' attention with q norm, k norm and rotation as one operator; `names` is its module's.
 
     The projections stay three modules, so that adapters and quantised ones keep working; joining them is a copy.
     """
-    tokens = hidden_states.shape[:-1]
-    qkv = torch.cat((self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
-    cos_sin, positions = position_embeddings
-    _check_rows(positions)
-    num_kv_heads = qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
-    heads = ops.qk_norm_rope(
-        qkv,
-        self.q_norm.weight,
-        self.k_norm.weight,
-        cos_sin,
-        positions,
-        num_heads=num_kv_heads * self.num_key_value_groups,
-        num_kv_heads=num_kv_heads,
-        eps=self.q_norm.variance_epsilon,
-        sections=sections,
-        layout="interleaved",
-    )
-    q, k, v = (ops.tokens_first(x, "bhsd") for x in heads)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
-    source = imported[_known_base(self).__module__]
-    attend = source.ALL_ATTENTION_FUNCTIONS.get_interface(
-        self.config._attn_implementation, source.eager_attention_forward
-    )
-    if hasattr(self, "sliding_window"):
-        kwargs["sliding_window"] = self.sliding_window
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return self.o_proj(out.reshape(*tokens, -1).contiguous()), weights
+    attentions, eager = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
 
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor | None],
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        cos_sin, positions = position_embeddings
+        _check_rows(positions)
+        qkv = torch.cat((self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
+        num_kv_heads = qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
+        num_heads = num_kv_heads * self.num_key_value_groups
+        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps}
+        heads = ops.qk_norm_rope(qkv, *weights, cos_sin, positions, **sizes, sections=sections, layout="interleaved")
+        q, k, v = (ops.tokens_first(x, "bhsd") for x in heads)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = attentions.get_interface(self.config._attn_implementation, eager)
+        if hasattr(self, "sliding_window"):
+            kwargs["sliding_window"] = self.sliding_window
+        dropout = self.attention_dropout if self.training else 0.0
+        out, attention = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), attention
 
-def _known_base(module: nn.Module) -> type:
-    return next(c for c in type(module).__mro__ if (c.__module__, c.__name__) in _KNOWN)
+    return cast(FunctionType, forward)
 
 
 # ---- norms and activations

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rope": {},
     "mrope": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
 }
-Outputs = list[tuple[Tensor, Tensor | None]]
+Turned = tuple[Tensor, Tensor | None]
 
 
 def run(
@@ -59,32 +59,37 @@ def _measure(case: str, tokens: int, layers: int, repeats: int, device: str) -> 
     return row
 
 
-def _ways(table: RopeTable, tokens: int, layers: int, device: str) -> dict[str, Callable[[], Outputs]]:
+def _ways(table: RopeTable, tokens: int, layers: int, device: str) -> dict[str, Callable[[], Turned]]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = torch.randn(tokens, NUM_HEADS, HEAD_DIM, dtype=dtype, device=device)
     k = torch.randn(tokens, NUM_KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
     axes = (3,) if table.config.is_mrope else ()
     positions = torch.randint(table.rows, (*axes, tokens), device=device)
 
-    def hoisted() -> Outputs:
+    def hoisted() -> Turned:
         rows = table.lookup(positions, seq_len=table.rows)
-        return [table.apply(q, k, rows) for _ in range(layers)]
+        for _ in range(layers):
+            turned = table.apply(q, k, rows)
+        return turned
 
-    def per_layer() -> Outputs:
-        return [table.apply(q, k, table.lookup(positions, seq_len=table.rows)) for _ in range(layers)]
+    def per_layer() -> Turned:
+        for _ in range(layers):
+            turned = table.apply(q, k, table.lookup(positions, seq_len=table.rows))
+        return turned
 
-    def in_kernel() -> Outputs:
-        return [table.apply(q, k, positions, seq_len=table.rows) for _ in range(layers)]
+    def in_kernel() -> Turned:
+        for _ in range(layers):
+            turned = table.apply(q, k, positions, seq_len=table.rows)
+        return turned
 
     return {"hoisted": hoisted, "per_layer": per_layer, "in_kernel": in_kernel}
 
 
-def _equal(ours: Outputs, theirs: Outputs) -> bool:
-    pairs = ((a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
-    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+def _equal(ours: Turned, theirs: Turned) -> bool:
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _median_us(ways: dict[str, Callable[[], Outputs]], repeats: int, device: str) -> dict[str, float]:
+def _median_us(ways: dict[str, Callable[[], Turned]], repeats: int, device: str) -> dict[str, float]:
     """The ways take turns, so that a slow moment of the machine hits all of them."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):

@@ -55,7 +55,7 @@ def measure(runs: Sequence[Run], device: str, *, short: bool = False) -> Timing:
     return Timing(us=_by_events(runs[0], device), how="events, cache flushed")
 
 
-def _by_clock(run: Run, seconds: float = 0.1, least: int = 5) -> float:
+def _by_clock(run: Run, seconds: float = 0.04, least: int = 3) -> float:
     run()
     times: list[float] = []
     while len(times) < least or (sum(times) < seconds and len(times) < REPEATS):

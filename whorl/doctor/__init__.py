@@ -4,9 +4,9 @@
 `whorl/doctor/checks`; every code is described in docs/doctor.md.
 """
 
-from whorl.doctor.check import check
-from whorl.doctor.guard import GuardError, check_npu_mrope, guard
+from whorl.doctor.checkup import check
 from whorl.doctor.inputs import BadInput
+from whorl.doctor.live_model import GuardError, check_npu_mrope, guard
 from whorl.doctor.report import Finding, Report, RotaryPath
 
 __all__ = ["BadInput", "Finding", "GuardError", "Report", "RotaryPath", "check", "check_npu_mrope", "guard"]

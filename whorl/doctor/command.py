@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from whorl.doctor.check import check
+from whorl.doctor.checkup import check
 from whorl.doctor.inputs import BadInput, parse_overrides
 from whorl.doctor.report import SEVERITIES, Finding, Report, RotaryPath
 

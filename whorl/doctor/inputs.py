@@ -2,7 +2,6 @@
 requirements files, logs. Everything becomes one model config and a list of `Setting`s that remember their origin.
 """
 
-import ast
 import json
 import re
 import shlex
@@ -20,8 +19,9 @@ NOT_SETTINGS: Final = re.compile(
     r"(generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config|video_preprocessor_config"
     r"|processor_config|chat_template|.*\.index|quant.*_description)\.json"
 )
-READ_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml", ".sh", ".args", ".txt", ".env", ".log")
+READ_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml", ".sh", ".bash", ".slurm", ".args", ".txt", ".env", ".log")
 OTHER_TOWERS: Final = ("vision_config", "audio_config")
+ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "head_dim")
 TRACEBACK: Final = "Traceback (most recent call last)"
 PACKAGES: Final = (
     "cann", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_mm", "torch_npu", "torchtitan", "transformers",
@@ -61,6 +61,10 @@ def read_inputs(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     inputs = Inputs()
     for file in _files(Path(path)) if path is not None else ():
         _read_file(file, inputs)
+    if path is not None and inputs.model is None and not inputs.settings and not inputs.logs:
+        raise BadInput(
+            f"{path}: holds no model config, launch flag or traceback. Known files: {', '.join(READ_SUFFIXES)}"
+        )
     for key, value in (overrides or {}).items():
         _override(key, value, inputs)
     return inputs
@@ -84,10 +88,10 @@ def parse_value(text: str) -> Any:
         return text.lower() == "true"
     if text.lower() in ("none", "null"):
         return None
-    for parse in (int, float, json.loads, ast.literal_eval):
+    for parse in (int, float, json.loads):
         try:
             return parse(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError):
+        except (ValueError, RecursionError):
             continue
     return text
 
@@ -158,7 +162,7 @@ def _take_mapping(data: Any, file: Path, inputs: Inputs) -> None:
         inputs.settings += read_arguments(shlex.join(data), file.name, values_may_wrap=True)
     elif not isinstance(data, dict):
         raise BadInput(f"{file}: holds a {type(data).__name__}; expected a mapping of settings or a list of arguments")
-    elif any(key in data for key in MODEL_KEYS):
+    elif file.suffix in (".json", "") and any(key in data for key in MODEL_KEYS):
         if inputs.model is not None:
             raise BadInput(f"{file}: a second model config beside {inputs.model_where}. Keep one in the folder")
         inputs.model, inputs.model_where = data, file.name
@@ -262,9 +266,10 @@ def _words(line: str) -> list[str]:
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
-        words = shlex.split(line.replace('"', " ").replace("'", " "), comments=True)
+        words = shlex.split(re.sub(r"[\"'\\\\]", " ", line), comments=True)
     words = [re.sub(r"^(\w+=)?\((.*)", r"\2", word) for word in words]
-    return [word for word in (re.sub(r"^([^(]*)\)$", r"\1", word) for word in words) if word not in ("", "export")]
+    words = [re.sub(r"^([^(]*)\)$", r"\1", word.rstrip(";")) for word in words]
+    return [word for word in words if word not in ("", "export")]
 
 
 def _substitute(line: str, variables: Mapping[str, str]) -> str:
@@ -298,7 +303,8 @@ def _read_requirements(text: str, where: str) -> list[Setting]:
 def _override(key: str, value: Any, inputs: Inputs) -> None:
     """--set changes the model config where it has that key, and always counts as a launch setting."""
     if inputs.model is not None:
-        inputs.model = _replaced(inputs.model, key.split("."), value)
+        changed = _replaced(inputs.model, key.split("."), value)
+        inputs.model = changed | {key: value} if changed == inputs.model and key in ROPE_KEYS else changed
     kind: Kind = "environment" if key.isupper() else "set"
     inputs.settings.append(_setting(key, value, kind, "--set"))
 

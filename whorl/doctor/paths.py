@@ -157,6 +157,11 @@ def _hf(setup: Setup) -> RotaryPath:
 
 
 def _torchtitan(setup: Setup) -> RotaryPath:
+    if (setup.text or {}).get("model_type") == "llama":
+        because = (
+            "torchtitan keeps Llama's q and k in Meta's order of adjacent pairs; its checkpoint adapter permutes them"
+        )
+        return _path(setup, "ComplexRoPE", "torch_complex", because)
     if setup.style == "pairs":
         return _path(setup, "ComplexRoPE", "torch_complex", "adjacent pairs: torchtitan multiplies complex numbers")
     return _path(setup, "CosSinRoPE", "torch", "half style: torchtitan uses a cos/sin cache of width 2*dim")

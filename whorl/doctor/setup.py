@@ -69,6 +69,13 @@ class Setup:
         value = self.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
+    def real(self, key: str) -> float | None:
+        """A number, also where YAML kept it as text (1e6); None where it is not set or not a number."""
+        try:
+            return float(self.get(key))
+        except (TypeError, ValueError):
+            return None
+
     def where(self, key: str) -> str:
         """Where `key` is set, as the user wrote it."""
         setting = self.find(key)
@@ -198,13 +205,15 @@ def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
 
 
 def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
-    """The model config with vLLM's --hf-overrides merged in, as vLLM does before it builds the model."""
+    """The model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM does before it builds it."""
     if inputs.model is None:
         return None
     merged = dict(inputs.model)
     for setting in inputs.settings:
         if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
             merged = _merge(merged, setting.value)
+        elif setting.kind == "argument" and setting.key in ("rope_scaling", "rope_parameters", "rope_theta"):
+            merged[setting.key] = setting.value
     return merged
 
 

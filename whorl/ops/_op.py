@@ -136,7 +136,8 @@ class Op:
         return self._choose(self._bind(args, kwargs), backend or self._forced)
 
     def _choose(self, values: Values, asked: str) -> Choice:
-        device, reasons = self._device(values), {}
+        device = self._device(values)
+        reasons: dict[str, str] = {}
         for name, impl in self.impls.items():
             if asked and asked != name:
                 continue

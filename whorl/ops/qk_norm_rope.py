@@ -1,6 +1,7 @@
 """What stands between a Qwen3 qkv projection and attention: per-head RMSNorm of q and k, then the rotation."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def _check(
         raise ValueError(
             f"{name}: qkv is {list(qkv.shape)}, expected a last dim of ({num_heads} + 2 x {num_kv_heads}) heads x D"
         )
-    q, _, _ = _heads(qkv, num_heads, num_kv_heads)
+    q = _heads(qkv, num_heads, num_kv_heads)[0]
     check_tensors(name, q, None, cos_sin)
     for what, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
@@ -200,7 +201,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
-    q, k, _ = _heads(qkv, num_heads, num_kv_heads)  # type: ignore[assignment]
+    q, k = _heads(qkv, num_heads, num_kv_heads)[:2]
     return rope.impls["torch_npu"].accepts(q=q, k=k, cos_sin=cos_sin)
 
 
@@ -274,7 +275,7 @@ def _make(
     *,
     dtype: torch.dtype,
     device: str,
-    **case: object,
+    **case: Any,
 ) -> Values:
     axes = None if sections is None else len(sections)
     rotary = rope_cases.make(heads=1, kv_heads=None, dim=dim, axes=axes, dtype=dtype, device=device, **case)
@@ -286,8 +287,8 @@ def _make(
     return {"qkv": qkv, **weights, **tables, **sizes, "sections": sections, "layout": layout, "style": style}
 
 
-def _make_backward(**case: object) -> Values:
-    args = _make(**case)  # type: ignore[arg-type]
+def _make_backward(**case: Any) -> Values:
+    args = _make(**case)
     grads = (torch.randn_like(h) for h in _heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
     return dict(zip(("dq", "dk", "dv"), grads, strict=True)) | args
 

@@ -1,5 +1,7 @@
 """RMSNorm over the last dim, alone and with the residual addition before it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -233,13 +235,13 @@ def _make(
     return {"x": x, "weight": weight, "eps": 1e-6, "plus_one": plus_one}
 
 
-def _make_add(**case: object) -> Values:
-    args = _make(**case)  # type: ignore[arg-type]
-    return {"x": args.pop("x"), "residual": _make(**case)["x"], **args}  # type: ignore[arg-type]
+def _make_add(**case: Any) -> Values:
+    args = _make(**case)
+    return {"x": args.pop("x"), "residual": _make(**case)["x"], **args}
 
 
-def _make_backward(with_residual: bool = False, **case: object) -> Values:
-    args = _make(**case)  # type: ignore[arg-type]
+def _make_backward(with_residual: bool = False, **case: Any) -> Values:
+    args = _make(**case)
     dy, other = (torch.randn_like(args["x"]) for _ in range(2))
     return {"dy": dy, "x": args["x"], "weight": args["weight"], "residual_grad": other if with_residual else None} | {
         n: args[n] for n in ("eps", "plus_one")

@@ -62,11 +62,16 @@ def _what_happens(setup: Setup) -> str:
     )
 
 
+def _core_mrope(setup: Setup, branch: str) -> bool:
+    """Whether the launch asks for Megatron Core's own MRoPE. A bare config.json does not."""
+    asked = setup.find("position_embedding_type") is not None
+    return setup.uses_megatron and not setup.uses_bridge and asked and branch == "mrope"
+
+
 @rule("mrope-without-sections")
 def mrope_branch_without_sections(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
     branch, because = branch_of(setup)
-    launched = setup.get("mrope_section") is not None
-    if not setup.uses_megatron or branch != "mrope" or launched or setup.uses_bridge:
+    if not _core_mrope(setup, branch) or setup.get("mrope_section") is not None:
         return
     sections = setup.model_sections
     yield Problem(
@@ -170,7 +175,7 @@ def config_hides_argument(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 @rule("mrope-layout-mismatch", "warning")
 def core_mrope_is_chunked(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
     branch, because = branch_of(setup)
-    if not setup.uses_megatron or setup.uses_bridge or branch != "mrope" or setup.layout in (None, "chunked"):
+    if not _core_mrope(setup, branch) or setup.layout in (None, "chunked"):
         return
     yield Problem(
         where=because,

@@ -6,15 +6,13 @@ from whorl.contracts import interleaved_range_reason
 from whorl.doctor.checks.sections import is_interleaved
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup
+from whorl.doctor.setup import Setup, rope_entries
 from whorl.rope_config import RopeConfig
 
 
 @rule("rope-config-invalid")
 def config_refused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if setup.rope_problem is None or (
-        setup.rope is not None and setup.model_sections is not None and _explained(setup)
-    ):
+    if setup.rope_problem is None or _explained(setup) or not _readable_without_rope(setup):
         return
     yield Problem(
         where=setup.inputs.model_where,
@@ -25,10 +23,37 @@ def config_refused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
     )
 
 
+@rule("rope-config-unread", "note")
+def config_unread(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+    if setup.rope_problem is None or _explained(setup) or _readable_without_rope(setup):
+        return
+    yield Problem(
+        where=setup.inputs.model_where,
+        found=setup.rope_problem,
+        expected="a language model's config.json",
+        why="Without the model's rotary sizes only the launch settings are judged.",
+        fix=("give the missing keys with --set, for example --set head_dim=128",),
+    )
+
+
+def _readable_without_rope(setup: Setup) -> bool:
+    """Whether the rest of the config is understood: then its rope dictionary is at fault, else the doctor."""
+    if rope_entries(setup.text).get("rope_type") == "axial":
+        return False  # a vision tower by itself
+    plain = {**(setup.text or {}), "rope_parameters": None, "rope_scaling": None}
+    try:
+        RopeConfig.from_hf(plain, layer_type="full_attention")
+    except ValueError:
+        return False
+    return True
+
+
 def _explained(setup: Setup) -> bool:
     """Whether a check of the sections already says why they were refused."""
-    sections = setup.sections or ()
-    wrong_sum = setup.rope is not None and sum(sections) != setup.rope.rotary_dim // 2
+    sections = setup.sections
+    if sections is None or setup.rope is None:
+        return False
+    wrong_sum = sum(sections) != setup.rope.rotary_dim // 2
     return wrong_sum or (is_interleaved(setup) and interleaved_range_reason(sections) is not None)
 
 

@@ -124,13 +124,13 @@ def mindspeed_partial_fused(setup: Setup, path: RotaryPath) -> Iterator[Problem]
 
 @rule("partial-rotary")
 def rotary_percent_disagrees(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope, percent = setup.rope, setup.get("rotary_percent")
+    rope, percent = setup.rope, setup.real("rotary_percent")
     if not setup.uses_megatron or rope is None or setup.is_mla or (percent is None and setup.uses_bridge):
         return
     if not setup.all("position_embedding_type") and percent is None:
         return
     head = setup.number("kv_channels") or rope.head_dim
-    rotated = int(head * float(1.0 if percent is None else percent))
+    rotated = int(head * (1.0 if percent is None else percent))
     if rotated == rope.rotary_dim:
         return
     twice = head == rope.rotary_dim != rope.head_dim

@@ -63,7 +63,8 @@ def interleaving_runs_out(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
     if sections is None or not is_interleaved(setup):
         return
     reason = interleaved_range_reason(sections)
-    if reason is None:
+    wrong_sum = setup.rope is not None and sum(sections) != setup.rope.rotary_dim // 2
+    if reason is None or wrong_sum:
         return
     yield Problem(
         where=_where(setup),

@@ -103,12 +103,12 @@ def scaling_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Proble
 
 @rule("rotary-base-differs")
 def base_differs(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    base, rope = setup.get("rotary_base"), setup.rope
-    if rope is None or not isinstance(base, (int, float)) or float(base) == rope.base:
+    base, rope = setup.real("rotary_base"), setup.rope
+    if rope is None or base is None or base == rope.base:
         return
     yield Problem(
         where=setup.where("rotary_base"),
-        found=f"rotary_base={base} at launch, rope_theta {rope.base:g} in {setup.inputs.model_where}",
+        found=f"rotary_base={base:g} at launch, rope_theta {rope.base:g} in {setup.inputs.model_where}",
         expected=f"{rope.base:g}",
         why="Another base is another set of frequencies. Nothing fails; the model attends to the wrong distances.",
         fix=(f"rotary_base={rope.base:g}",),

@@ -22,9 +22,11 @@ def _triton_reason(q: Tensor, **_: object) -> str | None:
     return f"computes in fp32, got {q.dtype}" if q.dtype == torch.float64 else None
 
 
-def _triton_in_place_reason(q: Tensor, style: str, pairs_out: str, **_: object) -> str | None:
+def _triton_in_place_reason(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **_: object) -> str | None:
     if len(set(read_write_orders(style, pairs_out))) > 1:
         return "in place, another order would overwrite channels that other lanes have still to read"
+    if q.stride(-1) != 1 or (k is not None and k.stride(-1) != 1):
+        return "in place, the channels of a head must be adjacent in memory"
     return _triton_reason(q)
 
 

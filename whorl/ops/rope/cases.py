@@ -1,6 +1,7 @@
 """Sizes that tests, the self-test and benchmarks walk, and the arguments made from them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +22,71 @@ _CASES: list[Values] = [
 ]
 _ROPE_CASES: list[Values] = [*_CASES, {"tokens": (11,), "heads": 2, "kv_heads": 1, "dim": 64, "looked_up": True}]
 _MROPE_CASES: list[Values] = [
-    {**case, **how}
-    for case, how in zip(
-        [
-            {"tokens": (17,), "heads": 5, "kv_heads": 3, "dim": 128, "scale": 0.01},
-            {"tokens": (3, 5), "heads": 4, "kv_heads": 2, "dim": 128, "order": "bhsd"},
-            {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 256, "rotary": 64},
-            {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 128, "style": "pairs"},
-            {"tokens": (7,), "heads": 3, "kv_heads": 1, "dim": 64},
-            {"tokens": (6,), "heads": 4, "kv_heads": None, "dim": 128, "inverse": True},
-            {"tokens": (0,), "heads": 4, "kv_heads": 2, "dim": 128},
-            {"tokens": (4,), "heads": 2, "kv_heads": 2, "dim": 128, "sliced": True, "index": torch.int32},
-            {"tokens": (3,), "heads": 2, "kv_heads": 1, "dim": 12},
-        ],
-        [
-            {"sections": [24, 20, 20], "layout": "interleaved"},
-            {"sections": [16, 24, 24], "layout": "chunked"},
-            {"sections": [11, 11, 10], "layout": "interleaved"},
-            {"sections": [22, 22, 20], "layout": "hwt"},
-            {"sections": [8, 12, 12], "layout": "chunked"},
-            {"sections": [16, 16, 16, 16], "layout": "chunked"},
-            {"sections": [24, 20, 20], "layout": "chunked"},
-            {"sections": [28, 20, 16], "layout": "interleaved"},
-            {"sections": [3, 1, 2], "layout": "interleaved"},
-        ],
-        strict=True,
-    )
+    {
+        "sections": [24, 20, 20],
+        "layout": "interleaved",
+        "tokens": (17,),
+        "heads": 5,
+        "kv_heads": 3,
+        "dim": 128,
+        "scale": 0.01,
+    },
+    {
+        "sections": [16, 24, 24],
+        "layout": "chunked",
+        "tokens": (3, 5),
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 128,
+        "order": "bhsd",
+    },
+    {
+        "sections": [11, 11, 10],
+        "layout": "interleaved",
+        "tokens": (9,),
+        "heads": 2,
+        "kv_heads": 1,
+        "dim": 256,
+        "rotary": 64,
+    },
+    {
+        "sections": [22, 22, 20],
+        "layout": "hwt",
+        "tokens": (5,),
+        "heads": 4,
+        "kv_heads": 1,
+        "dim": 128,
+        "style": "pairs",
+    },
+    {"sections": [8, 12, 12], "layout": "chunked", "tokens": (7,), "heads": 3, "kv_heads": 1, "dim": 64},
+    {
+        "sections": [16, 16, 16, 16],
+        "layout": "chunked",
+        "tokens": (6,),
+        "heads": 4,
+        "kv_heads": None,
+        "dim": 128,
+        "inverse": True,
+    },
+    {"sections": [24, 20, 20], "layout": "chunked", "tokens": (0,), "heads": 4, "kv_heads": 2, "dim": 128},
+    {
+        "sections": [28, 20, 16],
+        "layout": "interleaved",
+        "tokens": (4,),
+        "heads": 2,
+        "kv_heads": 2,
+        "dim": 128,
+        "sliced": True,
+    },
+    {
+        "sections": [3, 1, 2],
+        "layout": "interleaved",
+        "tokens": (3,),
+        "heads": 2,
+        "kv_heads": 1,
+        "dim": 12,
+        "index": torch.int32,
+    },
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "heads": heads, "kv_heads": 4, "dim": 128}
@@ -61,13 +101,13 @@ def _table(rows: int, rotary: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(wide)
 
 
-def _heads(tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: object) -> Tensor:
+def _heads(tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: Any) -> Tensor:
     """Random heads in one of the memory layouts that a model hands over."""
     if sliced:  # a slice of a packed projection: rows further apart than they are long
-        return torch.randn(*tokens, heads + 3, dim, **how)[..., 1 : heads + 1, :]  # type: ignore[call-overload]
+        return torch.randn(*tokens, heads + 3, dim, **how)[..., 1 : heads + 1, :]
     if order == "bhsd":
-        return torch.randn(tokens[0], heads, tokens[1], dim, **how).transpose(1, 2)  # type: ignore[call-overload]
-    return torch.randn(*tokens, heads, dim, **how)  # type: ignore[call-overload]
+        return torch.randn(tokens[0], heads, tokens[1], dim, **how).transpose(1, 2)
+    return torch.randn(*tokens, heads, dim, **how)
 
 
 def make(
@@ -85,7 +125,7 @@ def make(
     *,
     dtype: torch.dtype,
     device: str,
-    **how: object,
+    **how: Any,
 ) -> Values:
     """Arguments of `rope`, and of `mrope` with `axes`."""
     q = scale * _heads(tokens, heads, dim, order, sliced, dtype=dtype, device=device)
@@ -99,8 +139,8 @@ def make(
     return {"q": q, "k": k, "cos_sin": table, "positions": positions, **how}
 
 
-def _make_mrope(sections: list[int], layout: str, **case: object) -> Values:
-    return make(axes=len(sections), **case) | {"sections": sections, "layout": layout}  # type: ignore[arg-type]
+def _make_mrope(sections: list[int], layout: str, **case: Any) -> Values:
+    return make(axes=len(sections), **case) | {"sections": sections, "layout": layout}
 
 
 def _renamed(make: Callable[..., Values]) -> Callable[..., Values]:

@@ -346,5 +346,5 @@ def mrope_(
 
 def overwrite(q: Tensor, k: Tensor | None, turned: tuple[Tensor, Tensor | None]) -> None:
     q.copy_(turned[0])
-    if k is not None:
+    if k is not None and turned[1] is not None:
         k.copy_(turned[1])

@@ -1,7 +1,7 @@
 """The rotation on NVIDIA GPUs: one pass over q and k, table rows read once a token and shared by its heads.
 
-A program takes BLOCK_T tokens and walks their heads, BLOCK_H at a time. Both channels of a pair are read and written by
-the same program, so that in place is safe where the order does not change. Indices are 64 bits wide: real shapes pass
+A program takes a group of BLOCK_H heads, of q or of k, of BLOCK_T tokens. Both channels of a pair are read and written
+by the same lane, so that in place is safe where the order does not change. Indices are 64 bits wide: real shapes pass
 2^31 elements.
 """
 
@@ -113,34 +113,31 @@ def _rotate_heads(
     y_token,
     x_stride_h,
     y_stride_h,
-    is_token,
+    heads,
+    mask,
     cos,
     sin,
-    H: tl.constexpr,
     START: tl.constexpr,
     REST_START: tl.constexpr,
     REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
     READ_PAIRS: tl.constexpr,
     WRITE_PAIRS: tl.constexpr,
 ):
-    for start in tl.static_range(0, H, BLOCK_H):
-        heads = start + tl.arange(0, BLOCK_H)
-        mask = is_token[:, None] & (heads < H)[None, :]
-        x_at = x_token[:, None] + heads[None, :] * x_stride_h
-        y_at = y_token[:, None] + heads[None, :] * y_stride_h
-        first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
-        turned_first = first * cos - second * sin
-        turned_second = second * cos + first * sin
-        store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
-        if REST > 0:
-            channels = REST_START + tl.arange(0, BLOCK_REST)
-            inside = mask[:, :, None] & (channels < REST_START + REST)
-            rest = tl.load(x_ptr + x_at[:, :, None] + channels, mask=inside)
-            tl.store(y_ptr + y_at[:, :, None] + channels, rest, mask=inside)
+    """x_token, y_token: where the tokens start, [BLOCK_T]; heads: [BLOCK_H]; mask: [BLOCK_T, BLOCK_H]."""
+    x_at = x_token[:, None] + heads[None, :] * x_stride_h
+    y_at = y_token[:, None] + heads[None, :] * y_stride_h
+    first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
+    if REST > 0:
+        channels = REST_START + tl.arange(0, BLOCK_REST)
+        inside = mask[:, :, None] & (channels < REST_START + REST)
+        rest = tl.load(x_ptr + x_at[:, :, None] + channels, mask=inside)
+        tl.store(y_ptr + y_at[:, :, None] + channels, rest, mask=inside)
 
 
 @triton.jit
@@ -174,8 +171,7 @@ def _rope_kernel(
     BLOCK_REST: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_HQ: tl.constexpr,
-    BLOCK_HK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
     READ_PAIRS: tl.constexpr,
     WRITE_PAIRS: tl.constexpr,
@@ -186,53 +182,31 @@ def _rope_kernel(
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_token = tokens < T
+    q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
+    groups: tl.constexpr = q_groups + (HK + BLOCK_H - 1) // BLOCK_H
+    # The groups of one token run side by side, so that its table row comes from the cache for all but the first.
+    program = tl.program_id(0)
+    group = program % groups
+    tokens = (program // groups).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = (tokens < T)[:, None]
     cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
     b, s = tokens // S, tokens % S
-    _rotate_heads(
-        q_ptr,
-        q_out_ptr,
-        b * q_stride_b + s * q_stride_s,
-        b * q_out_stride_b + s * q_out_stride_s,
-        q_stride_h,
-        q_out_stride_h,
-        is_token,
-        cos,
-        sin,
-        HQ,
-        START,
-        REST_START,
-        REST,
-        BLOCK_REST,
-        HALF,
-        BLOCK_HQ,
-        BLOCK_C,
-        READ_PAIRS,
-        WRITE_PAIRS,
-    )
-    if HK > 0:
+    if group < q_groups:
+        heads = group * BLOCK_H + tl.arange(0, BLOCK_H)
+        x_token = b * q_stride_b + s * q_stride_s
+        y_token = b * q_out_stride_b + s * q_out_stride_s
         _rotate_heads(
-            k_ptr,
-            k_out_ptr,
-            b * k_stride_b + s * k_stride_s,
-            b * k_out_stride_b + s * k_out_stride_s,
-            k_stride_h,
-            k_out_stride_h,
-            is_token,
-            cos,
-            sin,
-            HK,
-            START,
-            REST_START,
-            REST,
-            BLOCK_REST,
-            HALF,
-            BLOCK_HK,
-            BLOCK_C,
-            READ_PAIRS,
-            WRITE_PAIRS,
-        )
+            q_ptr, q_out_ptr, x_token, y_token, q_stride_h, q_out_stride_h, heads, is_token & (heads < HQ)[None, :],
+            cos, sin, START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS,
+        )  # fmt: skip
+    else:
+        heads = (group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H)
+        x_token = b * k_stride_b + s * k_stride_s
+        y_token = b * k_out_stride_b + s * k_out_stride_s
+        _rotate_heads(
+            k_ptr, k_out_ptr, x_token, y_token, k_stride_h, k_out_stride_h, heads, is_token & (heads < HK)[None, :],
+            cos, sin, START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS,
+        )  # fmt: skip
 
 
 def rotate(
@@ -249,10 +223,8 @@ def rotate(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Turn q and k, reading channels in one order and writing them in another."""
-    q, k = (x if x is None or x.stride(-1) == 1 or in_place else x.contiguous() for x in (q, k))
-    q_out, k_out = (
-        x if x is None or in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)
-    )
+    q, k = _readable(q, in_place), None if k is None else _readable(k, in_place)
+    q_out, k_out = _output(q, in_place), None if k is None else _output(k, in_place)
     tokens, dim, rotary = q.shape[:-2].numel(), q.shape[-1], cos_sin.shape[-1]
     if not tokens:
         return q_out, k_out
@@ -267,10 +239,12 @@ def rotate(
         "WRITE_PAIRS": write == "pairs",
         "INVERSE": inverse,
         **angle_constants(rotary, positions, sections, layout),
-        **_blocks(tokens, q.shape[-2], 0 if k is None else k.shape[-2], rotary),
+        **_blocks(q.shape[-2], rotary),
     }
     some_k, some_k_out = (q, q_out) if k is None else (k, k_out)
-    grid = (triton.cdiv(tokens, constants["BLOCK_T"]),)
+    heads = (q.shape[-2], 0 if k is None else k.shape[-2])
+    groups = sum(triton.cdiv(h, constants["BLOCK_H"]) for h in heads)
+    grid = (triton.cdiv(tokens, constants["BLOCK_T"]) * groups,)
     _rope_kernel[grid](
         q,
         some_k,
@@ -285,11 +259,20 @@ def rotate(
         *token_strides(some_k),
         *token_strides(q_out),
         *token_strides(some_k_out),
-        HQ=q.shape[-2],
-        HK=0 if k is None else k.shape[-2],
+        HQ=heads[0],
+        HK=heads[1],
         **constants,
     )
     return q_out, k_out
+
+
+def _readable(x: Tensor, in_place: bool) -> Tensor:
+    """With unit stride along the channels; in place the caller's memory itself, which `accepts` has looked at."""
+    return x if in_place or x.stride(-1) == 1 else x.contiguous()
+
+
+def _output(x: Tensor, in_place: bool) -> Tensor:
+    return x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -313,13 +296,8 @@ def token_strides(x: Tensor) -> tuple[int, int, int]:
     return (x.stride(0) if x.dim() == 4 else 0), x.stride(-3), x.stride(-2)
 
 
-def _blocks(tokens: int, heads: int, kv_heads: int, rotary: int) -> dict[str, int]:
-    """About 4096 elements a step, so that four warps keep four 16-byte reads each in flight."""
-    at_once = max(1, 4096 // triton.next_power_of_2(rotary))
-    block_hq = min(triton.next_power_of_2(heads), at_once)
-    return {
-        "BLOCK_T": 1 if tokens < 4096 else max(1, min(4, at_once // block_hq)),
-        "BLOCK_HQ": block_hq,
-        "BLOCK_HK": min(triton.next_power_of_2(max(kv_heads, 1)), at_once),
-        "num_warps": 4,
-    }
+def _blocks(heads: int, rotary: int) -> dict[str, int]:
+    """2048 channels a program: two warps with four 16-byte reads a thread in flight. Measured on H200."""
+    block_h = max(1, min(triton.next_power_of_2(heads), 2048 // triton.next_power_of_2(rotary)))
+    block_t = max(1, 2048 // (block_h * triton.next_power_of_2(rotary)))
+    return {"BLOCK_T": block_t, "BLOCK_H": block_h, "num_warps": 2}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl.doctor import checks as checks  # fills RULES
+import whorl.doctor.checks  # noqa: F401  (fills RULES)
 from whorl.doctor.inputs import BadInput, Inputs, read_inputs, read_text
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict

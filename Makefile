@@ -1,0 +1,65 @@
+# Everything runs in a virtual environment in .venv, made on first use and again when its requirements change.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Without their dependencies: the adapters and peers that tests need are pure Python.
+UNBUNDLED := megatron-core==0.16.1 liger-kernel==0.8.5
+JOBS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+# One thread a process: tests are small and run side by side.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+.PHONY: help venv run test test-all lint format bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run       a first look: the doctor on a configuration that would fail"
+	@echo "make test      the tests, on any machine"
+	@echo "make test-all  the slow ones too; the result goes into bench/results/test_all.md"
+	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
+	@echo "make bench     every operator next to its peers on this machine"
+	@echo "make venv      only make the virtual environment (PYTHON=python3.12 chooses the interpreter)"
+
+venv: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit("whorl needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv; the first time this downloads torch"
+	@$(PIP) "$(TORCH)"
+	@$(PIP) -e ".[dev]"
+	@$(PIP) --no-deps $(UNBUNDLED)
+	@rm -f .venv/.installed-*
+	@touch $@
+
+run: venv
+	@$(BIN)/whorl doctor examples/qwen3_vl_rope_branch; code=$$?; \
+	if [ $$code -ne 1 ]; then echo "make run: expected the doctor to find the mistake and exit 1, it exited $$code" >&2; exit 1; fi
+	@echo
+	@echo "That configuration would have failed, or trained on wrong positions. Try next:"
+	@echo "  $(BIN)/whorl doctor examples/qwen3_vl_fixed    the same model, set up right"
+	@echo "  $(BIN)/whorl doctor PATH                       your own model folder, launch script or log"
+	@echo "  $(BIN)/whorl ops                               what runs on this machine"
+	@echo "  $(BIN)/whorl selftest                          whether it computes the right numbers here"
+
+test: venv
+	@$(PYTEST)
+
+test-all: venv
+	@mkdir -p .cache
+	@WHORL_TEST_ALL=1 $(PYTEST) --junitxml=.cache/test_all.xml; code=$$?; \
+	$(BIN)/python tests/record_all.py .cache/test_all.xml bench/results/test_all.md && exit $$code
+
+lint: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy whorl
+
+format: venv
+	@$(BIN)/ruff format .
+
+bench: venv
+	@$(BIN)/whorl bench ops

@@ -1,0 +1,293 @@
+"""The rule that judges answers, the self-test and the operator benchmark: right answers pass, planted faults do not."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from whorl import device as devices
+from whorl import selftest
+from whorl.bench import ops as bench
+from whorl.bench import peers, timing
+from whorl.cli import app
+from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
+from whorl.ops._op import Impl
+
+rms_norm_backward = OPS["rms_norm_backward"]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Give an operator a backend that runs here and is wrong."""
+
+    def plant(op, function, backend="triton"):
+        monkeypatch.setattr(devices, "unavailable", lambda name, device, asked=False: None if name == backend else "no")
+        monkeypatch.setattr("whorl.ops._op.unavailable", devices.unavailable)
+        monkeypatch.setitem(op.impls, backend, Impl(backend, function, lambda **_: None))
+
+    return plant
+
+
+def rounded(values, dtype=torch.bfloat16):
+    return values.to(dtype), values.to(dtype), values
+
+
+class TestRule:
+    gold = torch.linspace(-3, 3, 4001, dtype=torch.float64)
+
+    def test_the_reference_itself_is_about_1(self):
+        assert selftest.error_ratio(*rounded(self.gold)) == pytest.approx(1, abs=0.05)
+
+    def test_one_rounding_more_passes_and_twice_the_error_does_not(self):
+        got, reference, gold = rounded(self.gold)
+        error = got.double() - gold
+        assert selftest.judge([got], [reference], [gold]).passed
+        worse = (gold + 2.5 * error).float()
+        wide = reference.float()
+        assert selftest.judge([worse], [wide], [gold]).problem is not None
+        assert selftest.judge([(gold + 1.5 * error).float()], [wide], [gold]).passed
+
+    def test_one_wrong_element_among_many_is_found(self):
+        got, reference, gold = rounded(torch.linspace(1, 2, 1_000_000, dtype=torch.float64))
+        got[123_456] += 0.2
+        verdict = selftest.judge([got], [reference], [gold])
+        assert verdict.ratio < selftest.LIMIT
+        assert "one element" in verdict.problem
+
+    def test_few_elements_that_the_reference_hits_by_luck(self):
+        gold = torch.ones(2, dtype=torch.float64)
+        half = torch.finfo(torch.bfloat16).eps / 2
+        near = (gold - half).to(torch.bfloat16)  # next below 1
+        assert selftest.judge([near], [gold.to(torch.bfloat16)], [gold]).passed
+        far = (gold - 4 * half).to(torch.bfloat16)
+        assert not selftest.judge([far], [gold.to(torch.bfloat16)], [gold]).passed
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda t: t[:-1],
+            lambda t: t.float(),
+            lambda t: t.index_fill(0, torch.tensor([3]), math.nan),
+            lambda t: t.index_fill(0, torch.tensor([3]), math.inf),
+            torch.neg,
+        ],
+        ids=["shape", "dtype", "nan", "inf", "sign"],
+    )
+    def test_what_is_never_right(self, spoil):
+        got, reference, gold = rounded(self.gold)
+        assert selftest.judge([spoil(got)], [reference], [gold]).problem is not None
+
+    def test_nan_where_the_reference_has_it_is_right(self):
+        gold = self.gold.clone()
+        gold[0] = math.nan
+        assert selftest.judge(*([t] for t in rounded(gold))).passed
+
+    def test_whole_numbers_are_compared_exactly(self):
+        one = torch.arange(5)
+        assert selftest.judge([one], [one], [one]).passed
+        assert not selftest.judge([one + 1], [one], [one]).passed
+
+    def test_number_of_outputs(self):
+        one = torch.ones(3)
+        assert not selftest.judge([one], [one, one], [one, one]).passed
+
+    def test_a_table_rounded_to_bf16_passes(self):
+        """What Ascend's operators do to cos and sin: within the rule, so they need no bound of their own."""
+        for case in rope.cases:
+            values = rope.make(**case, dtype=torch.bfloat16, device="cpu")
+            low = values | {"cos_sin": values["cos_sin"].bfloat16().float()}
+            outs = [selftest.answers(rope, rope.reference, v) for v in (low, values, selftest.widened(values))]
+            assert selftest.judge(*outs).passed, case
+
+
+class TestSelftest:
+    def test_passes_here_and_names_every_operator(self):
+        report = selftest.run("cpu")
+        assert report.passed, report.failures
+        torch_rows = {row.operator: row for row in report.rows if row.backend == "torch"}
+        assert list(torch_rows) == list(OPS)
+        assert all(row.passed >= 3 * len(OPS[name].cases) for name, row in torch_rows.items())
+        text = selftest.render(report)
+        assert all(name in text for name in (*OPS, torch.__version__, "checks passed."))
+        json.dumps(report.as_dict())
+
+    def test_a_wrong_backend_fails_and_exits_1(self, planted, monkeypatch):
+        planted(swiglu, lambda x, interleaved: swiglu.reference(x * 1.01, interleaved=interleaved))
+        report = selftest.run("cpu", {"swiglu": swiglu})
+        assert not report.passed
+        assert {f.backend for f in report.failures} == {"triton"}
+        assert "swiglu/triton, 17x128" in selftest.render(report)
+        monkeypatch.setattr("whorl.selftest.run", lambda device: report)
+        assert CliRunner().invoke(app, ["selftest"]).exit_code == 1
+
+    def test_a_backend_that_raises_is_a_failure_not_a_crash(self, planted):
+        def broken(x, weight, eps, plus_one):
+            raise RuntimeError("vendor error 507015\nmore")
+
+        planted(rms_norm, broken)
+        report = selftest.run("cpu", {"rms_norm": rms_norm})
+        assert {f.problem for f in report.failures} == {"RuntimeError: vendor error 507015"}
+
+    def test_a_wrong_gradient_is_found(self, planted):
+        def half(dy, x, weight, residual_grad, eps, plus_one):
+            dx, dweight = rms_norm_backward.reference(dy, x, weight, residual_grad, eps=eps, plus_one=plus_one)
+            return dx * 0.5, dweight
+
+        planted(rms_norm_backward, half)
+        planted(rms_norm, lambda x, weight, eps, plus_one: rms_norm.reference(x, weight, eps, plus_one=plus_one))
+        failed = selftest.run("cpu", {"rms_norm": rms_norm}).failures
+        assert failed
+        assert all(f.what.startswith("gradient of") for f in failed)
+
+    def test_writing_to_an_argument_is_found(self, planted):
+        def careless(x, weight, eps, plus_one):
+            y = rms_norm.reference(x, weight, eps, plus_one=plus_one)
+            x.zero_()
+            return y
+
+        planted(rms_norm, careless)
+        problems = {f.problem for f in selftest.run("cpu", {"rms_norm": rms_norm}).failures}
+        assert "wrote to its arguments x" in problems
+
+    def test_cases_a_backend_does_not_take_are_counted_with_the_reason(self, planted, monkeypatch):
+        planted(swiglu, lambda x, interleaved: swiglu.reference(x, interleaved=interleaved))
+        refuses = Impl("triton", swiglu.reference, lambda x, **_: "only fp32" if x.dtype != torch.float32 else None)
+        monkeypatch.setitem(swiglu.impls, "triton", refuses)
+        row = next(r for r in selftest.run("cpu", {"swiglu": swiglu}).rows if r.backend == "triton")
+        assert dict(row.skipped) == {"only fp32": 4 * len(swiglu.cases)}  # two dtypes, value and gradient
+
+
+class TestBench:
+    @pytest.fixture(autouse=True)
+    def _brief(self, monkeypatch):
+        monkeypatch.setattr(timing, "REPEATS", 1)
+        monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
+
+    def test_walks_the_registry_and_prints_one_document(self):
+        result = CliRunner().invoke(app, ["bench", "ops", "--device", "cpu", "--json"])
+        assert result.exit_code == 0, result.output
+        document = json.loads(result.output)
+        assert {row["op"] for row in document["rows"]} == {n for n, op in OPS.items() if op.bench_cases}
+        assert {"device_name", "versions", "commit", "copy_tb_s_by_bytes", "notes"} <= set(document["header"])
+        for row in document["rows"]:
+            assert row["passed"]
+            assert {"us", "bytes", "tb_s", "share_of_copy", "copy_tb_s", "backend", "error_ratio"} <= set(row)
+            assert any(p["label"] == "reference, eager" and p["us"] > 0 for p in row["peers"])
+        assert not any("note" in p for row in document["rows"] for p in row["peers"]), "a peer answers something else"
+
+    def test_a_wrong_answer_has_no_speed_and_exits_1(self, planted):
+        planted(swiglu, lambda x, interleaved: swiglu.reference(x, interleaved=interleaved) * 1.01)
+        result = CliRunner().invoke(app, ["bench", "ops", "swiglu", "--device", "cpu"])
+        assert result.exit_code == 1
+        assert "FAILED" in result.output
+        assert " us" not in result.output
+
+    def test_names_choose_operators_and_text_shows_peers(self):
+        result = CliRunner().invoke(app, ["bench", "ops", "qk_norm_rope", "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+        assert "unfused: rms_norm twice, then rope" in result.output
+        assert "swiglu" not in result.output
+
+    def test_a_peer_that_answers_something_else_has_no_speed(self, monkeypatch):
+        monkeypatch.setattr(peers, "_torch_rms_norm", lambda x, weight, eps: x * weight)
+        document = bench.run(bench.Settings.resolve(names=["rms_norm"], device="cpu"))
+        found = [p for row in document["rows"] for p in row["peers"] if p["label"] == "torch.nn.functional.rms_norm"]
+        assert found
+        assert all("its answer is another" in p["note"] for p in found)
+
+    def test_plot(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        path = tmp_path / "bench.png"
+        result = CliRunner().invoke(app, ["bench", "ops", "rope", "--device", "cpu", "--plot", str(path)])
+        assert result.exit_code == 0, result.output
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_quick_caps_tokens_and_says_so(self):
+        settings = bench.Settings.resolve(names=["rope", "rms_norm"], device="cpu")
+        assert all(max(case["tokens"]) <= 4 for case in settings.cases(rope))
+        assert all(case["shape"][0] <= 4 for case in settings.cases(rms_norm))
+        full = bench.Settings.resolve(names=["rope"], device="cpu", quick=False)
+        assert settings.cases(rope) != full.cases(rope) == list(rope.bench_cases)
+        assert any("at most 4 tokens" in note for note in bench._header(settings)["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [rope, mrope, rms_norm_backward, qk_norm_rope, rope_, swiglu], ids=lambda op: op.name)
+def test_compiled_peers_answer_the_same(op, monkeypatch):
+    monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
+    row = bench._row(
+        op, selftest.shrink(op.bench_cases[0], 4), bench.Settings.resolve(names=[op.name], device="cpu", compiled=True)
+    )
+    compiled = [p for p in row["peers"] if "torch.compile" in p["label"]]
+    assert compiled
+    assert all("us" in p for p in compiled), compiled
+
+
+LIGER = """
+import torch
+from whorl import device
+from whorl.bench import ops, peers
+from whorl.ops import OPS
+from whorl.selftest import shrink
+
+device.unavailable = lambda *_, **__: None
+for name in ("rope", "mrope", "rope_backward", "mrope_backward", "rms_norm", "add_rms_norm", "swiglu"):
+    op = OPS[name]
+    values = op.make(**shrink(op.bench_cases[0], 3), dtype=torch.float32, device="cpu")
+    found = [p for p in peers.peers_of(op, values, compiled=False) if p.label.startswith("Liger")]
+    assert found, name
+    for peer in found:
+        bound = peer.bind(values)
+        problem = ops._peer_problem(bound, ops._gold(op, {**values, **(peer.question or {})}, "cpu"))
+        assert problem is None, (name, peer.label, problem)
+print("same answers")
+"""
+
+
+def test_liger_is_asked_the_same_question():
+    """Its kernels in Triton's interpreter, in a process where it is on from the start."""
+    pytest.importorskip("liger_kernel")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, "-c", LIGER], capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.strip() == "same answers", result.stderr[-2000:]
+
+
+def test_timing_counts_every_launch_of_a_graph(monkeypatch):
+    """A device of paper: each launch takes 3 us, replays are what is timed."""
+    clock = {"now": 0.0}
+
+    class Event:
+        def record(self):
+            self.at = clock["now"]
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) / 1e3
+
+    def launch():
+        clock["now"] += 3.0
+
+    def record_graph(device, function):
+        before = clock["now"]
+        function()
+        took = clock["now"] - before
+        return lambda: clock.__setitem__("now", clock["now"] + took)
+
+    monkeypatch.setattr(devices, "accelerator", lambda device: object())
+    monkeypatch.setattr(devices, "synchronize", lambda device: None)
+    monkeypatch.setattr(devices, "timing_event", lambda device: Event())
+    monkeypatch.setattr(devices, "record_graph", record_graph)
+    found = timing.measure([launch] * 16, "paper", short=True)
+    assert found.us == pytest.approx(3.0)
+    assert found.how == "graph of 128 launches over 16 buffers"
+
+
+def test_buffers_rotate_only_while_they_fit_the_cache(monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda device: object())
+    assert timing.num_buffers(20_000, "paper") == timing.GRAPH_LAUNCHES
+    assert timing.num_buffers(timing.GRAPH_BYTES - 1, "paper") * timing.GRAPH_BYTES >= 2 * timing.FLUSH_BYTES
+    assert timing.num_buffers(timing.GRAPH_BYTES, "paper") == 1

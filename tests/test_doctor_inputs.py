@@ -1,0 +1,148 @@
+"""The doctor's readers, and what it says to input it cannot use."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.doctor import BadInput, check
+from whorl.doctor.command import run
+from whorl.doctor.inputs import parse_overrides, parse_value, read_arguments, read_inputs
+
+MODELS = Path(__file__).parent / "doctor" / "models"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def values(text: str, **options: Any) -> dict[str, Any]:
+    return {s.key: s.value for s in read_arguments(text, "f", **options)}
+
+
+def test_arguments_of_a_shell_script() -> None:
+    script = """
+    #!/bin/bash
+    SEQ=4096; TP=${TP:-4}
+    ARGS="
+      --seq-length ${SEQ}  # --micro-batch-size 9
+      --position-embedding-type rope
+    "
+    MORE=(--rotary-base=1000000 --mrope-section 24 20 20)
+    export HCCL_ALGO='level0:ring'
+    torchrun t.py $ARGS --tensor-model-parallel-size $TP \\\\
+      --use-fused-rotary-pos-emb --no-rope-fusion -tp 8
+    echo done
+    """
+    found = values(script.replace("\\\\\\\\", "\\\\"))
+    assert found["sequence_length"] == 4096
+    assert found["position_embedding_type"] == "rope"
+    assert found["rotary_base"] == 1000000
+    assert found["mrope_section"] == [24, 20, 20]
+    assert found["HCCL_ALGO"] == "level0:ring"
+    assert found["use_fused_rotary_pos_emb"] is True
+    assert found["apply_rope_fusion"] is False
+    assert found["tensor_parallel"] == 8
+    assert "micro_batch_size" not in found
+
+
+def test_one_argument_per_line() -> None:
+    assert values("--position-embedding-type\nmrope\n--bf16\n", values_may_wrap=True) == {
+        "position_embedding_type": "mrope",
+        "bf16": True,
+    }
+
+
+def test_hydra_overrides_are_config() -> None:
+    (setting,) = read_arguments("+actor.megatron.override.apply_rope_fusion=True", "run.sh")
+    assert (setting.key, setting.value, setting.kind, setting.where) == (
+        "apply_rope_fusion",
+        True,
+        "config",
+        "run.sh:1",
+    )
+
+
+def test_values() -> None:
+    texts = ("True", "1e6", "[24, 20, 20]", "None", "0x", "a")
+    assert [parse_value(text) for text in texts] == [True, 1e6, [24, 20, 20], None, "0x", "a"]
+    assert parse_overrides(["megatron_bridge=0.10", "a.b=1"]) == {"megatron_bridge": "0.10", "a.b": 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet=st.sampled_from("-=ab0 \"'\\\\\n#${}():."), max_size=60))
+def test_any_text_can_be_read(text: str) -> None:
+    read_arguments(text, "f")
+    read_arguments(text, "f", values_may_wrap=True)
+    parse_value(text)
+
+
+def test_set_reaches_the_text_model_and_not_the_vision_tower() -> None:
+    inputs = read_inputs(
+        EXAMPLES / "qwen3_vl_fixed", {"hidden_size": 5120, "text_config.rope_scaling.mrope_section": [1]}
+    )
+    assert inputs.model is not None
+    assert inputs.model["text_config"]["hidden_size"] == 5120
+    assert inputs.model["text_config"]["rope_scaling"]["mrope_section"] == [1]
+    assert inputs.model["vision_config"]["hidden_size"] == 1152
+
+
+def test_vllm_overrides_change_the_model(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
+    yarn = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}'
+    (tmp_path / "serve.sh").write_text(f"vllm serve m --max-model-len 131072 --hf-overrides '{yarn}'")
+    report = check(tmp_path)
+    assert report.paths[0].branch == "YaRNScalingRotaryEmbedding"
+    assert report.findings == ()
+
+
+def test_hugging_face_side_files_are_not_settings(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
+    (tmp_path / "generation_config.json").write_text('{"max_model_len": 9}')
+    (tmp_path / "merges.txt").write_text("a b\nc d\n")
+    assert check(tmp_path).read == ("config.json",)
+
+
+# Bad input teaches.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lesson"),
+    [
+        ({"path": "nowhere"}, "no such file or folder"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "framework": "sglang"}, "choose one of megatron"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "device": "tpu"}, "choose one of cuda, npu"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["mrope_section"]}, "write key=value"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["rotary_operator=rope"]}, "choose one of torch"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "log": "nowhere.log"}, "cannot be read"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "trace": "nowhere.json"}, "export_chrome_trace"),
+        ({"path": EXAMPLES / "README.md"}, "holds no model config"),
+        ({"path": None}, "give a file or folder"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], lesson: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(**arguments) == 2
+    printed = capsys.readouterr()
+    assert lesson in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lesson"),
+    [
+        ("config.json", b"{", "is not valid JSON"),
+        ("launch.yaml", b"a: [", "is not valid YAML"),
+        ("launch.json", b"3", "expected a mapping"),
+        ("model.args", b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_unreadable_files(name: str, content: bytes, lesson: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=lesson):
+        check(tmp_path)
+
+
+def test_bad_input_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("nowhere", as_json=True) == 2
+    assert "no such file" in json.loads(capsys.readouterr().out)["error"]

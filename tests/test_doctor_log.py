@@ -1,0 +1,187 @@
+"""The doctor's reading of logs and profiler traces."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from whorl.doctor import BadInput, check
+from whorl.doctor.command import run
+from whorl.doctor.log import SYMPTOMS, explain
+from whorl.doctor.paths import CALLS
+from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
+
+HERE = Path(__file__).parent / "doctor"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LOGS: dict[str, str] = {item["line"]: item["code"] for item in yaml.safe_load((HERE / "logs.yaml").read_text())}
+
+
+@pytest.mark.parametrize("line", LOGS)
+def test_log_is_explained(line: str) -> None:
+    findings = explain(f"Traceback (most recent call last):\n  File x\n{line}\nmore", "job.log")
+    assert [finding.code for finding in findings] == [LOGS[line]]
+    assert findings[0].found in line
+    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(findings[0].found))}"
+
+
+def test_every_symptom_has_a_line() -> None:
+    unused = [s.pattern for s in SYMPTOMS if not any(re.search(s.pattern, line) for line in LOGS)]
+    assert unused == []
+
+
+def test_megatron_core_still_says_these_lines() -> None:
+    core = pytest.importorskip("megatron.core")
+    text = "".join(file.read_text() for file in Path(core.__path__[0]).rglob("*.py") if _rotary_source(file))
+    text = re.sub(r'"\s*\n\s*f?"', "", text)
+    for line in (
+        "apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
+        "mrope require mrope_section setting",
+        "cp_group must be provided for THD format RoPE",
+        "RoPE fusion is not supported for DSAttention",
+        "apply_rope_fusion for MLA only works with YARN RoPE",
+        "apply_rope_fusion is not available",
+        "is not supported by TE's fused RoPE",
+        "must be a multiple or divisor of",
+    ):
+        assert line in text
+
+
+def _rotary_source(file: Path) -> bool:
+    return file.name in ("rope_utils.py", "gpt_model.py", "transformer_config.py")
+
+
+def test_unknown_log_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.log").write_text("Traceback (most recent call last):\nOSError: disk full\n")
+    assert run(None, log=tmp_path / "job.log", as_json=True) == 0
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["code"], finding["severity"], finding["found"]) == (
+        "log-not-recognised",
+        "note",
+        "OSError: disk full",
+    )
+
+
+# Traces.
+
+
+def write_trace(file: Path, *names: str) -> Path:
+    """A trace of host and device events as torch profiler and Ascend's profiler write them."""
+    events = [{"ph": "X", "name": name, "pid": 1, "tid": 1, "ts": at, "dur": 1} for at, name in enumerate(names)]
+    file.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}))
+    return file
+
+
+def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
+
+
+@pytest.mark.parametrize("rotate", [rotate_half, rotate_pairs])
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_unfused_rotation_in_a_real_trace(rotate: Any, suffix: str, tmp_path: Path) -> None:
+    q, k, cos, sin = torch.randn(4, 2, 3, 8).unbind(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        rotate(q, cos, sin), rotate(k, cos, sin)
+    file = tmp_path / f"trace{suffix}"
+    profile.export_chrome_trace(str(file))
+    assert read_trace(file)[UNFUSED] == 2
+
+
+def test_matmul_trace_has_no_rotation(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        (torch.randn(4, 4) @ torch.randn(4, 4)).neg()
+    profile.export_chrome_trace(str(tmp_path / "t.json"))
+    assert read_trace(tmp_path / "t.json") == {}
+    assert [f.code for f in check(None, trace=tmp_path / "t.json").findings] == ["trace-without-rotary"]
+
+
+SEEN = {
+    "npu::npu_mrope": "npu_mrope",
+    "aclnnRopeWithSinCosCache_RopeWithSinCosCache": "npu_mrope",
+    "npu::npu_rotary_mul": "npu_rotary_mul",
+    "RotaryPositionEmbedding": "npu_rotary_position_embedding",
+    "npu_rotary_position_embedding": "npu_rotary_position_embedding",
+    "aclnnInterleaveRope": "npu_interleave_rope",
+    "aclnnApplyRotaryPosEmbV2": "npu_apply_rotary_pos_emb",
+    "atb::_npu_rotary_embedding": "_npu_rotary_embedding",
+    "whorl::rope": "whorl",
+    "_mrope_kernel": "whorl",
+    "_triton_mrope_forward": "triton_mrope",
+    "vllm::npu_rotary_embedding": "triton_rope",
+    "void transformer_engine::fused_rope_forward_kernel<bf16>": "te_fused_rope",
+    "void transformer_engine::fused_rope_thd_forward_kernel<bf16>": "te_fused_rope_thd",
+    "_C::rotary_embedding": "vllm_rotary_embedding",
+    "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)": "vllm_rotary_embedding",
+    "triton_poi_fused_add_cat_cos_mul_neg_sin_0": "inductor",
+    "triton_poi_fused_cat_mul_neg_3": "inductor",
+    "aten::view_as_complex": "torch_complex",
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_event_names(name: str) -> None:
+    assert SEEN[name] in operators_of(name)
+
+
+def test_every_operator_can_be_seen() -> None:
+    seen = {operator for _, operators in EVIDENCE for operator in operators} | set(operators_of(UNFUSED))
+    assert seen == set(CALLS)
+
+
+@pytest.mark.parametrize("name", ["aten::mul", "npu::npu_fusion_attention", "triton_poi_fused_add_mul_1", "aten::neg"])
+def test_other_events_are_not_rotary(name: str) -> None:
+    assert operators_of(name) == ()
+
+
+def test_trace_agrees_with_the_path(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "t.json", "aten::mm", "npu::npu_rotary_position_embedding", "RotaryPositionEmbedding"
+    )
+    report = check(EXAMPLES / "qwen3_30b_mindspeed", trace=trace)
+    assert report.ran == {"npu::npu_rotary_position_embedding": 1, "RotaryPositionEmbedding": 1}
+    assert report.findings == ()
+
+
+def test_trace_disagrees_with_the_path(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.json", "aten::neg", "aten::cat", "aten::mul")
+    (finding,) = check(EXAMPLES / "qwen3_30b_mindspeed", trace=trace).findings
+    assert (finding.code, finding.severity) == ("trace-disagrees", "warning")
+    assert finding.found == f"{UNFUSED} x1"
+    assert finding.expected.startswith("npu_rotary_position_embedding")
+
+
+def test_backward_alone_is_not_the_forward_path(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.json", "npu::npu_rotary_mul_backward", "RotaryPositionEmbeddingGrad")
+    assert [f.code for f in check(EXAMPLES / "qwen3_30b_mindspeed", trace=trace).findings] == ["trace-without-rotary"]
+
+
+def test_one_of_verls_two_paths_is_agreement(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.json", "npu::npu_mrope")
+    assert "trace-disagrees" not in [f.code for f in check(EXAMPLES / "verl_qwen2_5_vl", trace=trace).findings]
+
+
+def test_trace_alone_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(None, trace=write_trace(tmp_path / "t.json", "npu::npu_mrope", "npu::npu_mrope")) == 0
+    assert "2 x        npu::npu_mrope" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{", '{"a": 1}', "3"])
+def test_bad_trace(content: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(BadInput, match="export_chrome_trace"):
+        check(None, trace=tmp_path / "t.json")
+
+
+def test_bad_gzip(tmp_path: Path) -> None:
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b"{}")[:-4])
+    with pytest.raises(BadInput, match="export_chrome_trace"):
+        check(None, trace=tmp_path / "t.json.gz")

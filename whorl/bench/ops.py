@@ -1,0 +1,286 @@
+"""`whorl bench ops`: every operator's benchmark cases, next to its peers and to a copy of as many bytes.
+
+No speed is given for an answer that is wrong, ours or a peer's.
+"""
+
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl import device as devices
+from whorl.bench.peers import Bound, Peer, peers_of
+from whorl.bench.timing import Timing, bandwidth, is_short, measure, num_buffers
+from whorl.ops import OPS, Op
+from whorl.selftest import answers, describe, guarded, judge_call, shrink, widened
+
+Values = dict[str, Any]
+Document = dict[str, Any]
+
+QUICK_TOKENS = 64
+# Peers round more often than we do (bf16 tables, bf16 products). This only shows that they did the same work:
+# observed 0.3 eps, and 0.7 eps for gradients.
+PEER_ERROR = 4.0
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    names: tuple[str, ...]
+    device: str
+    dtype: torch.dtype
+    quick: bool
+    compiled: bool
+
+    @staticmethod
+    def resolve(
+        *,
+        names: Sequence[str] = (),
+        device: str | None = None,
+        dtype: str = "bfloat16",
+        quick: bool | None = None,
+        compiled: bool | None = None,
+    ) -> "Settings":
+        """What was asked for, completed for this machine."""
+        unknown = [n for n in names if n not in OPS]
+        if unknown:
+            raise ValueError(f"bench ops: no operator {', '.join(unknown)}; there are {', '.join(OPS)}")
+        device = devices.require(device or devices.default_device())
+        quick = devices.accelerator(device) is None if quick is None else quick
+        return Settings(
+            names=tuple(names) or tuple(OPS),
+            device=device,
+            dtype=getattr(torch, dtype),
+            quick=quick,
+            compiled=not quick if compiled is None else compiled,
+        )
+
+    def cases(self, op: Op) -> list[Values]:
+        cases = [shrink(case, QUICK_TOKENS) if self.quick else case for case in op.bench_cases]
+        return [case for i, case in enumerate(cases) if case not in cases[:i]]
+
+
+def run(settings: Settings) -> Document:
+    """{"header": ..., "rows": [...]}; shows a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    work = [(OPS[name], case) for name in settings.names for case in settings.cases(OPS[name])]
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=len(work))
+        for op, case in work:
+            progress.update(task, description=f"{op.name}: {describe(case)}")
+            rows.append(_row(op, case, settings))
+            progress.advance(task)
+    copies = {row["bytes"]: row["copy_tb_s"] for row in rows if row["passed"]}
+    return {"header": _header(settings) | {"copy_tb_s_by_bytes": copies}, "rows": rows}
+
+
+def is_good(document: Document) -> bool:
+    return all(row["passed"] for row in document["rows"])
+
+
+def _header(settings: Settings) -> Document:
+    notes = ["TB/s counts what must be read and written once; a peer's is of the same bytes, so that it compares time."]
+    if settings.quick:
+        notes.append(f"Quick: at most {QUICK_TOKENS} tokens a case; these are not the speeds of real sizes.")
+    if not settings.compiled:
+        notes.append("torch.compile is left out; --compile times it.")
+    return {
+        "device": settings.device,
+        "device_name": devices.device_name(settings.device),
+        "versions": devices.versions() | {"liger_kernel": _liger_version()},
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "dtype": _name(settings.dtype),
+        "quick": settings.quick,
+        "notes": notes,
+    }
+
+
+def _commit() -> str:
+    """Of the checkout this runs from; "unknown" where there is none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changed.stdout else "")
+
+
+def _liger_version() -> str:
+    if not devices.is_installed("liger_kernel"):
+        return "not installed"
+    try:
+        return metadata.version("liger_kernel")
+    except metadata.PackageNotFoundError:  # a folder on the path
+        return "of unknown version"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- one case
+
+
+def _row(op: Op, case: Values, settings: Settings) -> Document:
+    device = settings.device
+    make = functools.partial(op.make, **case, dtype=settings.dtype, device=device)
+    torch.manual_seed(0)
+    values = make()
+    choice = op.choose(**values)
+    verdict = guarded(lambda: judge_call(op, values, choice.backend, home=devices.fp64_home(device)))
+    row: Document = {
+        "op": op.name,
+        "case": describe(case),
+        "backend": choice.backend,
+        "passed_over": choice.reasons,
+        "passed": verdict.passed,
+        "problem": verdict.problem,
+    }
+    if not verdict.passed:
+        return row
+    mine = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
+    num_bytes = op.bytes(values, tuple(answers(op, op.reference, mine)))
+    buffers = [mine, *(make() for _ in range(num_buffers(num_bytes, device) - 1))]
+    short = is_short(num_bytes, device)
+    timing = measure([functools.partial(op, **b, backend=choice.backend) for b in buffers], device, short=short)
+    copy = _copy(num_bytes, device)
+    speeds = functools.partial(_speeds, num_bytes=num_bytes, copy=copy)
+    row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **speeds(timing)}
+    row |= {"copy_us": copy.us, "copy_tb_s": num_bytes / copy.us / 1e6}
+    torch.compiler.reset()
+    gold: dict[str, list[Tensor]] = {}
+    row["peers"] = []
+    for peer in peers_of(op, values, compiled=settings.compiled):
+        if short and peer.through_autograd:
+            continue
+        found = _time_peer(op, peer, [values, *buffers[1:]], gold, device)
+        row["peers"].append({"label": peer.label, **({"note": found} if isinstance(found, str) else speeds(found))})
+    return row
+
+
+def _speeds(timing: Timing, num_bytes: int, copy: Timing) -> Document:
+    return {"us": timing.us, "tb_s": num_bytes / timing.us / 1e6, "share_of_copy": copy.us / timing.us}
+
+
+@functools.lru_cache(maxsize=1)
+def _copy(num_bytes: int, device: str) -> Timing:
+    """A copy that reads and writes `num_bytes` together, timed as an operator would be."""
+    pairs = [
+        [torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(num_buffers(num_bytes, device))
+    ]
+    return measure(
+        [functools.partial(to.copy_, source) for to, source in pairs], device, short=is_short(num_bytes, device)
+    )
+
+
+def _time_peer(
+    op: Op, peer: Peer, buffers: Sequence[Values], gold: dict[str, list[Tensor]], device: str
+) -> Timing | str:
+    """The peer's time, or why there is none. `gold` keeps right answers by question."""
+    key = repr(peer.question)
+    try:
+        if key not in gold:
+            gold[key] = _gold(op, {**buffers[0], **(peer.question or {})}, device)
+        bound = [peer.bind(values) for values in buffers]
+        wrong = _peer_problem(bound[0], gold[key])
+        return wrong or measure([b.run for b in bound], device, short=len(bound) > 1)
+    except Exception as error:  # whatever somebody else's code raises must not end our run
+        return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _gold(op: Op, question: Values, device: str) -> list[Tensor]:
+    home = devices.fp64_home(device)
+    there = {n: v.to(home, copy=True) if isinstance(v, Tensor) else v for n, v in question.items()}
+    return answers(op, op.reference, widened(there))
+
+
+def _peer_problem(bound: Bound, gold: Sequence[Tensor]) -> str | None:
+    for got, right in zip(bound.outputs(bound.run()), gold, strict=True):
+        error = (got.to(right.device).double() - right).square().mean().sqrt() / right.square().mean().sqrt()
+        if not error <= PEER_ERROR * torch.finfo(got.dtype).eps:
+            return f"its answer is another: relative error {error:.2g}"
+    return None
+
+
+# ---- showing
+
+
+def render(document: Document) -> str:
+    header, lines = document["header"], []
+    lines += [
+        f"device    {header['device']}: {header['device_name']}",
+        "versions  " + ", ".join(f"{n} {v}" for n, v in header["versions"].items()),
+        f"commit    {header['commit']}, {header['date']}",
+        f"dtype     {header['dtype']}",
+        *(f"note      {note}" for note in header["notes"]),
+    ]
+    for row in document["rows"]:
+        lines += ["", *_render_row(row)]
+    failed = sum(not row["passed"] for row in document["rows"])
+    lines += ["", f"{len(document['rows']) - failed} of {len(document['rows'])} cases right" + "." * (not failed)]
+    return "\n".join(lines) + (f", {failed} FAILED: no speed is given for those." if failed else "")
+
+
+def _render_row(row: Document) -> list[str]:
+    ours = f"whorl ({row['backend']})"
+    if not row["passed"]:
+        return [f"{row['op']}: {row['case']}", f"  {ours:<56} FAILED: {row['problem']}"]
+    copy = f"copy {bandwidth(row['bytes'], row['copy_us'])}"
+    lines = [f"{row['op']}: {row['case']}; {row['bytes'] / 1e6:.2f} MB, {copy}, {row['timing']}"]
+    for label, speed in [(ours, row), *((p["label"], p) for p in row["peers"])]:
+        if "note" in speed:
+            lines.append(f"  {label:<56} {speed['note']}")
+            continue
+        rate, times = bandwidth(row["bytes"], speed["us"]), speed["us"] / row["us"]
+        share = f"{speed['share_of_copy']:.0%} of copy"
+        lines.append(f"  {label:<56}{speed['us']:>10.2f} us {rate:>11} {share:>13} {times:>7.2f}x")
+    return lines
+
+
+def need_plot(path: Path) -> None:
+    """Before minutes of measuring: can the plot be written?"""
+    if not devices.is_installed("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install 'whorl[bench]'")
+    if path.suffix not in PLOT_FORMATS:
+        raise ValueError(f"--plot {path}: expected a file name ending in one of {', '.join(PLOT_FORMATS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def write_plot(document: Document, path: Path) -> None:
+    """Share of copy bandwidth, one group of bars a case: ours dark, peers light."""
+    from matplotlib.figure import Figure
+
+    bars: list[tuple[str, float, str]] = []
+    for row in (r for r in document["rows"] if r["passed"]):
+        bars.append((f"{row['op']}: {row['case']}", 0.0, "none"))
+        bars.append((f"whorl ({row['backend']}), {row['us']:.1f} us", row["share_of_copy"], "#1f4e79"))
+        timed = (p for p in row["peers"] if "us" in p)
+        bars += [(f"{p['label']}, {p['us']:.1f} us", p["share_of_copy"], "#9fb8d0") for p in timed]
+    labels, shares, colours = zip(*bars, strict=True) if bars else ((), (), ())
+    figure = Figure(figsize=(10, 1.5 + 0.22 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(bars)), [100 * s for s in shares], color=colours)
+    axes.set_yticks(range(len(bars)), labels, fontsize=7)
+    for label, colour in zip(axes.get_yticklabels(), colours, strict=True):
+        label.set_fontweight("bold" if colour == "none" else "normal")
+    axes.invert_yaxis()
+    axes.axvline(100, color="grey", linewidth=0.8)
+    axes.set_xlabel("% of the bandwidth of a copy of as many bytes, measured in the same run")
+    header = document["header"]
+    axes.set_title(f"{header['device_name']}, {header['dtype']}, commit {header['commit']}", fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,396 @@
+"""What our operators are timed against: Hugging Face's formulas, torch's own operators, Liger, our unfused operators.
+
+A peer gets what it works best from (looked-up tables in the input dtype, its own layout) before the clock starts.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whorl import device as devices
+from whorl.ops import OPS, Op, rms_norm, rope
+from whorl.ops.rope.contract import merged_rows, token_rows
+
+Values = dict[str, Any]
+Outputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A peer with its arguments ready. `outputs` brings what `run` returns into our layout, untimed."""
+
+    run: Callable[[], Any]
+    outputs: Callable[[Any], Outputs]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    label: str
+    bind: Callable[[Values], Bound]
+    question: Values | None = None  # arguments of ours that it answers otherwise than asked
+    through_autograd: bool = False  # a backward that torch runs on the forward's stream: no graph can record it
+
+
+def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
+    """Every peer that answers these arguments, ready to be bound to them."""
+    found = [Peer(label="reference, eager", bind=_plainly(op, op.reference))]
+    if compiled:
+        found.append(Peer(label="reference, torch.compile", bind=_plainly(op, _compile(op.reference))))
+    return found + (_PEERS[op.name](values, compiled) if op.name in _PEERS else [])
+
+
+def _plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
+    def bind(values: Values) -> Bound:
+        values = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
+        outputs = (lambda _: _tensors([values[n] for n in op.mutates])) if op.mutates else _tensors
+        return Bound(run=lambda: function(**values), outputs=outputs)
+
+    return bind
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    # A backward timed alone runs many times on what one forward saved, which must then not be given away.
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+    return torch.compile(function, dynamic=False)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
+
+
+def _backward(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Any]:
+    """The backward alone, through autograd; the forward runs here."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        outs = _tensors(function(*leaves))
+    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
+
+
+def _liger(values: Values, module: str, name: str) -> Any:
+    """A function of Liger, or None where it is not installed or its Triton kernels do not run."""
+    device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
+    if devices.unavailable("triton", device) is not None or not devices.is_installed("liger_kernel"):
+        return None
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name, None)
+
+
+# ---- rope and mrope
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def hf_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' apply_rotary_pos_emb; q, k: [B, H, S, D], cos, sin: [B, S, D]."""
+    cos, sin = cos[:, None], sin[:, None]
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _to_hf(x: Tensor) -> Tensor:
+    """[T, H, D] as the token-major view [1, H, T, D] that Hugging Face models hand on."""
+    return x[None].transpose(1, 2)
+
+
+def _from_hf(out: Any) -> list[Tensor]:
+    return [t.transpose(1, 2)[0] for t in out[:2]]
+
+
+def _hf_tables(values: Values, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, T, D] in the model's dtype, looked up and merged over axes as models do once a step."""
+    table, positions = values["cos_sin"], values["positions"]
+    if values.get("sections") is None:
+        rows = token_rows(table, positions)
+    else:
+        rows = merged_rows(table, positions, values["sections"], values["layout"])
+    cos, sin = (torch.cat((t, t), -1).to(dtype)[None] for t in rows.chunk(2, -1))
+    return cos.contiguous(), sin.contiguous()
+
+
+def _is_hf_rope(values: Values, heads: Tensor, other: Tensor | None) -> bool:
+    style = values.get("style", "half") == "half" and not values.get("inverse", False)
+    return style and other is not None and heads.dim() == 3 and values["cos_sin"].shape[-1] == heads.shape[-1]
+
+
+def _rope(values: Values, compiled: bool) -> list[Peer]:
+    if not _is_hf_rope(values, values["q"], values["k"]):
+        return []
+
+    def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
+        def bind(values: Values) -> Bound:
+            q, k, tables = _to_hf(values["q"]), _to_hf(values["k"]), _hf_tables(values, values["q"].dtype)
+            return Bound(run=lambda: function(q, k, *tables), outputs=_from_hf)
+
+        return bind
+
+    def bind_liger(values: Values) -> Bound:
+        q, k = _to_hf(values["q"].clone()), _to_hf(values["k"].clone())
+        tables = _hf_tables(values, q.dtype)
+        return Bound(run=lambda: liger.apply(q, k, *tables), outputs=_from_hf)
+
+    merged = ", axes merged before" if "sections" in values else ""
+    found = [Peer(label=f"Hugging Face, eager{merged}", bind=bind_hf(hf_rope))]
+    if compiled:
+        found.append(Peer(label=f"Hugging Face, torch.compile{merged}", bind=bind_hf(_compile(hf_rope))))
+    if (liger := _liger(values, "rope", "LigerRopeFunction")) is not None:
+        found.append(Peer(label=f"Liger, in place{merged}", bind=bind_liger))
+    if len(values.get("sections", ())) == 3:
+        found += _liger_mrope(values, ("q", "k"), "qwen2vl_mrope_forward")
+    return found
+
+
+def _rope_backward(values: Values, compiled: bool) -> list[Peer]:
+    if not _is_hf_rope(values, values["dq"], values["dk"]):
+        return []
+
+    def bind_hf(values: Values) -> Bound:
+        dq, dk, tables = _to_hf(values["dq"]), _to_hf(values["dk"]), _hf_tables(values, values["dq"].dtype)
+        run = _backward(lambda q, k: forward(q, k, *tables), [torch.randn_like(dq), torch.randn_like(dk)], [dq, dk])
+        return Bound(run=run, outputs=_from_hf)
+
+    def bind_liger(values: Values) -> Bound:
+        dq, dk = _to_hf(values["dq"].clone()), _to_hf(values["dk"].clone())
+        tables = _hf_tables(values, dq.dtype)
+        return Bound(run=lambda: liger(dq, dk, *tables), outputs=_from_hf)
+
+    merged, found = ", axes merged before" if "sections" in values else "", []
+    if compiled:
+        forward = _compile(hf_rope)
+        label = f"Hugging Face, torch.compile, backward alone{merged}"
+        found.append(Peer(label=label, bind=bind_hf, through_autograd=True))
+    if (liger := _liger(values, "rope", "rope_backward")) is not None:
+        found.append(Peer(label=f"Liger, in place{merged}", bind=bind_liger))
+    if len(values.get("sections", ())) == 3:
+        found += _liger_mrope(values, ("dq", "dk"), "qwen2vl_mrope_backward")
+    return found
+
+
+def _liger_mrope(values: Values, names: tuple[str, str], name: str) -> list[Peer]:
+    """Liger merges axes inside, in the chunked layout alone: the same work, so it is asked in that layout."""
+    function = _liger(values, "qwen2vl_mrope", name)
+    if function is None:
+        return []
+
+    def bind(values: Values) -> Bound:
+        first, second = (_to_hf(values[n].clone()) for n in names)
+        rows = values["cos_sin"][values["positions"]][:, None]  # [3, 1, T, R]
+        tables = [torch.cat((t, t), -1).to(first.dtype) for t in rows.chunk(2, -1)]
+        return Bound(run=lambda: function(first, second, *tables, values["sections"]), outputs=_from_hf)
+
+    return [Peer(label="Liger mrope, in place, chunked", bind=bind, question={"layout": "chunked"})]
+
+
+# ---- norms
+
+
+def hf_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _calls(values: Values, *names: str) -> list[Any]:
+    return [values[n] for n in names]
+
+
+def _simple(label: str, function: Callable[..., Any], *names: str) -> Peer:
+    """A peer that takes our own arguments `names`, in this order."""
+
+    def bind(values: Values) -> Bound:
+        arguments = _calls(values, *names)
+        return Bound(run=lambda: function(*arguments), outputs=_tensors)
+
+    return Peer(label=label, bind=bind)
+
+
+def _rms_norm(values: Values, compiled: bool) -> list[Peer]:
+    if values["plus_one"]:
+        return []
+    names = ("x", "weight", "eps")
+    found = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
+    if compiled:
+        found.append(_simple("Hugging Face, torch.compile", _compile(hf_rms_norm), *names))
+    if (liger := _liger(values, "rms_norm", "LigerRMSNormFunction")) is not None:
+        found.append(_simple("Liger", liger.apply, *names))
+    return found
+
+
+def _add_rms_norm(values: Values, compiled: bool) -> list[Peer]:
+    if values["plus_one"]:
+        return []
+    names = ("x", "residual", "weight", "eps")
+    found = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
+    if compiled:
+        found.append(_simple("Hugging Face, torch.compile", _compile(_added(hf_rms_norm)), *names))
+    if (liger := _liger(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
+        found.append(_simple("Liger", liger.apply, *names))
+    return found
+
+
+def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def function(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, weight, eps), total
+
+    return function
+
+
+def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
+    if values["plus_one"]:
+        return []
+    has_residual = values["residual_grad"] is not None
+
+    def peer(label: str, norm: Callable[..., Any]) -> Peer:
+        def bind(values: Values) -> Bound:
+            grads = [t.clone() for t in _calls(values, "dy", "residual_grad") if t is not None]
+            zero = (torch.zeros_like(values["x"]),) if has_residual else ()
+            run = _backward(lambda x, w: norm(x, *zero, w, values["eps"]), _calls(values, "x", "weight"), grads)
+            return Bound(run=run, outputs=_tensors)
+
+        return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
+
+    wrap = _added if has_residual else lambda norm: norm
+    found = [peer("torch.nn.functional.rms_norm", wrap(_torch_rms_norm))]
+    if compiled:
+        found.append(peer("Hugging Face, torch.compile", _compile(wrap(hf_rms_norm))))
+    name, function = (
+        ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if has_residual else ("rms_norm", "LigerRMSNormFunction")
+    )
+    if (liger := _liger(values, name, function)) is not None:
+        found.append(peer("Liger", liger.apply))
+    return found
+
+
+# ---- swiglu
+
+
+def hf_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _swiglu(values: Values, compiled: bool) -> list[Peer]:
+    if values["interleaved"]:
+        return []
+    found = [_simple("silu, then multiply", hf_swiglu, "x")]
+    if compiled:
+        found.append(_simple("silu, then multiply, torch.compile", _compile(hf_swiglu), "x"))
+    if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
+        found.append(_simple("Liger", liger.apply, "x"))
+    return found
+
+
+def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
+    if values["interleaved"]:
+        return []
+
+    def peer(label: str, function: Callable[..., Any]) -> Peer:
+        def bind(values: Values) -> Bound:
+            return Bound(run=_backward(function, [values["x"]], [values["dy"]]), outputs=_tensors)
+
+        return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
+
+    found = [peer("silu, then multiply", hf_swiglu)]
+    if compiled:
+        found.append(peer("silu, then multiply, torch.compile", _compile(hf_swiglu)))
+    if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
+        found.append(peer("Liger", liger.apply))
+    return found
+
+
+# ---- qk_norm_rope
+
+
+def _split_heads(values: Values, qkv: Tensor) -> list[Tensor]:
+    hq, hk = values["num_heads"], values["num_kv_heads"]
+    return list(qkv.unflatten(-1, (hq + 2 * hk, -1)).split([hq, hk, hk], -2))
+
+
+def hf_qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Qwen3 attention between projection and attention: q, k: [1, S, H, D] views of the packed projection."""
+    q, k = hf_rms_norm(q, q_weight, eps).transpose(1, 2), hf_rms_norm(k, k_weight, eps).transpose(1, 2)
+    return hf_rope(q, k, cos, sin)
+
+
+def _is_hf_norm_rope(values: Values) -> bool:
+    q, k, _ = _split_heads(values, values["qkv"])
+    return not values["plus_one"] and _is_hf_rope(values, q, k)
+
+
+def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
+    if not _is_hf_norm_rope(values):
+        return []
+
+    def bind_ours(values: Values) -> Bound:
+        q, k, v = _split_heads(values, values["qkv"])
+        where = [values["cos_sin"], values["positions"]]
+        axes = {"sections": values["sections"], "layout": values["layout"]}
+        rotate, more = (rope, {}) if values["sections"] is None else (OPS["mrope"], axes)
+
+        def run() -> tuple[Tensor, Tensor]:
+            normed = [rms_norm(x, values[f"{n}_weight"], values["eps"]) for n, x in (("q", q), ("k", k))]
+            return rotate(*normed, *where, **more)
+
+        return Bound(run=run, outputs=lambda out: [*out, v])
+
+    def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
+        def bind(values: Values) -> Bound:
+            q, k, v = _split_heads(values, values["qkv"])
+            rest = [*_calls(values, "q_weight", "k_weight"), *_hf_tables(values, q.dtype), values["eps"]]
+            return Bound(run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*_from_hf(out), v])
+
+        return bind
+
+    found = [
+        Peer(label="unfused: rms_norm twice, then rope", bind=bind_ours),
+        Peer(label="Hugging Face, eager", bind=bind_hf(hf_qk_norm_rope)),
+    ]
+    if compiled:
+        found.append(Peer(label="Hugging Face, torch.compile", bind=bind_hf(_compile(hf_qk_norm_rope))))
+    return found
+
+
+def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
+    if not compiled or not _is_hf_norm_rope(values):
+        return []
+
+    def bind(values: Values) -> Bound:
+        tables = _hf_tables(values, values["qkv"].dtype)
+
+        def forward(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = _split_heads(values, qkv)
+            return *hf_qk_norm_rope(q[None], k[None], q_weight, k_weight, *tables, values["eps"]), v
+
+        grads = [_to_hf(values["dq"]), _to_hf(values["dk"]), values["dv"]]
+        run = _backward(_compile(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
+        return Bound(run=run, outputs=_tensors)
+
+    return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]
+
+
+_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
+    "rope": _rope,
+    "rope_": _rope,
+    "mrope": _rope,
+    "mrope_": _rope,
+    "rope_backward": _rope_backward,
+    "mrope_backward": _rope_backward,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
+}
