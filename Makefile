@@ -5,9 +5,10 @@ TORCH ?= torch==2.13.0
 # Without their dependencies: the adapters and peers that tests need are pure Python.
 UNBUNDLED := megatron-core==0.16.1 liger-kernel==0.8.5
 JOBS ?= 2
+SOURCES := whorl tests
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 # One thread a process: tests are small and run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
@@ -54,12 +55,12 @@ test-all: venv
 	$(BIN)/python tests/record_all.py .cache/test_all.xml bench/results/test_all.md && exit $$code
 
 lint: venv
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy whorl
 
 format: venv
-	@$(BIN)/ruff format .
+	@$(BIN)/ruff format $(SOURCES)
 
 bench: venv
 	@$(BIN)/whorl bench ops

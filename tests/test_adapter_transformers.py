@@ -173,9 +173,16 @@ def test_half_precision_is_at_most_twice_as_far_from_fp64(family: str, fused: bo
     if family.endswith("moe"):
         model.set_experts_implementation("eager")  # torch has no grouped matmul in fp64
     gold = run(model.double(), inputs)
-    for name, want in gold.items():
-        error, allowed = ((x[name].double() - want).norm() for x in (ours, theirs))
-        assert error <= 2 * allowed, f"{name}: {error:.2e} from fp64, transformers {allowed:.2e}"
+    for group in ("logits", "norm", "self_attn", "mlp", "embed_tokens", "lm_head"):
+        error, allowed = (distance(x, gold, group) for x in (ours, theirs))
+        assert 0 < error <= 2 * allowed, f"{group}: {error:.2e} from fp64, transformers {allowed:.2e}"
+
+
+def distance(found: dict[str, Tensor], gold: dict[str, Tensor], group: str) -> float:
+    """Relative to gold, over all tensors of a kind: one small tensor alone is a matter of luck."""
+    names = [n for n in gold if group in n and "visual" not in n]
+    parts = [((found[n].double() - gold[n]).norm() / gold[n].norm()) ** 2 for n in names]
+    return float(torch.stack(parts).mean().sqrt())
 
 
 @pytest.mark.parametrize(
@@ -192,6 +199,8 @@ def test_compiled_as_one_graph(family: str, fused: bool) -> None:
     inputs = {name: value for name, value in make_inputs("qwen3").items() if name != "attention_mask"}
     if "vl" in family:  # the vision tower splits by values, so transformers' own model breaks there
         inputs["position_ids"] = torch.randint(0, 50, (3, 2, 14))
+    if family.endswith("moe"):  # the backward of transformers' grouped matmul reads values in fp32
+        model.set_experts_implementation("batched_mm")
     expected = run(model, inputs)
     graphs: list[torch.fx.GraphModule] = []
 
@@ -273,7 +282,8 @@ def test_attention_is_asked_as_before(fused: bool, monkeypatch: pytest.MonkeyPat
     sdpa, asked = FUNCTIONS["sdpa"], []
 
     def recording(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
-        asked.append((module.layer_idx, q.shape, q.stride(), k.shape, v.shape, mask is None, kwargs))
+        plain = {n: x.tolist() if isinstance(x, Tensor) else x for n, x in kwargs.items()}
+        asked.append((module.layer_idx, q.shape, q.stride(), k.shape, v.shape, mask is None, plain))
         return sdpa(module, q, k, v, mask, **kwargs)
 
     monkeypatch.setitem(FUNCTIONS, "sdpa", recording)
@@ -285,16 +295,20 @@ def test_attention_is_asked_as_before(fused: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_autocast_keeps_dtypes() -> None:
+    """bf16 projections meet fp32 norm weights there."""
     model, inputs = build("qwen3"), make_inputs("qwen3")
-    outputs = []
-    for context in (None, install(model)):
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            outputs.append(model(**inputs, output_hidden_states=True))
-        if context is not None:
-            context.uninstall()
-    theirs, ours = outputs
-    assert [h.dtype for h in ours.hidden_states] == [h.dtype for h in theirs.hidden_states]
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0.05, atol=0.1)
+    norms = [module for name, module in model.named_modules() if "norm" in name]
+    dtypes: list[torch.dtype] = []
+    for norm in norms:
+        norm.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        theirs = model(**inputs).logits
+        with install(model):
+            ours = model(**inputs).logits
+    assert ours.dtype == theirs.dtype
+    assert len(dtypes) == 2 * len(norms)
+    assert dtypes[len(norms) :] == dtypes[: len(norms)]
+    assert (ours - theirs).norm() <= 0.02 * theirs.norm()  # observed 0.009; bf16 rounds by 0.004
 
 
 def test_outputs_are_recorded_as_before() -> None:

@@ -69,6 +69,11 @@ def test_rotary_mul(broadcast: str, mode: str, dtype: torch.dtype, device: str) 
         check("npu_rotary_position_embedding", device, *args, MODES.index(mode))
 
 
+def test_rotary_mul_rounds_the_tables_to_inputs_dtype() -> None:
+    x, cos, sin = randn(1, 7, 5, 16, dtype=torch.bfloat16), randn(1, 7, 1, 16), randn(1, 7, 1, 16)
+    assert torch.equal(ascend.npu_rotary_mul(x, cos, sin), ascend.npu_rotary_mul(x, cos.bfloat16(), sin.bfloat16()))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rotary_mul_of_a_strided_tensor(mode: str, device: str) -> None:
     x = randn(2, 7, 5, 32)[..., 8:24].transpose(1, 2)
@@ -215,6 +220,10 @@ def test_rotary_gradients(tables: bool, mode: int) -> None:
     leaves = [randn(2, 3, 2, 8).double().requires_grad_()]
     leaves += [randn(1, 3, 1, 8).double().requires_grad_(tables) for _ in range(2)]
     with ascend.limits("ignore"):
+        torch.testing.assert_close(
+            ascend.npu_rotary_mul(*leaves, MODES[mode]),
+            ascend.npu_rotary_mul(*(t.detach() for t in leaves), MODES[mode]),
+        )
         assert torch.autograd.gradcheck(lambda *a: ascend.npu_rotary_mul(*a, MODES[mode]), leaves)
         assert torch.autograd.gradcheck(lambda *a: ascend.npu_rotary_position_embedding(*a, mode), leaves)
 

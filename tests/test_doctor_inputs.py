@@ -21,30 +21,46 @@ def values(text: str, **options: Any) -> dict[str, Any]:
     return {s.key: s.value for s in read_arguments(text, "f", **options)}
 
 
+SCRIPT = r"""
+#!/bin/bash
+SEQ=4096; TP=${TP:-4}
+ARGS="
+  --seq-length ${SEQ}  # --num-layers 9
+  --micro-batch-size 2
+"
+MORE=(--rotary-base=1000000 --mrope-section 24 20 20)
+export HCCL_ALGO='level0:ring'
+torchrun --nproc_per_node 8 train.py $ARGS --tensor-model-parallel-size $TP "${MORE[@]}" --bf16 $EXTRA_ARGS \
+  --use-fused-rotary-pos-emb --no-rope-fusion --position-embedding-type \
+  rope
+echo done
+vllm serve --max-model-len 32768 Qwen/Qwen3-8B -tp 8
+"""
+
+
 def test_arguments_of_a_shell_script() -> None:
-    script = """
-    #!/bin/bash
-    SEQ=4096; TP=${TP:-4}
-    ARGS="
-      --seq-length ${SEQ}  # --micro-batch-size 9
-      --position-embedding-type rope
-    "
-    MORE=(--rotary-base=1000000 --mrope-section 24 20 20)
-    export HCCL_ALGO='level0:ring'
-    torchrun t.py $ARGS --tensor-model-parallel-size $TP \\\\
-      --use-fused-rotary-pos-emb --no-rope-fusion -tp 8
-    echo done
-    """
-    found = values(script.replace("\\\\\\\\", "\\\\"))
-    assert found["sequence_length"] == 4096
-    assert found["position_embedding_type"] == "rope"
-    assert found["rotary_base"] == 1000000
-    assert found["mrope_section"] == [24, 20, 20]
-    assert found["HCCL_ALGO"] == "level0:ring"
-    assert found["use_fused_rotary_pos_emb"] is True
-    assert found["apply_rope_fusion"] is False
-    assert found["tensor_parallel"] == 8
-    assert "micro_batch_size" not in found
+    assert values(SCRIPT) == {
+        "TP": "4",
+        "SEQ": "4096",
+        "HCCL_ALGO": "level0:ring",
+        "sequence_length": 32768,
+        "micro_batch_size": 2,
+        "rotary_base": 1000000,
+        "mrope_section": [24, 20, 20],
+        "nproc_per_node": 8,
+        "tensor_parallel": 8,
+        "bf16": True,
+        "use_fused_rotary_pos_emb": True,
+        "apply_rope_fusion": False,
+        "position_embedding_type": "rope",
+        "command": "vllm",
+    }
+
+
+def test_settings_know_their_line() -> None:
+    where = {s.path: s.where for s in read_arguments(SCRIPT, "run.sh")}
+    assert where["seq-length"] == "run.sh:5"
+    assert where["position-embedding-type"] == "run.sh:11"
 
 
 def test_one_argument_per_line() -> None:

@@ -1,6 +1,5 @@
 """`guard` on live modules: small fakes with the real class names, and real ones where they are installed."""
 
-import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -129,6 +128,20 @@ def test_batched_and_packed_position_ids_pass(shape: tuple[int, ...]) -> None:
     model(torch.zeros(shape, dtype=torch.long), packed_seq_params=None)
 
 
+class MRotaryEmbedding(nn.Module):
+    """vLLM's interface: text alone has positions of one axis."""
+
+    def forward(self, positions: Any, query: Any, key: Any = None) -> Any:
+        return query
+
+
+def test_vllm_class_takes_text_positions() -> None:
+    layer = nn.Module()
+    layer.rotary_emb = MRotaryEmbedding()
+    guard(layer)
+    layer.rotary_emb(torch.zeros(5, dtype=torch.long), torch.zeros(5, 128))
+
+
 def test_bridge_0_5_is_caught_at_the_call() -> None:
     model = GPTModel()
     guard(model)
@@ -158,6 +171,20 @@ def test_packed_over_context_parallel_ranks() -> None:
         model(torch.zeros(3, 1, 4), packed_seq_params=object())
 
 
+class MultimodalRotaryEmbedding(Qwen3VLMultimodalRotaryEmbedding):
+    """Megatron Core's name: it fuses a batch of one."""
+
+
+@pytest.mark.parametrize(("batch", "warned"), [(1, 0), (2, 1)])
+def test_fused_batches_warn(batch: int, warned: int) -> None:
+    model = GPTModel(rotary=MultimodalRotaryEmbedding(), apply_rope_fusion=True)
+    assert guard(model).findings == ()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.zeros(3, batch, 4))
+    assert ["mrope-batch-unfused" in str(warning.message) for warning in caught] == [True] * warned
+
+
 def test_strided_positions_on_an_npu_warn() -> None:
     class OnNpu:
         device, shape = "npu:0", (3, 1, 4)
@@ -185,7 +212,8 @@ def test_arguments_of_npu_mrope() -> None:
     assert "2-D" in str(check_npu_mrope(positions, q.view(5, 4, 128), k, table, 128, mrope_section=[24, 20, 20]))
 
 
-def test_real_megatron_class() -> None:
+def test_real_megatron_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     embedding = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
     rotary = embedding.MultimodalRotaryEmbedding(128, 1.0, cp_group=SimpleNamespace(size=lambda: 1))
     model = GPTModel(rotary=rotary, mrope_section=[16, 24, 24])
@@ -201,7 +229,7 @@ def test_real_transformers_model_raises_no_alarm() -> None:
     config = Qwen3VLTextConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         head_dim=32, vocab_size=32,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        rope_parameters={"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 1e4},
     )  # fmt: skip
     model = Qwen3VLTextModel(config)
     with warnings.catch_warnings():
@@ -212,7 +240,9 @@ def test_real_transformers_model_raises_no_alarm() -> None:
         guard(model.to(torch.bfloat16))
 
 
-def test_guard_needs_no_megatron() -> None:
-    code = "import sys; sys.modules['megatron'] = None; import whorl.doctor as d, torch; print(d.guard(torch.nn.Linear(1, 1)).findings)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "()", done.stderr
+def test_guard_needs_no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert error(GPTModel("rope")).code == "rope-branch-mismatch"
+    assert guard(nn.Linear(1, 1)).findings == ()

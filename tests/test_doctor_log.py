@@ -1,6 +1,7 @@
 """The doctor's reading of logs and profiler traces."""
 
 import gzip
+import io
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from whorl.doctor import BadInput, check
 from whorl.doctor.command import run
 from whorl.doctor.log import SYMPTOMS, explain
-from whorl.doctor.paths import CALLS
+from whorl.doctor.paths import OPERATORS
 from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
 
 HERE = Path(__file__).parent / "doctor"
@@ -64,6 +65,12 @@ def test_unknown_log_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "note",
         "OSError: disk full",
     )
+
+
+def test_pasted_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO((EXAMPLES / "logs" / "qwen3_vl_bridge_0_4.log").read_text()))
+    assert run(None, log="-") == 1
+    assert "rope-branch-mismatch" in capsys.readouterr().out
 
 
 # Traces.
@@ -119,6 +126,7 @@ SEEN = {
     "vllm::npu_rotary_embedding": "triton_rope",
     "void transformer_engine::fused_rope_forward_kernel<bf16>": "te_fused_rope",
     "void transformer_engine::fused_rope_thd_forward_kernel<bf16>": "te_fused_rope_thd",
+    "rotary_fwd_q_kernel": "mla_fused_rope",
     "_C::rotary_embedding": "vllm_rotary_embedding",
     "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)": "vllm_rotary_embedding",
     "triton_poi_fused_add_cat_cos_mul_neg_sin_0": "inductor",
@@ -134,7 +142,7 @@ def test_event_names(name: str) -> None:
 
 def test_every_operator_can_be_seen() -> None:
     seen = {operator for _, operators in EVIDENCE for operator in operators} | set(operators_of(UNFUSED))
-    assert seen == set(CALLS)
+    assert seen == set(OPERATORS)
 
 
 @pytest.mark.parametrize("name", ["aten::mul", "npu::npu_fusion_attention", "triton_poi_fused_add_mul_1", "aten::neg"])
@@ -157,6 +165,11 @@ def test_trace_disagrees_with_the_path(tmp_path: Path) -> None:
     assert (finding.code, finding.severity) == ("trace-disagrees", "warning")
     assert finding.found == f"{UNFUSED} x1"
     assert finding.expected.startswith("npu_rotary_position_embedding")
+
+
+def test_compiled_torch_code_is_the_same_path(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.json", "triton_poi_fused_add_cat_mul_neg_0")
+    assert check(EXAMPLES / "qwen3_vl_fixed", trace=trace).findings == ()
 
 
 def test_backward_alone_is_not_the_forward_path(tmp_path: Path) -> None:

@@ -134,6 +134,18 @@ def test_longrope_short_table_ends_where_the_long_factors_begin() -> None:
     assert table.cos_sin("cpu", seq_len=4097).shape[0] == 131072
 
 
+def test_longrope_lengths_in_turn_do_not_mix() -> None:
+    keywords = {**QWEN3_SMALL, "rope_type": "longrope", "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "attention_factor": 1.0}  # fmt: skip
+    table, plain = get_rope(**keywords), get_rope(**QWEN3_SMALL)
+    slow = get_rope(**QWEN3_SMALL, rope_type="linear", factor=4.0)
+    for last in (63, 64, 63, 64):
+        positions = torch.tensor([1, 5, last])
+        wanted = plain if last < 64 else slow
+        torch.testing.assert_close(table.lookup(positions), wanted.lookup(positions))
+    torch.testing.assert_close(table.lookup(torch.tensor([1]), seq_len=65), slow.lookup(torch.tensor([1])))
+
+
 @pytest.mark.parametrize("seq_len", [200, 512, 513, 900])
 def test_dynamic_is_recomputed_past_the_trained_length(seq_len: int) -> None:
     from transformers import LlamaConfig

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -52,11 +53,13 @@ def find_wheel(version: str) -> Path:
     given = os.environ.get("WHORL_TORCH_NPU_WHEEL")
     if given and version == VERSION:
         return Path(given)
-    if not (found := list(CACHE.glob(f"torch_npu-{version}-*.whl"))):
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wanted = f"torch_npu-{version}-{python}-*_{platform.machine()}.whl"
+    if not (found := list(CACHE.glob(wanted))):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         where = ["--timeout=20", "--retries=1", f"--dest={CACHE}", f"torch-npu=={version}"]
         ran = subprocess.run(pip + where, capture_output=True, text=True)
-        found = list(CACHE.glob(f"torch_npu-{version}-*.whl"))
+        found = list(CACHE.glob(wanted))
         if ran.returncode or not found:
             reason = (ran.stderr.strip().splitlines() or ["pip downloaded nothing"])[-1]
             pytest.skip(f"the torch-npu {version} wheel cannot be had: {reason}")
@@ -64,9 +67,9 @@ def find_wheel(version: str) -> Path:
 
 
 def run_proof(out: Path, parts: list[str], **environment: str) -> dict[str, Any]:
-    base = {k: v for k, v in os.environ.items() if k != "PYTHONSTARTUP"}
     command = [sys.executable, str(PROVE), str(out), *parts]
-    ran = subprocess.run(command, capture_output=True, text=True, env=base | {"OMP_NUM_THREADS": "1"} | environment)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     if ran.returncode or not out.exists():
         pytest.fail(f"{PROVE.name} exited with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
     return json.loads(out.read_text())
@@ -80,16 +83,21 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("torch_npu does not import next to a CUDA build of torch")
     if missing := [tool for tool in ("gcc", "nm", "readelf", "ldd") if shutil.which(tool) is None]:
         pytest.skip(f"the stub libraries need {', '.join(missing)}")
+    # Workers of one run share the folder above their own, and what the first of them found.
+    folder = tmp_path_factory.getbasetemp()
+    out = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "torch_npu_proof.json"
     with locked():
+        if out.exists():
+            return json.loads(out.read_text())
         built = build(find_wheel(VERSION))
-    return run_proof(
-        tmp_path_factory.mktemp("proof") / "found.json",
-        ["signatures", "gradients", "calls", "fake"],
-        LD_LIBRARY_PATH=str(built / "stub"),
-        PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        STUB_NPU_COUNT="1",
-    )
+        return run_proof(
+            out,
+            ["signatures", "gradients", "calls", "fake"],
+            LD_LIBRARY_PATH=str(built / "stub"),
+            PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+            STUB_NPU_COUNT="1",
+        )
 
 
 def build(wheel: Path) -> Path:

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -172,19 +173,25 @@ def _row(op: Op, case: Values, settings: Settings) -> Document:
 
 
 def _speeds(timing: Timing, num_bytes: int, copy: Timing) -> Document:
-    return {"us": timing.us, "tb_s": num_bytes / timing.us / 1e6, "share_of_copy": copy.us / timing.us}
+    speeds = {"us": timing.us, "tb_s": num_bytes / timing.us / 1e6, "share_of_copy": copy.us / timing.us}
+    return speeds if timing.hot_us is None else speeds | {"hot_us": timing.hot_us}
 
 
 @functools.lru_cache(maxsize=1)
 def _copy(num_bytes: int, device: str) -> Timing:
-    """A copy that reads and writes `num_bytes` together, timed as an operator would be."""
+    """A copy that reads and writes `num_bytes` together, timed as an operator would be.
+
+    The faster of a memory copy and an element-wise kernel: on an H200 a memory copy of 117 MB takes 36.5 us, a norm
+    that moves as much 33.6.
+    """
     pairs = [
-        [torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
+        [torch.zeros(num_bytes // 8, dtype=torch.int32, device=device) for _ in range(2)]
         for _ in range(num_buffers(num_bytes, device))
     ]
-    return measure(
-        [functools.partial(to.copy_, source) for to, source in pairs], device, short=is_short(num_bytes, device)
-    )
+    ways = (lambda to, source: to.copy_(source), lambda to, source: torch.bitwise_not(source, out=to))
+    short = is_short(num_bytes, device)
+    timings = [measure([functools.partial(way, *pair) for pair in pairs], device, short=short) for way in ways]
+    return min(timings, key=lambda timing: timing.us)
 
 
 def _time_peer(
@@ -197,7 +204,9 @@ def _time_peer(
             gold[key] = _gold(op, {**buffers[0], **(peer.question or {})}, device)
         bound = [peer.bind(values) for values in buffers]
         wrong = _peer_problem(bound[0], gold[key])
-        return wrong or measure([b.run for b in bound], device, short=len(bound) > 1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows says why
+            return wrong or measure([b.run for b in bound], device, short=len(bound) > 1)
     except Exception as error:  # whatever somebody else's code raises must not end our run
         return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
@@ -247,7 +256,8 @@ def _render_row(row: Document) -> list[str]:
             continue
         rate, times = bandwidth(row["bytes"], speed["us"]), speed["us"] / row["us"]
         share = f"{speed['share_of_copy']:.0%} of copy"
-        lines.append(f"  {label:<56}{speed['us']:>10.2f} us {rate:>11} {share:>13} {times:>7.2f}x")
+        hot = f"  {speed['hot_us']:.2f} us hot" if "hot_us" in speed else ""
+        lines.append(f"  {label:<56}{speed['us']:>10.2f} us {rate:>11} {share:>13} {times:>7.2f}x{hot}")
     return lines
 
 

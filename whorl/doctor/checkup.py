@@ -1,4 +1,4 @@
-"""`check`: inputs -> setup -> path -> findings."""
+"""`check`: inputs -> launch -> path -> findings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 import whorl.doctor.checks  # noqa: F401  (fills RULES)
 from whorl.doctor.inputs import BadInput, Inputs, read_inputs, read_text
+from whorl.doctor.launch import Launch, build_launch
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict
 from whorl.doctor.report import Finding, Report, RotaryPath, by_severity
 from whorl.doctor.rules import RULES
-from whorl.doctor.setup import Setup, build_setup
 from whorl.doctor.trace import compare, read_trace
 
 
@@ -32,20 +32,20 @@ def check(
     if path is None and log is None and trace is None:
         raise BadInput("nothing to examine: give a file or folder, a log or a trace")
     inputs = read_inputs(path, settings)
-    setup = build_setup(inputs, framework=framework, train=train, device=device)
-    paths, findings = _examine(setup) if inputs.model or inputs.settings else ((), [])
+    launch = build_launch(inputs, framework=framework, train=train, device=device)
+    paths, findings = _examine(launch) if inputs.model or inputs.settings else ((), [])
     for where, text in _logs(inputs, log):
         findings += explain(text, where)
     ran = read_trace(trace) if trace is not None else {}
     if trace is not None:
         findings += compare(ran, paths, Path(trace).name)
     return Report(
-        framework=setup.framework,
-        framework_because=setup.framework_because,
-        device=setup.device,
-        device_because=setup.device_because,
-        train=setup.train,
-        model=describe_model(setup),
+        framework=launch.framework,
+        framework_because=launch.framework_because,
+        device=launch.device,
+        device_because=launch.device_because,
+        train=launch.train,
+        model=describe_model(launch),
         read=tuple(inputs.read),
         paths=paths,
         findings=by_severity(findings),
@@ -53,9 +53,9 @@ def check(
     )
 
 
-def _examine(setup: Setup) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
+def _examine(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
     paths, findings = [], []
-    for part in setup.parts():
+    for part in launch.parts():
         paths.append(predict(part))
         for rule in RULES:
             findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]
@@ -66,12 +66,12 @@ def _logs(inputs: Inputs, log: str | Path | None) -> list[tuple[str, str]]:
     return inputs.logs + ([(Path(log).name, read_text(log))] if log is not None else [])
 
 
-def describe_model(setup: Setup) -> str:
+def describe_model(launch: Launch) -> str:
     """One line on what rotates in this model."""
-    if setup.text is None:
+    if launch.text is None:
         return "no config.json: judged by the launch settings alone"
-    name = str(setup.text.get("model_type") or (setup.text.get("architectures") or ["a model"])[0])
-    rope = setup.rope
+    name = str(launch.text.get("model_type") or (launch.text.get("architectures") or ["a model"])[0])
+    rope = launch.rope
     if rope is None:
         return f"{name}: its rotary configuration cannot be read"
     axes = f", {rope.layout} sections {list(rope.sections)}" if rope.sections else ""

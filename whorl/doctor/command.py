@@ -72,7 +72,7 @@ def _render_path(path: RotaryPath) -> list[Line]:
         _row("operator", path.operator),
         _row("call", path.call),
         _row("style", f"{path.style}{layout}"),
-        _row("device", path.device),
+        _row("backend", f"{path.backend} on {path.device}"),
         _row("because", path.because),
     ]
     return lines + [_row("not", f"{name}: {reason}") for name, reason in path.passed_over]

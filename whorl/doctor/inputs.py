@@ -5,23 +5,27 @@ requirements files, logs. Everything becomes one model config and a list of `Set
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+Flag = tuple[str, list[str], str]  # name, words after it, file:line
 Kind = Literal["config", "argument", "environment", "version", "set"]
 MODEL_KEYS: Final = ("model_type", "architectures")
 # Other JSON files of a Hugging Face folder; none of them holds launch settings.
 NOT_SETTINGS: Final = re.compile(
-    r""
-    r"(generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config|video_preprocessor_config"
-    r"|processor_config|chat_template|.*\.index|quant.*_description)\.json"
+    r"(generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|.*processor_config|chat_template|.*\.index"
+    r"|quant.*_description)\.json"
 )
 READ_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml", ".sh", ".bash", ".slurm", ".args", ".txt", ".env", ".log")
 OTHER_TOWERS: Final = ("vision_config", "audio_config")
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "head_dim")
+COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*"
+# A variable of these names holds flags, so it is not the value of the flag before it.
+HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 TRACEBACK: Final = "Traceback (most recent call last)"
 PACKAGES: Final = (
     "cann", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_mm", "torch_npu", "torchtitan", "transformers",
@@ -128,8 +132,8 @@ def _read_file(file: Path, inputs: Inputs) -> None:
 
 
 def read_text(file: str | Path) -> str:
-    """A log's text; BadInput where it cannot be read."""
-    return _text(Path(file))
+    """A log's text, of standard input for "-"; BadInput where it cannot be read."""
+    return sys.stdin.read() if str(file) == "-" else _text(Path(file))
 
 
 def _text(file: Path) -> str:
@@ -158,7 +162,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _take_mapping(data: Any, file: Path, inputs: Inputs) -> None:
-    if isinstance(data, list) and all(isinstance(item, str) for item in data):
+    if _is_argument_list(data):
         inputs.settings += read_arguments(shlex.join(data), file.name, values_may_wrap=True)
     elif not isinstance(data, dict):
         raise BadInput(f"{file}: holds a {type(data).__name__}; expected a mapping of settings or a list of arguments")
@@ -170,11 +174,18 @@ def _take_mapping(data: Any, file: Path, inputs: Inputs) -> None:
         inputs.settings += _flatten(data, file.name)
 
 
+def _is_argument_list(value: Any) -> bool:
+    texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return texts and any(item.startswith("--") for item in value)
+
+
 def _flatten(data: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[Setting]:
     for name, value in data.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _flatten(value, where, f"{path}.")
+        elif _is_argument_list(value):
+            yield from read_arguments(shlex.join(value), where, values_may_wrap=True)
         yield _setting(path, value, "environment" if str(name).isupper() else "config", where)
 
 
@@ -212,28 +223,36 @@ KEY_ALIASES: Final = {
 
 
 def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> list[Setting]:
-    """Flags, Hydra overrides and environment variables of a shell script or an argument list.
+    """Flags, Hydra overrides, environment variables and known commands of a shell script or an argument list.
 
-    A flag takes the words after it on the same line; with `values_may_wrap` also those on the lines below, as in
-    files of one argument per line.
+    A flag takes the words after it on the same line (a trailing backslash continues it); with `values_may_wrap` also
+    those on the lines below, as in files of one argument per line.
     """
     settings: list[Setting] = []
     variables: dict[str, str] = {}
-    flag: tuple[str, list[str], str] | None = None
+    flag: Flag | None = None
+    continued = False
     for number, line in enumerate(text.splitlines(), 1):
         place = f"{where}:{number}"
-        if not values_may_wrap:
+        if not (values_may_wrap or continued):
             settings, flag = settings + _finish(flag), None
+        continued = line.rstrip().endswith("\\")
         for word in _words(_substitute(line, variables)):
-            if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
+            if re.match(r"-+[A-Za-z]", word):
                 settings += _finish(flag)
                 name, equals, value = word.lstrip("-").partition("=")
                 flag = (name, [value] if equals else [], place)
             elif assignment := re.fullmatch(r"(\+{0,2}[A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
                 settings, flag = settings + _finish(flag), None
                 settings += _assignment(assignment[1], assignment[2], place, variables)
+            elif re.fullmatch(HOLDS_FLAGS, word):
+                settings, flag = settings + _finish(flag), None
             elif flag is not None:
                 flag[1].append(word)
+            if re.fullmatch(COMMANDS, word):
+                settings.append(
+                    Setting(key="command", path=f"command {word}", value=word, kind="argument", where=place)
+                )
     return settings + _finish(flag)
 
 
@@ -249,15 +268,17 @@ def _assignment(name: str, value: str, place: str, variables: dict[str, str]) ->
     return [_setting(name, value, "environment", place)] if value and name.isupper() else []
 
 
-def _finish(flag: tuple[str, list[str], str] | None) -> list[Setting]:
+def _finish(flag: Flag | None) -> list[Setting]:
     if flag is None:
         return []
     name, words, place = flag
     if not words:
         negated = re.match(r"no[-_]", name)
         return [_setting(name, not negated, "argument", place)]
+    # Several numbers are a list; anything else after the first word is the next positional argument.
     values = [parse_value(word) for word in words]
-    return [_setting(name, values[0] if len(values) == 1 else values, "argument", place)]
+    is_list = len(values) > 1 and all(isinstance(value, int) for value in values)
+    return [_setting(name, values if is_list else values[0], "argument", place)]
 
 
 def _words(line: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from whorl.contracts import mrope_limit
-from whorl.doctor.checks.branch import mrope_settings
+from whorl.doctor.checks.branch import BRIDGE_SECTIONS, mrope_settings
 from whorl.doctor.report import Finding, Report, Severity, by_severity
 
 LOW_PRECISION: Final = ("torch.bfloat16", "torch.float16")
@@ -95,16 +95,20 @@ def _finding(code: str, severity: Severity, live: Live, found: str, expected: st
     return Finding(code=code, severity=severity, where=live.name, found=found, expected=expected, why=why, fix=fix)
 
 
+def _mrope_fix(live: Live) -> tuple[str, ...]:
+    sections = live.sections or list(BRIDGE_SECTIONS)
+    return mrope_settings(sections, mindspeed=live.switch("use_fused_rotary_pos_emb"))
+
+
 def _branch_and_class(live: Live) -> Iterator[Finding]:
     kind = type(live.rotary).__name__
     if live.branch is None or live.is_mrope_class == (live.branch == "mrope"):
         return
     if live.is_mrope_class:
         why = (
-            "The rope branch calls get_rotary_seq_len and passes a sequence length; this class takes position_ids "
-            "and mrope_section."
+            "The rope branch calls get_rotary_seq_len and passes a sequence length; this class takes position_ids and "
+            "mrope_section."
         )
-        fix = mrope_settings(live.sections or [24, 20, 20], mindspeed=live.switch("use_fused_rotary_pos_emb"))
         yield _finding(
             "rope-branch-mismatch",
             "error",
@@ -112,7 +116,7 @@ def _branch_and_class(live: Live) -> Iterator[Finding]:
             f"position_embedding_type={live.branch!r} with {kind}",
             "'mrope'",
             why,
-            *fix,
+            *_mrope_fix(live),
         )
     elif "Rotary" in kind:
         why = "The mrope branch passes position_ids of three axes; this class takes a sequence length."
@@ -157,11 +161,11 @@ def _fused_switches(live: Live) -> Iterator[Finding]:
             why,
             "remove --use-fused-rotary-pos-emb",
         )
-    if live.branch == "mrope" and live.switch("apply_rope_fusion"):
-        severity: Severity = "error" if type(live.rotary).__name__.startswith("Qwen3VL") else "warning"
-        why = "Bridge asserts it off; Megatron Core fuses MRoPE only with a batch of 1 or THD."
+    is_bridge = type(live.rotary).__name__.startswith("Qwen3VL")
+    if live.branch == "mrope" and is_bridge and live.switch("apply_rope_fusion"):
+        why = "Bridge's apply_rotary_pos_emb_absolute asserts that it is off."
         yield _finding(
-            "rope-fusion-with-mrope", severity, live, "apply_rope_fusion=True", "False", why, "apply_rope_fusion=False"
+            "rope-fusion-with-mrope", "error", live, "apply_rope_fusion=True", "False", why, "apply_rope_fusion=False"
         )
 
 
@@ -207,7 +211,8 @@ def _low_precision(model: Any) -> Iterator[Finding]:
 
 
 def _watch_first_forward(live: Live, action: Literal["raise", "warn"]) -> None:
-    if not live.is_mrope_class and live.branch != "mrope":
+    is_module = hasattr(live.rotary, "register_forward_pre_hook")
+    if not is_module or not (live.is_mrope_class or live.branch == "mrope"):
         return
 
     def examine(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -234,7 +239,6 @@ def _first_call(live: Live, given: dict[str, Any]) -> Iterator[Finding]:
             "This is the call of the rope branch. Megatron Bridge 0.5 and newer get this far because "
             "get_rotary_seq_len exists there."
         )
-        fix = mrope_settings(live.sections or [24, 20, 20], mindspeed=live.switch("use_fused_rotary_pos_emb"))
         yield _finding(
             "rope-branch-mismatch",
             "error",
@@ -242,20 +246,20 @@ def _first_call(live: Live, given: dict[str, Any]) -> Iterator[Finding]:
             f"called with a sequence length ({positions})",
             "position_ids",
             why,
-            *fix,
+            *_mrope_fix(live),
         )
         return
-    yield from _position_shape(live, tuple(shape), takes_positions_first=next(iter(given)) == "position_ids")
+    # Megatron's classes take position_ids first; vLLM's and transformers' accept plain positions as well.
+    if next(iter(given)) == "position_ids":
+        yield from _position_shape(live, tuple(shape))
     yield from _position_values(live, positions)
     yield from _packed(live, given.get("packed_seq_params"))
+    yield from _fused_batch(live, tuple(shape), given.get("packed_seq_params"))
 
 
-def _position_shape(live: Live, shape: tuple[int, ...], *, takes_positions_first: bool) -> Iterator[Finding]:
+def _position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
     axes = len(live.sections or (0, 0, 0))
-    # Transformers' classes take the hidden states first and widen [B, S] themselves.
-    if len(shape) >= 3 - (not takes_positions_first) and shape[0] == axes:
-        return
-    if not takes_positions_first and len(shape) == 2:
+    if len(shape) == 3 and shape[0] == axes:
         return
     why = (
         "MRoPE rotates by temporal, height and width positions; in THD the axes stay first and the packed tokens last."
@@ -305,8 +309,8 @@ def _packed(live: Live, packed: Any) -> Iterator[Finding]:
     if packed is None or ranks == 1 or getattr(live.rotary, "is_thd_format", None) is not False:
         return
     why = (
-        "Bridge slices positions for context parallelism once when it packs and sets is_thd_format, so that the "
-        "class does not slice again."
+        "Bridge slices positions for context parallelism once when it packs and sets is_thd_format, so that the class "
+        "does not slice again."
     )
     yield _finding(
         "packed-positions",
@@ -317,6 +321,16 @@ def _packed(live: Live, packed: Any) -> Iterator[Finding]:
         why,
         "set rotary_pos_emb.is_thd_format = True where position_ids are packed",
     )
+
+
+def _fused_batch(live: Live, shape: tuple[int, ...], packed: Any) -> Iterator[Finding]:
+    if packed is not None or len(shape) != 3 or shape[1] == 1 or not live.switch("apply_rope_fusion"):
+        return
+    why = (
+        "TransformerEngine's kernel takes MRoPE with a batch of 1; Megatron Core warns and runs unfused at every call."
+    )
+    found = f"apply_rope_fusion=True with a batch of {shape[1]}"
+    yield _finding("mrope-batch-unfused", "warning", live, found, "False, or THD", why, "apply_rope_fusion=False")
 
 
 def check_npu_mrope(

@@ -27,8 +27,7 @@ SYMPTOMS: Final = (
         pattern=r"MultimodalRotaryEmbedding' object has no attribute 'get_rotary_seq_len'",
         cause="An MRoPE object was sent into GPTModel's rope branch: wherever get_rotary_seq_len is called, "
         "position_embedding_type was 'rope'. This is Megatron Bridge before 0.5, whose class has no such method; "
-        "adding one "
-        "only moves the failure to the call that follows.",
+        "adding one only moves the failure to the call that follows.",
         expected="position_embedding_type=mrope",
         fix=_MROPE_FIX,
     ),
@@ -37,8 +36,7 @@ SYMPTOMS: Final = (
         pattern=r"MultimodalRotaryEmbedding\S*forward\(\) (got an unexpected keyword argument 'packed_seq'|missing "
         r".*'?mrope_section)",
         cause="An MRoPE object was called as the rope branch calls plain RoPE, with a sequence length. This is the "
-        "form the "
-        "mistake takes from Megatron Bridge 0.5 on, where get_rotary_seq_len exists as a shim.",
+        "form the mistake takes from Megatron Bridge 0.5 on, where get_rotary_seq_len exists as a shim.",
         expected="position_embedding_type=mrope",
         fix=_MROPE_FIX,
     ),
@@ -46,8 +44,7 @@ SYMPTOMS: Final = (
         code="fused-rope-needs-rope",
         pattern=r"--use-fused-rotary-pos-emb must enable with ?--position-embedding-type=rope",
         cause="MindSpeed's fused RoPE was asked for outside the rope branch. Do not answer by setting the branch to "
-        "rope for "
-        "an MRoPE model: that is the next error.",
+        "rope for an MRoPE model: that is the next error.",
         expected="the switch off for MRoPE models",
         fix=("remove --use-fused-rotary-pos-emb",),
     ),

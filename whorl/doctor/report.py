@@ -31,6 +31,7 @@ class RotaryPath:
     runs_in: str
     branch: str
     operator: str
+    backend: str
     call: str
     style: str
     layout: str | None

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from whorl.doctor.launch import Launch
 from whorl.doctor.report import Finding, RotaryPath, Severity
-from whorl.doctor.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Problem:
     severity: Severity | None = None
 
 
-CheckFunction = Callable[[Setup, RotaryPath], Iterator[Problem]]
+CheckFunction = Callable[[Launch, RotaryPath], Iterator[Problem]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class Rule:
     severity: Severity
     function: CheckFunction
 
-    def findings(self, setup: Setup, path: RotaryPath) -> Iterator[Finding]:
-        for problem in self.function(setup, path):
+    def findings(self, launch: Launch, path: RotaryPath) -> Iterator[Finding]:
+        for problem in self.function(launch, path):
             yield Finding(
                 code=self.code,
                 severity=problem.severity or self.severity,

@@ -75,9 +75,11 @@ class Op:
         self._saved: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # None: every input, no output
         self._forced = ""
         self._is_sharding_registered = False
-        self._parameters = list(inspect.signature(reference).parameters.values())
-        self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in self._parameters)
-        self._choices = {p.name: o for p in self._parameters if (o := _literals(p.annotation))}
+        parameters = inspect.signature(reference).parameters.values()
+        self._names = [p.name for p in parameters]
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+        self._choices = {p.name: o for p in parameters if (o := _literals(p.annotation))}
         self.schema = _schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
@@ -99,9 +101,9 @@ class Op:
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             # Always called with every argument by name, so names are the contract; defaults and types stand once,
             # in the reference.
-            names, wanted = list(inspect.signature(function).parameters), [p.name for p in self._parameters]
-            if names != wanted:
-                raise TypeError(f"{self.name}/{backend} takes {names}, the reference {wanted}")
+            names = list(inspect.signature(function).parameters)
+            if names != self._names:
+                raise TypeError(f"{self.name}/{backend} takes {names}, the reference {self._names}")
             self.impls[backend] = Impl(backend, function, accepts)
             return function
 
@@ -133,10 +135,10 @@ class Op:
 
     def choose(self, *args: Any, backend: str = "", **kwargs: Any) -> Choice:
         """The implementation that these arguments get, and why the others do not."""
-        return self._choose(self._bind(args, kwargs), backend or self._forced)
+        values = self._bind(args, kwargs)
+        return self._choose(values, self._device(values), backend or self._forced)
 
-    def _choose(self, values: Values, asked: str) -> Choice:
-        device = self._device(values)
+    def _choose(self, values: Values, device: str, asked: str) -> Choice:
         reasons: dict[str, str] = {}
         for name, impl in self.impls.items():
             if asked and asked != name:
@@ -192,21 +194,18 @@ class Op:
         """Arguments by name; inspect's own bind is ten times slower and does not trace."""
         if len(args) > self._num_positional:
             raise TypeError(f"{self.name} takes {self._num_positional} positional arguments, got {len(args)}")
-        values, left = {}, len(kwargs)
-        for i, p in enumerate(self._parameters):
-            if i < len(args):
-                values[p.name] = args[i]
-            elif p.name in kwargs:
-                values[p.name] = kwargs[p.name]
+        values, left = dict(zip(self._names, args, strict=False)), len(kwargs)
+        for name in self._names[len(args) :]:
+            if name in kwargs:
+                values[name] = kwargs[name]
                 left -= 1
-            elif p.default is not p.empty:
-                values[p.name] = p.default
+            elif name in self._defaults:
+                values[name] = self._defaults[name]
             else:
-                raise TypeError(f"{self.name}: argument {p.name!r} is missing")
+                raise TypeError(f"{self.name}: argument {name!r} is missing")
         if left:
-            known = [p.name for p in self._parameters]
-            wrong = [k for k in kwargs if k not in known or known.index(k) < len(args)]
-            raise TypeError(f"{self.name}: unknown or repeated arguments {wrong}; it takes {known} and 'backend'")
+            wrong = [k for k in kwargs if k not in self._names[len(args) :]]
+            raise TypeError(f"{self.name}: unknown or repeated arguments {wrong}; it takes {self._names} and 'backend'")
         return values
 
     def _validate(self, values: Values) -> None:
@@ -218,21 +217,19 @@ class Op:
             self.check(**values)
 
     def _device(self, values: Values) -> str:
-        found = {n: v.device for n, v in values.items() if isinstance(v, Tensor)}
-        if len(set(found.values())) != 1:
-            raise ValueError(
-                f"{self.name}: tensors must be on one device, got { {n: str(d) for n, d in found.items()} }"
-            )
-        return next(iter(found.values())).type
+        found = {v.device for v in values.values() if isinstance(v, Tensor)}
+        if len(found) != 1:
+            where = {n: str(v.device) for n, v in values.items() if isinstance(v, Tensor)}
+            raise ValueError(f"{self.name}: tensors must be on one device, got {where}")
+        return found.pop().type
 
     def _split(self, values: Values) -> tuple[list[Any], Values]:
-        names = [p.name for p in self._parameters]
-        positional, keywords = names[: self._num_positional], names[self._num_positional :]
+        positional, keywords = self._names[: self._num_positional], self._names[self._num_positional :]
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
     def _run(self, values: Values, backend: str) -> Any:
-        choice = self._choose(values, backend)
-        device = self._device(values)
+        device = next(v.device.type for v in values.values() if isinstance(v, Tensor))
+        choice = self._choose(values, device, backend)
         if choice.backend == "torch" and device not in ("cpu", "meta") and not backend:
             _warn_fallback(self.name, device, tuple(choice.reasons.items()))
         with _no_autocast(device):
@@ -274,11 +271,14 @@ class Op:
     def _restore_absent(self, out: Any, values: Values) -> Any:
         if not self.absent:
             return out
-        gone = [i for i, name in self.absent.items() if values[name] is None]
-        return tuple(None if i in gone else o for i, o in enumerate(out))
+        return tuple(None if self._is_absent(i, values) else o for i, o in enumerate(out))
+
+    def _is_absent(self, output: int, values: Values) -> bool:
+        name = self.absent.get(output, "")
+        return name in values and (values[name] is None or values[name] is False)
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
-        names = [p.name for p in self._parameters]
+        names = self._names
         values = dict(zip(names, inputs, strict=False)) | keyword_only_inputs
         outputs = output if isinstance(output, tuple) else (output,)
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
@@ -295,7 +295,7 @@ class Op:
         tensors = ctx.saved_tensors
         args = dict(ctx.constants) | dict(zip(ctx.saved_names, tensors, strict=False))
         outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
-        grads = tuple(None if args.get(self.absent.get(i, ""), 0) is None else g for i, g in enumerate(grads))
+        grads = tuple(None if self._is_absent(i, ctx.constants) else g for i, g in enumerate(grads))
         given = [g for g in grads if g is not None]
         if not given:
             return (None,) * len(ctx.input_names)
@@ -314,7 +314,7 @@ class Op:
             kwargs.pop("backend", None)
             values = self._bind(args, kwargs)
             assert self.sharding is not None
-            order = [p.name for p in self._parameters][: len(args)]
+            order = self._names[: len(args)]
             return [(list(outs), [ins.get(n) for n in order]) for outs, ins in self.sharding(values)]
 
         register_sharding(self.node)(strategies)
@@ -333,7 +333,7 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
 
     check(**arguments)      raises ValueError for arguments no backend may see
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
-    absent={1: "k"}         output 1 is None exactly when argument k is
+    absent={1: "k"}         output 1 is None exactly when argument k is None or False
     fake(**arguments)       shapes and dtypes, for a reference that reads values
     sharding(arguments)     DTensor placements that need no communication
     bytes, flops            what the benchmark divides by; all inputs and outputs unless stated

@@ -78,14 +78,16 @@ def _rotate(
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """The projection read and written once (twice read in the backward), and one table row a token."""
+    """The heads read and written once (the backward reads q and k twice), and one table row a token."""
     qkv, table = values["qkv"], values["cos_sin"]
-    passes = 3 if "dq" in values else 2
-    tokens = qkv.numel() // qkv.shape[-1]
-    return passes * qkv.numel() * qkv.element_size() + tokens * table.shape[-1] * table.element_size()
+    heads = (values["num_heads"], values["num_kv_heads"], values["num_kv_heads"])
+    has_v = values.get("with_v", True) if "dq" not in values else values["dv"] is not None
+    moved = (3 if "dq" in values else 2) * (heads[0] + heads[1]) + 2 * has_v * heads[2]
+    tokens, dim = qkv.shape[:-1].numel(), qkv.shape[-1] // sum(heads)
+    return tokens * (moved * dim * qkv.element_size() + table.shape[-1] * table.element_size())
 
 
-@operator(check=_check, bytes=_bytes)
+@operator(check=_check, absent={2: "with_v"}, bytes=_bytes)
 def qk_norm_rope(
     qkv: Tensor,
     q_weight: Tensor,
@@ -100,13 +102,15 @@ def qk_norm_rope(
     sections: Sequence[int] | None = None,
     layout: Layout = "chunked",
     style: Style = "half",
-) -> tuple[Tensor, Tensor, Tensor]:
+    with_v: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """RMSNorm each query and key head, rotate them, and hand out q, k and v, each contiguous.
 
     qkv: [*tokens, (HQ + 2 HK) D], q heads first, then k, then v; q_weight, k_weight: [D]. Returns q: [*tokens, HQ, D],
-    k and v: [*tokens, HK, D]; v is copied, so that the backward writes one gradient of qkv. cos_sin, positions, style
-    as `rope` on the leading R channels; with `sections` and `layout`, positions as `mrope`. fp32 from the projection
-    to the result, one rounding; Hugging Face rounds after the norm as well. Differentiable in qkv and the weights.
+    k and v: [*tokens, HK, D]. v is copied, so that the backward writes one gradient of qkv; without `with_v` it is
+    None, and inference reads it from qkv. cos_sin, positions, style as `rope` on the leading R channels; with
+    `sections` and `layout`, positions as `mrope`. fp32 from the projection to the result, one rounding; Hugging Face
+    rounds after the norm as well. Differentiable in qkv and the weights.
     """
     how: Values = {"sections": sections, "layout": layout, "style": style}
     wide = qkv if qkv.dtype == torch.float64 else qkv.float()
@@ -114,14 +118,14 @@ def qk_norm_rope(
     q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
     k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
     q, k = _rotate(rope, mrope, q, k, cos_sin, positions, how, "torch")
-    return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype).contiguous()
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype).contiguous() if with_v else None
 
 
 @operator(bytes=_bytes)
 def qk_norm_rope_backward(
     dq: Tensor,
     dk: Tensor,
-    dv: Tensor,
+    dv: Tensor | None,
     qkv: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
@@ -136,22 +140,27 @@ def qk_norm_rope_backward(
     layout: Layout = "chunked",
     style: Style = "half",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once."""
+    """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once.
+
+    Without dv the gradient of qkv is zero there.
+    """
     how: Values = {"sections": sections, "layout": layout, "style": style}
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, how, "torch")
     q, k, _ = _heads(qkv.to(wide), num_heads, num_kv_heads)
     dq, dq_weight = rms_norm_backward.reference(dq, q, q_weight, eps=eps, plus_one=plus_one)
     dk, dk_weight = rms_norm_backward.reference(dk, k, k_weight, eps=eps, plus_one=plus_one)
-    dqkv = torch.cat((dq, dk, dv.to(wide)), -2).flatten(-2).to(qkv.dtype)
+    dv = torch.zeros_like(dk) if dv is None else dv.to(wide)
+    dqkv = torch.cat((dq, dk, dv), -2).flatten(-2).to(qkv.dtype)
     return dqkv, dq_weight, dk_weight
 
 
 @qk_norm_rope.gradient(save=("qkv", "q_weight", "k_weight", "cos_sin", "positions"))
 def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    likes = _heads(args["qkv"], args["num_heads"], args["num_kv_heads"])
-    dq, dk, dv = (torch.zeros_like(like) if g is None else g for g, like in zip(grads, likes, strict=True))
-    dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, dv, **args)
+    likes = _heads(args["qkv"], args["num_heads"], args["num_kv_heads"])[:2]
+    dq, dk = (torch.zeros_like(like) if g is None else g for g, like in zip(grads[:2], likes, strict=True))
+    how = {n: v for n, v in args.items() if n != "with_v"}
+    dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, grads[2], **how)
     return {"qkv": dqkv, "q_weight": dq_weight, "k_weight": dk_weight}
 
 
@@ -167,12 +176,12 @@ def _triton_reason(qkv: Tensor, num_heads: int, num_kv_heads: int, **_: object) 
 
 @qk_norm_rope.impl("triton", accepts=_triton_reason)
 def _(  # type: ignore[no-untyped-def]
-    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style
+    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style, with_v
 ):
     from .qk_norm_rope_triton import forward
 
     heads = (num_heads, num_kv_heads)
-    return forward(qkv, q_weight, k_weight, cos_sin, positions, heads, eps, plus_one, sections, layout, style)
+    return forward(qkv, q_weight, k_weight, cos_sin, positions, heads, eps, plus_one, sections, layout, style, with_v)
 
 
 @qk_norm_rope_backward.impl("triton", accepts=_triton_reason)
@@ -207,13 +216,13 @@ def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int,
 
 @qk_norm_rope.impl("torch_npu", accepts=_npu_reason)
 def _(  # type: ignore[no-untyped-def]
-    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style
+    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style, with_v
 ):
     norm = rms_norm.impls["torch_npu"].function
     how = {"sections": sections, "layout": layout, "style": style}
     q, k, v = _heads(qkv, num_heads, num_kv_heads)
     q, k = norm(q, q_weight, eps, plus_one), norm(k, k_weight, eps, plus_one)
-    return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), v.contiguous()
+    return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), v.contiguous() if with_v else None
 
 
 @qk_norm_rope_backward.impl("torch_npu", accepts=_npu_reason)
@@ -240,6 +249,7 @@ def _(  # type: ignore[no-untyped-def]
     dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, cos_sin, positions, how, "torch_npu")
     dq, dq_weight = backward(dq, q, q_weight, None, eps, plus_one)
     dk, dk_weight = backward(dk, k, k_weight, None, eps, plus_one)
+    dv = torch.zeros_like(dk) if dv is None else dv
     return torch.cat((dq, dk, dv), -2).flatten(-2), dq_weight, dk_weight
 
 
@@ -254,12 +264,13 @@ _CASES: list[Values] = [
     {"tokens": (7,), "heads": 5, "kv_heads": 2, "dim": 128, "sections": [24, 20, 20], "layout": "interleaved"},
     {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 80, "rotary": 24, "looked_up": True},
     {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
-    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True},
+    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
+    {"tokens": (3,), "heads": 2, "kv_heads": 1, "dim": 64, "with_v": False},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "heads": heads, "kv_heads": 4, "dim": 128}
     for tokens, heads in ((16384, 32), (16384, 64), (1, 32), (64, 64))
-]
+] + [{"tokens": (16384,), "heads": 32, "kv_heads": 4, "dim": 128, "with_v": False}]
 
 
 def _make(
@@ -272,6 +283,8 @@ def _make(
     sections: list[int] | None = None,
     layout: str = "chunked",
     style: str = "half",
+    with_v: bool = True,
+    eps: float = 1e-6,
     *,
     dtype: torch.dtype,
     device: str,
@@ -280,17 +293,18 @@ def _make(
     axes = None if sections is None else len(sections)
     rotary = rope_cases.make(heads=1, kv_heads=None, dim=dim, axes=axes, dtype=dtype, device=device, **case)
     width = (heads + 2 * kv_heads) * dim
-    qkv = scale * torch.randn(*rotary["q"].shape[:-2], width + 7 * sliced, dtype=dtype, device=device)[..., :width]
+    qkv = (scale * torch.randn(*rotary["q"].shape[:-2], width + 7 * sliced, dtype=dtype, device=device))[..., :width]
     weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, dtype=dtype, device=device) for n in "qk"}
     tables = {n: rotary[n] for n in ("cos_sin", "positions")}
-    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": 1e-6, "plus_one": plus_one}
-    return {"qkv": qkv, **weights, **tables, **sizes, "sections": sections, "layout": layout, "style": style}
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": eps, "plus_one": plus_one}
+    how = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
+    return {"qkv": qkv, **weights, **tables, **sizes, **how}
 
 
 def _make_backward(**case: Any) -> Values:
     args = _make(**case)
-    grads = (torch.randn_like(h) for h in _heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
-    return dict(zip(("dq", "dk", "dv"), grads, strict=True)) | args
+    dq, dk, dv = (torch.randn_like(h) for h in _heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
+    return {"dq": dq, "dk": dk, "dv": dv if args.pop("with_v") else None} | args
 
 
 qk_norm_rope.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -3,6 +3,7 @@
 A head's channels stay in registers between the norm and the rotation.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._rows import ceil_div, power_of_2
 from .rope.triton import angle_constants, flat_table, load_angles, load_pair, store_pair, token_strides
+
+STAGES = 1  # blocks of tokens in flight in the backward
 
 
 @triton.jit
@@ -70,8 +74,11 @@ def _norm_rotate_heads(
     x_at,
     y_at,
     mask,
-    cos,
-    sin,
+    table_ptr,
+    positions_ptr,
+    tokens,
+    T,
+    P,
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -79,9 +86,16 @@ def _norm_rotate_heads(
     BLOCK_REST: tl.constexpr,
     PAIRS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    w_first, w_second, w_rest = _load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+    # Heads first: a warp issues in order, and the table row has to wait for its position.
     first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
+    w_first, w_second, w_rest = _load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
     total = tl.sum(first * first + second * second, 2)
     if D > 2 * HALF:
         rest = _load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
@@ -125,30 +139,29 @@ def _qk_norm_rope_kernel(
     S1: tl.constexpr,
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens."""
+    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one."""
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     k_groups: tl.constexpr = (HK + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
-    group = program % (q_groups + 2 * k_groups)
-    tokens = (program // (q_groups + 2 * k_groups)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    group = program % GROUPS
+    tokens = (program // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = (tokens < T)[:, None]
     x_token = (tokens * qkv_stride)[:, None]
     if group < q_groups:
         heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
-        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
         x_at, y_at = x_token + heads * D, (tokens * (HQ * D))[:, None] + heads * D
         _norm_rotate_heads(
-            qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), cos, sin, eps,
-            D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE,
+            qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
     elif group < q_groups + k_groups:
         heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
-        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
         x_at, y_at = x_token + (HQ + heads) * D, (tokens * (HK * D))[:, None] + heads * D
         _norm_rotate_heads(
-            qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), cos, sin, eps,
-            D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE,
+            qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -165,8 +178,11 @@ def _norm_rotate_heads_backward(
     x_at,
     dx_at,
     mask,
-    cos,
-    sin,
+    table_ptr,
+    positions_ptr,
+    tokens,
+    T,
+    P,
     w_first,
     w_second,
     w_rest,
@@ -176,20 +192,24 @@ def _norm_rotate_heads_backward(
     BLOCK_C: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     PAIRS: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """Writes dx; returns these heads' share of the weight gradient, [BLOCK_C], [BLOCK_C], [BLOCK_REST]."""
+    """Writes dx; returns these heads' share of the weight gradient, lane by lane, [BLOCK_T, BLOCK_H, channels]."""
     first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     dy_first, dy_second = load_pair(dy_ptr, dy_at, mask, HALF, BLOCK_C, PAIRS)
     rest = _load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
     d_rest = _load_rest(dy_ptr, dy_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
     total = tl.sum(first * first + second * second, 2) + tl.sum(rest * rest, 2)
     inverse = _inverse_rms(total, D, eps)
     first, second, rest = first * inverse, second * inverse, rest * inverse
     d_first = dy_first * cos + dy_second * sin
     d_second = dy_second * cos - dy_first * sin
-    dw_first = tl.sum(tl.sum(d_first * first, 1), 0)
-    dw_second = tl.sum(tl.sum(d_second * second, 1), 0)
-    dw_rest = tl.sum(tl.sum(d_rest * rest, 1), 0)
+    dw_first, dw_second, dw_rest = d_first * first, d_second * second, d_rest * rest
     d_first, d_second, d_rest = d_first * w_first, d_second * w_second, d_rest * w_rest
     dot = tl.sum(d_first * first + d_second * second, 2) + tl.sum(d_rest * rest, 2)
     mean = (dot / D)[:, :, None]
@@ -197,6 +217,12 @@ def _norm_rotate_heads_backward(
     store_pair(dx_ptr, dx_at, mask, dx_first, dx_second, HALF, BLOCK_C, PAIRS)
     _store_rest(dx_ptr, dx_at, mask, inverse * (d_rest - rest * mean), 2 * HALF, D - 2 * HALF, BLOCK_REST)
     return dw_first, dw_second, dw_rest
+
+
+@triton.jit
+def _over_heads(x):
+    """[BLOCK_T, BLOCK_H, channels] -> [1, 1, channels]"""
+    return tl.sum(tl.sum(x, 1), 0)[None, None, :]
 
 
 @triton.jit
@@ -241,6 +267,7 @@ def _qk_norm_rope_backward_kernel(
     S1: tl.constexpr,
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (i, group) takes every num_programs-th block of tokens of one group of heads, of q, of k or of v.
 
@@ -265,27 +292,25 @@ def _qk_norm_rope_backward_kernel(
             dy_ptr, weight_ptr = dk_ptr, k_weight_ptr
             stride_b, stride_s, stride_h = dk_stride_b, dk_stride_s, dk_stride_h
         w_first, w_second, w_rest = _load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
-        dw_first = tl.zeros((BLOCK_C,), tl.float32)
-        dw_second = tl.zeros((BLOCK_C,), tl.float32)
-        dw_rest = tl.zeros((BLOCK_REST,), tl.float32)
-        for block in range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
+        dw_first = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
+        dw_second = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
+        dw_rest = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
+        for block in tl.range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
             tokens = block * BLOCK_T + offset
-            cos, sin = load_angles(
-                table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False
-            )
             dy_at = (tokens // S * stride_b + tokens % S * stride_s)[:, None] + heads * stride_h
             x_at, dx_at = (tokens * qkv_stride)[:, None] + columns, (tokens * ((HQ + 2 * HK) * D))[:, None] + columns
             more_first, more_second, more_rest = _norm_rotate_heads_backward(
-                dy_ptr, qkv_ptr, dqkv_ptr, dy_at, x_at, dx_at, (tokens < T)[:, None] & is_head, cos, sin,
-                w_first, w_second, w_rest, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS,
+                dy_ptr, qkv_ptr, dqkv_ptr, dy_at, x_at, dx_at, (tokens < T)[:, None] & is_head,
+                table_ptr, positions_ptr, tokens, T, P, w_first, w_second, w_rest, eps,
+                D, HALF, BLOCK_C, BLOCK_REST, PAIRS, AXES, S0, S1, S2, LAYOUT,
             )  # fmt: skip
             dw_first += more_first
             dw_second += more_second
             dw_rest += more_rest
         at = (first_block * (q_groups + k_groups) + group) * D + tl.zeros((1, 1), tl.int64)
         every = tl.full((1, 1), True, tl.int1)
-        store_pair(partial_ptr, at, every, dw_first[None, None], dw_second[None, None], HALF, BLOCK_C, PAIRS)
-        _store_rest(partial_ptr, at, every, dw_rest[None, None], 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        store_pair(partial_ptr, at, every, _over_heads(dw_first), _over_heads(dw_second), HALF, BLOCK_C, PAIRS)
+        _store_rest(partial_ptr, at, every, _over_heads(dw_rest), 2 * HALF, D - 2 * HALF, BLOCK_REST)
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
         for block in range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
@@ -307,21 +332,25 @@ def forward(
     sections: Sequence[int] | None,
     layout: str,
     style: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    with_v: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, (hq, hk), dim = _rows(qkv), heads, qkv.shape[-1] // (heads[0] + 2 * heads[1])
-    q, k, v = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk, hk))
+    q, k = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk))
+    v = torch.empty_like(k) if with_v else None
     if not rows.shape[0]:
         return q, k, v
     table, index = flat_table(cos_sin, positions)
-    constants = _constants(hq, hk, dim, cos_sin, positions, sections, layout, style, plus_one)
-    grid = (triton.cdiv(rows.shape[0], constants["BLOCK_T"]) * sum(_groups(heads, constants["BLOCK_H"])),)
-    _qk_norm_rope_kernel[grid](
+    constants = _constants(
+        hq, hk, dim, cos_sin.shape[-1], positions is not None, _tuple(sections), layout, style, plus_one
+    )
+    groups = sum(_groups(heads, constants["BLOCK_H"])[: 3 if with_v else 2])
+    _qk_norm_rope_kernel[(ceil_div(rows.shape[0], constants["BLOCK_T"]) * groups,)](
         rows,
         q_weight.contiguous(),
         k_weight.contiguous(),
         q,
         k,
-        v,
+        k if v is None else v,
         table,
         index,
         rows.shape[0],
@@ -329,12 +358,13 @@ def forward(
         rows.stride(0),
         eps,
         **constants,
+        GROUPS=groups,
     )
     return q, k, v
 
 
 def backward(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor | None],
     qkv: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
@@ -348,18 +378,24 @@ def backward(
     style: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, (hq, hk), dim = _rows(qkv), heads, qkv.shape[-1] // (heads[0] + 2 * heads[1])
-    dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
+    dq, dk, dv = _readable(grads[0]), _readable(grads[1]), None if grads[2] is None else _readable(grads[2])
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    if dv is None:
+        dqkv[..., (hq + hk) * dim :] = 0
     table, index = flat_table(cos_sin, positions)
-    constants = _constants(hq, hk, dim, cos_sin, positions, sections, layout, style, plus_one)
+    constants = _constants(
+        hq, hk, dim, cos_sin.shape[-1], positions is not None, _tuple(sections), layout, style, plus_one
+    )
     groups = _groups(heads, constants["BLOCK_H"])
-    waves = 16 * multiprocessors(qkv.device) // sum(groups)
-    programs = max(1, min(triton.cdiv(rows.shape[0], constants["BLOCK_T"]), waves))
+    num_groups = sum(groups[: 2 if dv is None else 3])
+    waves = 16 * multiprocessors(qkv.device) // num_groups
+    programs = max(1, min(ceil_div(rows.shape[0], constants["BLOCK_T"]), waves))
     partial = torch.empty(programs, groups[0] + groups[1], dim, dtype=torch.float32, device=qkv.device)
-    _qk_norm_rope_backward_kernel[(sum(groups), programs)](
+    some_dv = dk if dv is None else dv
+    _qk_norm_rope_backward_kernel[(num_groups, programs)](
         dq,
         dk,
-        dv,
+        some_dv,
         rows,
         q_weight.contiguous(),
         k_weight.contiguous(),
@@ -372,10 +408,11 @@ def backward(
         table.shape[0],
         *token_strides(dq),
         *token_strides(dk),
-        *token_strides(dv),
+        *token_strides(some_dv),
         rows.stride(0),
         eps,
         **constants,
+        STAGES=STAGES,
     )
     dq_weight, dk_weight = partial[:, : groups[0]].sum((0, 1)), partial[:, groups[0] :].sum((0, 1))
     return dqkv, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
@@ -383,40 +420,48 @@ def backward(
 
 def _groups(heads: tuple[int, int], block_h: int) -> tuple[int, int, int]:
     """Programs for the heads of q, k and v of one token."""
-    q_groups, k_groups = (triton.cdiv(h, block_h) for h in heads)
+    q_groups, k_groups = (ceil_div(h, block_h) for h in heads)
     return q_groups, k_groups, k_groups
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
     """[T, C] with unit stride along C: a view where strides allow one."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return _readable(x).reshape(-1, x.shape[-1])
 
 
+def _tuple(sections: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sections is None else tuple(sections)
+
+
+@functools.lru_cache(maxsize=1024)
 def _constants(
     heads: int,
     kv_heads: int,
     dim: int,
-    cos_sin: Tensor,
-    positions: Tensor | None,
-    sections: Sequence[int] | None,
+    rotary: int,
+    has_positions: bool,
+    sections: tuple[int, ...] | None,
     layout: str,
     style: str,
     plus_one: bool,
 ) -> dict[str, int]:
-    block_d = triton.next_power_of_2(dim)
-    # 2048 channels a program: two warps with four 16-byte reads a thread in flight. Measured on H200.
-    block_h = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
+    channels = power_of_2(dim)
+    # 1024 channels a program: one warp with four 16-byte reads a thread in flight.
+    block_h = max(1, min(power_of_2(heads), 1024 // channels))
     return {
         "HQ": heads,
         "HK": kv_heads,
         "D": dim,
-        "BLOCK_T": max(1, 2048 // (block_h * block_d)),
+        "BLOCK_T": max(1, 1024 // (block_h * channels)),
         "BLOCK_H": block_h,
-        "BLOCK_REST": triton.next_power_of_2(max(1, dim - cos_sin.shape[-1])),
-        "BLOCK_D": block_d,
+        "BLOCK_REST": power_of_2(dim - rotary),
+        "BLOCK_D": channels,
         "PAIRS": style == "pairs",
         "PLUS_ONE": plus_one,
-        "num_warps": 2,
-        **angle_constants(cos_sin.shape[-1], positions, sections, layout),
+        "num_warps": 1,
+        **angle_constants(rotary, has_positions, sections, layout),
     }

@@ -211,10 +211,10 @@ _CASES: list[Values] = [
     {"shape": (17, 128), "scale": 0.01},
     {"shape": (2, 3, 96), "plus_one": True},
     {"shape": (5, 4096)},
-    {"shape": (3, 1000), "weight_dtype": torch.float32},
+    {"shape": (3, 1000), "weight_dtype": torch.float32, "eps": 1e-3},
     {"shape": (0, 64)},
     {"shape": (6, 7, 64), "sliced": True},
-    {"shape": (37, 1), "plus_one": True},
+    {"shape": (37, 5), "plus_one": True},
 ]
 _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 7168), (16384, 4096), (1, 4096), (64, 4096))]
 
@@ -225,14 +225,15 @@ def _make(
     plus_one: bool = False,
     weight_dtype: torch.dtype | None = None,
     sliced: bool = False,
+    eps: float = 1e-6,
     *,
     dtype: torch.dtype,
     device: str,
 ) -> Values:
     wide = torch.float64 if dtype == torch.float64 else weight_dtype or dtype
     weight = 0.1 * torch.randn(shape[-1], dtype=wide, device=device) + (0 if plus_one else 1)
-    x = scale * torch.randn(*shape[:-1], shape[-1] + 5 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
-    return {"x": x, "weight": weight, "eps": 1e-6, "plus_one": plus_one}
+    x = (scale * torch.randn(*shape[:-1], shape[-1] + 5 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
+    return {"x": x, "weight": weight, "eps": eps, "plus_one": plus_one}
 
 
 def _make_add(**case: Any) -> Values:

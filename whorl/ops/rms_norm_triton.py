@@ -7,6 +7,10 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._rows import as_rows, ceil_div, power_of_2
+
+SHARED_MEMORY = 200 * 1024  # bytes that a program may fill with blocks in flight; Hopper has 227 KiB
+
 
 @triton.jit
 def _inverse_rms(total, C: tl.constexpr, eps):
@@ -21,10 +25,13 @@ def _rms_norm_kernel(
     weight_ptr,
     y_ptr,
     total_ptr,
-    x_stride,
-    residual_stride,
+    x_stride_a,
+    x_stride_b,
+    residual_stride_a,
+    residual_stride_b,
     eps,
     T,
+    B,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -34,9 +41,11 @@ def _rms_norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < T) & (columns < C)
-    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    a, b = rows // B, rows % B
+    x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + rows * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        at = a * residual_stride_a + b * residual_stride_b + columns
+        x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + rows * C + columns, total, mask=mask)
         x = total.to(tl.float32)  # the norm is of the rounded sum
@@ -55,75 +64,92 @@ def _rms_norm_backward_kernel(
     residual_grad_ptr,
     dx_ptr,
     partial_ptr,
-    dy_stride,
-    x_stride,
-    residual_grad_stride,
+    dy_stride_a,
+    dy_stride_b,
+    x_stride_a,
+    x_stride_b,
+    residual_grad_stride_a,
+    residual_grad_stride_b,
     eps,
     T,
+    B,
     C: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th row and keeps its share of the weight gradient in registers."""
+    """Each program takes every num_programs-th block of rows and keeps its share of dweight in registers."""
     program = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < C
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
-    dweight = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, T, tl.num_programs(0)):
-        x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        inverse = _inverse_rms(tl.sum(x * x, 0), C, eps)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    for block in tl.range(program, tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = block * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (rows < T) & (columns < C)
+        a, b = rows // B, rows % B
+        x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + a * dy_stride_a + b * dy_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
+        inverse = _inverse_rms(tl.sum(x * x, 1), C, eps)[:, None]
         unit = x * inverse
         scaled = dy * weight
-        dx = inverse * (scaled - unit * (tl.sum(scaled * unit, 0) / C))
+        dx = inverse * (scaled - unit * (tl.sum(scaled * unit, 1) / C)[:, None])
         if HAS_RESIDUAL:
-            dx += tl.load(residual_grad_ptr + row * residual_grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * C + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            at = a * residual_grad_stride_a + b * residual_grad_stride_b + columns
+            dx += tl.load(residual_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows * C + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         dweight += dy * unit
-    tl.store(partial_ptr + program * C + columns, dweight, mask=mask)
+    total = tl.sum(dweight, 0)[None, :]
+    tl.store(partial_ptr + program * C + columns, total, mask=columns < C)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     """y and, with a residual, the new residual (else y again)."""
-    rows = _rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty_like(y)
-    other = rows if residual is None else _rows(residual)
-    width, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
-    at_once, num_warps = _blocks(rows.shape[0], block, multiprocessors(x.device))
-    if rows.shape[0]:
-        _rms_norm_kernel[(triton.cdiv(rows.shape[0], at_once),)](
-            rows,
-            other,
-            weight.contiguous(),
-            y,
-            total,
-            rows.stride(0),
-            other.stride(0),
-            eps,
-            rows.shape[0],
-            C=width,
-            ROWS=at_once,
-            BLOCK=block,
-            HAS_RESIDUAL=residual is not None,
-            PLUS_ONE=plus_one,
-            num_warps=num_warps,
-        )
+    if not y.numel():
+        return y, total
+    rows = as_rows(x)
+    count, width = rows.shape[0] * rows.shape[1], x.shape[-1]
+    other = rows if residual is None else _like(residual, rows)
+    at_once, num_warps = _blocks(count, power_of_2(width), multiprocessors(x.device))
+    _rms_norm_kernel[(ceil_div(count, at_once),)](
+        rows,
+        other,
+        weight.contiguous(),
+        y,
+        total,
+        *rows.stride()[:2],
+        *other.stride()[:2],
+        eps,
+        count,
+        rows.shape[1],
+        C=width,
+        ROWS=at_once,
+        BLOCK=power_of_2(width),
+        HAS_RESIDUAL=residual is not None,
+        PLUS_ONE=plus_one,
+        num_warps=num_warps,
+    )
     return y, total
 
 
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    rows, grads = _rows(x), _rows(dy)
-    other = grads if residual_grad is None else _rows(residual_grad)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    programs = max(1, min(rows.shape[0], 2 * multiprocessors(x.device)))
+    if not dx.numel():
+        return dx, torch.zeros_like(weight)
+    rows = as_rows(x)
+    grads = _like(dy, rows)
+    other = grads if residual_grad is None else _like(residual_grad, rows)
+    count, width = rows.shape[0] * rows.shape[1], x.shape[-1]
+    bytes_a_channel = x.element_size() * (2 if residual_grad is None else 3)
+    plan = _backward_blocks(count, power_of_2(width), multiprocessors(x.device), bytes_a_channel)
+    programs = plan.pop("programs")
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _rms_norm_backward_kernel[(programs,)](
         grads,
@@ -132,37 +158,41 @@ def backward(
         other,
         dx,
         partial,
-        grads.stride(0),
-        rows.stride(0),
-        other.stride(0),
+        *grads.stride()[:2],
+        *rows.stride()[:2],
+        *other.stride()[:2],
         eps,
-        rows.shape[0],
+        count,
+        rows.shape[1],
         C=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_2(width),
         HAS_RESIDUAL=residual_grad is not None,
         PLUS_ONE=plus_one,
-        num_warps=_num_warps(width),
+        **plan,
     )
     return dx, partial.sum(0).to(weight.dtype)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[T, C] with unit stride along C: a view where strides allow one."""
+def _like(x: Tensor, rows: Tensor) -> Tensor:
+    """x with the rows counted as in `rows`, copied only where its strides do not allow that."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(rows.shape)
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 16384 channels in 16 warps, or one long row in 4; all processors busy first.
-
-    Measured on H200: 16384 x 4096 takes 70.3 us so and 71.4 us a row at a time, 4096 x 7168 takes 32.1 and 32.9 us.
-    """
-    if block >= 8192:
-        return 1, min(16, 4 * block // 8192)
-    at_once = max(1, min(16384 // block, triton.next_power_of_2(rows // processors + 1) // 2))
-    return at_once, max(1, min(16, at_once * block // 1024))
+    """Rows and warps of a program: 1024 channels a warp (2048 in the longest rows), all processors busy first."""
+    at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
+    return at_once, max(1, min(16, at_once * block // (2048 if block >= 8192 else 1024)))
 
 
-def _num_warps(width: int) -> int:
-    """16 bytes a thread for each of four loads in flight, in bf16."""
-    return max(1, min(16, triton.next_power_of_2(width) // 1024))
+def _backward_blocks(rows: int, block: int, processors: int, bytes_a_channel: int) -> dict[str, int]:
+    """One program a processor, 8192 channels at a time, as many blocks in flight as shared memory holds (up to 3)."""
+    at_once = max(1, min(8192 // block, power_of_2(rows // processors + 1) // 2))
+    stages = max(1, min(3, SHARED_MEMORY // (at_once * block * bytes_a_channel)))
+    programs = max(1, min(ceil_div(rows, at_once), processors))
+    return {
+        "ROWS": at_once,
+        "STAGES": stages,
+        "num_warps": max(1, min(8, at_once * block // 1024)),
+        "programs": programs,
+    }

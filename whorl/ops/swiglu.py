@@ -123,7 +123,7 @@ def _make(
     dtype: torch.dtype,
     device: str,
 ) -> Values:
-    x = scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
+    x = (scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
     return {"x": x, "interleaved": interleaved}
 
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._rows import ceil_div
+
 BLOCK = 1024
 
 
@@ -58,7 +60,7 @@ def forward(x: Tensor, interleaved: bool) -> Tensor:
     rows, width = _rows(x), x.shape[-1] // 2
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
-        grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+        grid = (rows.shape[0], ceil_div(width, BLOCK))
         _swiglu_kernel[grid](rows, y, rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
     return y
 
@@ -67,7 +69,7 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
     rows, grads, width = _rows(x), _rows(dy), x.shape[-1] // 2
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
-        grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+        grid = (rows.shape[0], ceil_div(width, BLOCK))
         _swiglu_backward_kernel[grid](
             grads, rows, dx, grads.stride(0), rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4
         )
@@ -77,4 +79,4 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[T, C] with unit stride along C: a view where strides allow one."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(-1, x.shape[-1])

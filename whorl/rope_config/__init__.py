@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.rope_config.frequencies import FREQUENCIES, yarn_mscale
-from whorl.rope_config.hugging_face import DEFAULT_BASE, SCALING_KEYS, keywords
+from .frequencies import FREQUENCIES, yarn_mscale
+from .hugging_face import DEFAULT_BASE, SCALING_KEYS, keywords
 
 Array = TypeVar("Array")
 
@@ -260,7 +260,9 @@ def _check_scaling(config: RopeConfig) -> None:
     if kind in ("yarn", "deepseek_yarn", "longrope", "llama3") and config.original_max_position is None:
         raise ValueError(f"RopeConfig: rope_type {kind!r} needs original_max_position, found None")
     if kind == "xdrope" and (config.alpha is None or config.sections is None):
-        raise ValueError(f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha}, None or both")
+        raise ValueError(
+            f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha} and {config.sections}"
+        )
     if kind in ("dynamic", "xdrope") and config.rotary_dim <= 2:
         raise ValueError(f"RopeConfig: rope_type {kind!r} needs rotary_dim above 2, found {config.rotary_dim}")
     if kind == "llama3" and config.low_freq_factor >= config.high_freq_factor:

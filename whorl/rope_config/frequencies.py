@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from whorl.rope_config import RopeConfig
+    from . import RopeConfig
 
 Frequencies = NDArray[np.float64]
 

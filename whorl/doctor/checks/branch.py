@@ -2,27 +2,31 @@
 
 from collections.abc import Iterator
 
+from whorl.doctor.launch import Launch
 from whorl.doctor.paths import branch_of, fusion_on, is_packed
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup
 
 BRIDGE_SHIM = (0, 5)  # Megatron Bridge 0.5.0 gave the MRoPE class a get_rotary_seq_len
 BRIDGE_SECTIONS = (24, 20, 20)  # what Bridge's Qwen3-VL uses where nothing sets mrope_section
 
 
+def _where(launch: Launch) -> str:
+    return launch.where("position_embedding_type") if launch.find("position_embedding_type") else branch_of(launch)[1]
+
+
 @rule("rope-branch-mismatch")
-def mrope_model_in_rope_branch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(setup)
-    if not setup.uses_megatron or setup.is_mla or not setup.is_mrope or branch == "mrope":
+def mrope_model_in_rope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    if not launch.uses_megatron or launch.is_mla or not launch.is_mrope or branch == "mrope":
         return
-    sections = list(setup.model_sections or setup.sections or BRIDGE_SECTIONS)
+    sections = list(launch.model_sections or launch.sections or BRIDGE_SECTIONS)
     yield Problem(
-        where=because,
+        where=_where(launch),
         found=f"position_embedding_type={branch} for a model whose mrope_section is {sections}",
         expected="position_embedding_type=mrope",
-        why=_what_happens(setup),
-        fix=mrope_settings(sections, mindspeed=setup.uses_mindspeed),
+        why=_what_happens(launch),
+        fix=mrope_settings(sections, mindspeed=launch.uses_mindspeed),
     )
 
 
@@ -32,13 +36,12 @@ def mrope_settings(sections: list[int], *, mindspeed: bool) -> tuple[str, ...]:
     return (*fix, "use_fused_rotary_pos_emb off (remove --use-fused-rotary-pos-emb)") if mindspeed else fix
 
 
-def _what_happens(setup: Setup) -> str:
-    if not setup.uses_bridge:
+def _what_happens(launch: Launch) -> str:
+    if not launch.uses_bridge:
         return (
             "GPTModel's rope branch asks its rotary object for a sequence length and never reads position_ids: with "
             "Megatron's own RotaryEmbedding every token silently gets one position instead of three, and an MRoPE "
-            "object "
-            "fails because it takes position_ids and mrope_section."
+            "object fails because it takes position_ids and mrope_section."
         )
     old = (
         "before Megatron Bridge 0.5 this ends in AttributeError: 'Qwen3VLMultimodalRotaryEmbedding' object has no "
@@ -46,36 +49,35 @@ def _what_happens(setup: Setup) -> str:
     )
     new = (
         "from 0.5 on that method exists as a shim, so the same setting fails later: the object is called with a "
-        "sequence "
-        "length, while its forward takes position_ids, mrope_section and packed_seq_params"
+        "sequence length, while its forward takes position_ids, mrope_section and packed_seq_params"
     )
-    version = setup.version("megatron_bridge")
+    version = launch.version("megatron_bridge")
     here = (
         f"; here it is {'.'.join(map(str, version))}, so the {'latter' if version >= BRIDGE_SHIM else 'former'}"
         if version
         else ""
     )
     return (
-        "Bridge rebuilds rotary_pos_emb as the MRoPE class, but GPTModel._preprocess takes the branch from the config: "
-        f"{old}; {new}{here}. Neither is a missing operator or CANN package, and adding get_rotary_seq_len yourself "
-        "does not help."
+        "Bridge rebuilds rotary_pos_emb as the MRoPE class, but GPTModel._preprocess takes the branch from the "
+        f"config: {old}; {new}{here}. Neither is a missing operator or CANN package, and adding get_rotary_seq_len "
+        "yourself does not help."
     )
 
 
-def _core_mrope(setup: Setup, branch: str) -> bool:
+def _core_mrope(launch: Launch, branch: str) -> bool:
     """Whether the launch asks for Megatron Core's own MRoPE. A bare config.json does not."""
-    asked = setup.find("position_embedding_type") is not None
-    return setup.uses_megatron and not setup.uses_bridge and asked and branch == "mrope"
+    asked = launch.find("position_embedding_type") is not None
+    return launch.uses_megatron and not launch.uses_bridge and asked and branch == "mrope"
 
 
 @rule("mrope-without-sections")
-def mrope_branch_without_sections(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(setup)
-    if not _core_mrope(setup, branch) or setup.get("mrope_section") is not None:
+def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    if not _core_mrope(launch, branch) or launch.get("mrope_section") is not None:
         return
-    sections = setup.model_sections
+    sections = launch.model_sections
     yield Problem(
-        where=because,
+        where=_where(launch),
         found="the mrope branch and no mrope_section",
         expected="three numbers that sum to half the rotary size",
         why="Megatron Core's GPTModel asserts mrope_section; it does not read it from config.json.",
@@ -88,12 +90,12 @@ def mrope_branch_without_sections(setup: Setup, path: RotaryPath) -> Iterator[Pr
 
 
 @rule("rope-branch-mismatch")
-def text_model_in_mrope_branch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(setup)
-    if not setup.uses_megatron or setup.rope is None or setup.is_mrope or branch != "mrope":
+def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    if not launch.uses_megatron or launch.rope is None or launch.is_mrope or branch != "mrope":
         return
     yield Problem(
-        where=because,
+        where=_where(launch),
         found="position_embedding_type=mrope for a model without mrope_section in its config",
         expected="position_embedding_type=rope",
         why="The mrope branch wants position_ids of three axes and sections; this model has one axis.",
@@ -102,50 +104,52 @@ def text_model_in_mrope_branch(setup: Setup, path: RotaryPath) -> Iterator[Probl
 
 
 @rule("fused-rope-needs-rope")
-def mindspeed_switch_outside_rope(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(setup)
-    if not setup.uses_megatron or not setup.on("use_fused_rotary_pos_emb") or branch == "rope":
+def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, because = branch_of(launch)
+    if not launch.uses_megatron or not launch.on("use_fused_rotary_pos_emb") or branch == "rope":
         return
     yield Problem(
-        where=setup.where("use_fused_rotary_pos_emb"),
+        where=launch.where("use_fused_rotary_pos_emb"),
         found=f"use_fused_rotary_pos_emb with {because}",
         expected="position_embedding_type=rope, or the switch off",
         why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table "
-        "made "
-        "from a sequence length and knows nothing of position axes.",
+        "made from a sequence length and knows nothing of position axes.",
         fix=("remove --use-fused-rotary-pos-emb",),
     )
 
 
 @rule("rope-fusion-with-mrope")
-def fusion_switch_with_mrope(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(setup)
-    if not setup.uses_megatron or branch != "mrope" or not setup.on("apply_rope_fusion"):
+def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    if not launch.uses_megatron or branch != "mrope" or not launch.on("apply_rope_fusion"):
         return
-    bridge = setup.uses_bridge
+    if not launch.uses_bridge and not is_packed(launch):
+        return  # Megatron Core fuses a batch of 1; mrope-batch-unfused says what it does with more
+    asserts = "Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
+    offsets = (
+        "Megatron Core's unfused THD code gives every packed sequence its own rows of the merged frequencies; the "
+        "fused call passes them on without those offsets."
+    )
     yield Problem(
-        where=setup.where("apply_rope_fusion"),
-        found="apply_rope_fusion=True in the mrope branch",
+        where=launch.where("apply_rope_fusion"),
+        found="apply_rope_fusion=True in the mrope branch" + ("" if launch.uses_bridge else " with packed sequences"),
         expected="apply_rope_fusion=False",
-        why="Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
-        if bridge
-        else "TransformerEngine's fused kernel knows plain RoPE; Megatron uses it for MRoPE only with a batch of 1 or "
-        "THD.",
+        why=asserts if launch.uses_bridge else offsets,
         fix=("apply_rope_fusion=False (--no-rope-fusion)",),
-        severity="error" if bridge else "warning",
+        severity="error" if launch.uses_bridge else "warning",
     )
 
 
 @rule("mrope-batch-unfused", "warning")
-def fused_mrope_in_a_batch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(setup)
-    batch = setup.number("micro_batch_size") or 1
-    if not setup.uses_megatron or setup.uses_bridge or branch != "mrope" or is_packed(setup) or batch == 1:
+def fused_mrope_in_a_batch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    batch = launch.number("micro_batch_size") or 1
+    if not launch.uses_megatron or launch.uses_bridge or branch != "mrope" or is_packed(launch) or batch == 1:
         return
-    if not fusion_on(setup, branch):
+    if not fusion_on(launch, branch):
         return
     yield Problem(
-        where=setup.where("micro_batch_size"),
+        where=launch.where("micro_batch_size"),
         found=f"apply_rope_fusion=True, MRoPE, BSHD and micro_batch_size={batch}",
         expected="THD (packed sequences), micro_batch_size=1, or apply_rope_fusion=False",
         why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning announces an error for "
@@ -155,44 +159,43 @@ def fused_mrope_in_a_batch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("config-overrides-argument", "warning")
-def config_hides_argument(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    settings = setup.all("position_embedding_type")
+def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    settings = launch.all("position_embedding_type")
     config = [s for s in settings if s.kind == "config"]
     argument = [s for s in settings if s.kind == "argument"]
-    if not setup.uses_megatron or not config or not argument or config[-1].value == argument[-1].value:
+    if not launch.uses_megatron or not config or not argument or config[-1].value == argument[-1].value:
         return
     yield Problem(
         where=f"{config[-1].where} ({config[-1].path})",
         found=f"position_embedding_type={config[-1].value} in the config, {argument[-1].value} in {argument[-1].where}",
         expected="one value",
-        why="GPTModel takes position_embedding_type from its config object and uses the argument only where the config "
-        "has "
-        "no such field: the argument is ignored.",
+        why="GPTModel takes position_embedding_type from its config object and uses the argument only where the "
+        "config has no such field: the argument is ignored.",
         fix=(f"set {config[-1].path} to {argument[-1].value}, or remove it",),
     )
 
 
 @rule("mrope-layout-mismatch", "warning")
-def core_mrope_is_chunked(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(setup)
-    if not _core_mrope(setup, branch) or setup.layout in (None, "chunked"):
+def core_mrope_is_chunked(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    branch, _ = branch_of(launch)
+    if not _core_mrope(launch, branch) or launch.layout in (None, "chunked"):
         return
     yield Problem(
-        where=because,
-        found=f"a model with {setup.layout} sections on Megatron Core's MultimodalRotaryEmbedding",
+        where=_where(launch),
+        found=f"a model with {launch.layout} sections on Megatron Core's MultimodalRotaryEmbedding",
         expected="a rotary class that merges the axes as the model does",
-        why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions are "
-        "wrong.",
+        why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions "
+        "are wrong.",
         fix=("use Megatron Bridge's model class, or whorl.adapters.megatron",),
     )
 
 
 @rule("rotary-interleaved-dropped")
-def thd_fusion_drops_interleaved(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if path.operator != "te_fused_rope_thd" or not setup.on("rotary_interleaved"):
+def thd_fusion_drops_interleaved(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if path.operator != "te_fused_rope_thd" or not launch.on("rotary_interleaved"):
         return
     yield Problem(
-        where=setup.where("rotary_interleaved"),
+        where=launch.where("rotary_interleaved"),
         found="rotary_interleaved=True, apply_rope_fusion=True and packed sequences",
         expected="apply_rope_fusion=False",
         why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as "
@@ -202,15 +205,15 @@ def thd_fusion_drops_interleaved(setup: Setup, path: RotaryPath) -> Iterator[Pro
 
 
 @rule("rope-fusion-with-dsa")
-def fusion_with_sparse_attention(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+def fusion_with_sparse_attention(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if (
-        not setup.uses_megatron
-        or setup.get("experimental_attention_variant") != "dsa"
-        or not setup.on("apply_rope_fusion")
+        not launch.uses_megatron
+        or launch.get("experimental_attention_variant") != "dsa"
+        or not launch.on("apply_rope_fusion")
     ):
         return
     yield Problem(
-        where=setup.where("apply_rope_fusion"),
+        where=launch.where("apply_rope_fusion"),
         found="apply_rope_fusion=True with experimental_attention_variant=dsa",
         expected="apply_rope_fusion=False",
         why="Megatron Core asserts that RoPE fusion is off for DSAttention.",
@@ -219,12 +222,12 @@ def fusion_with_sparse_attention(setup: Setup, path: RotaryPath) -> Iterator[Pro
 
 
 @rule("mla-fusion-needs-yarn")
-def mla_fusion_without_yarn(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    kind = setup.get("rope_type", "yarn")
-    if not setup.uses_megatron or not setup.is_mla or not setup.on("apply_rope_fusion") or kind == "yarn":
+def mla_fusion_without_yarn(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    kind = launch.get("rope_type", "yarn")
+    if not launch.uses_megatron or not launch.is_mla or not launch.on("apply_rope_fusion") or kind == "yarn":
         return
     yield Problem(
-        where=setup.where("rope_type"),
+        where=launch.where("rope_type"),
         found=f"apply_rope_fusion=True for multi-latent attention with rope_type={kind}",
         expected="rope_type=yarn, or apply_rope_fusion=False",
         why="Megatron Core raises ValueError: its fused MLA rotation works with YaRN only.",
@@ -233,19 +236,31 @@ def mla_fusion_without_yarn(setup: Setup, path: RotaryPath) -> Iterator[Problem]
 
 
 @rule("cp-group-missing", "warning")
-def mindspeed_older_than_core(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    core, mindspeed = (
-        setup.version("megatron_core"),
-        setup.all("mindspeed") or [s for s in setup.inputs.settings if s.key == "mindspeed"],
-    )
-    is_master = any("master" in str(s.value) for s in mindspeed)
-    if not setup.on("use_fused_rotary_pos_emb") or not is_master or core is None or core < (0, 16):
+def mindspeed_older_than_core(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    core, mindspeed = launch.version("megatron_core"), launch.package("mindspeed")
+    if not launch.on("use_fused_rotary_pos_emb") or mindspeed is None or "master" not in str(mindspeed.value):
+        return
+    if core is None or core < (0, 16):
         return
     yield Problem(
-        where=mindspeed[-1].where,
+        where=mindspeed.where,
         found=f"MindSpeed master with Megatron Core {'.'.join(map(str, core))}",
         expected="MindSpeed's branch core_r0.16.0",
         why="apply_rotary_pos_emb as patched by MindSpeed master takes no cp_group, which Megatron Core 0.16 passes: "
         "TypeError.",
         fix=("install MindSpeed from branch core_r0.16.0",),
+    )
+
+
+@rule("packed-positions", "warning")
+def old_bridge_cannot_pack(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    version, bridge = launch.version("megatron_bridge"), launch.package("megatron_bridge")
+    if version is None or bridge is None or version >= (0, 4) or not launch.is_mrope or not is_packed(launch):
+        return
+    yield Problem(
+        where=bridge.where,
+        found=f"packed sequences with Megatron Bridge {'.'.join(map(str, version))}",
+        expected="Megatron Bridge 0.4 or newer",
+        why="The rotary classes of Bridge 0.3 take no packed sequences.",
+        fix=("upgrade megatron-bridge", "or do not pack"),
     )

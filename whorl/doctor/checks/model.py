@@ -4,19 +4,19 @@ from collections.abc import Iterator
 
 from whorl.contracts import interleaved_range_reason
 from whorl.doctor.checks.sections import is_interleaved
+from whorl.doctor.launch import Launch, rope_entries
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup, rope_entries
 from whorl.rope_config import RopeConfig
 
 
 @rule("rope-config-invalid")
-def config_refused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if setup.rope_problem is None or _explained(setup) or not _readable_without_rope(setup):
+def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.rope_problem is None or _explained(launch) or not _readable_without_rope(launch):
         return
     yield Problem(
-        where=setup.inputs.model_where,
-        found=setup.rope_problem,
+        where=launch.inputs.model_where,
+        found=launch.rope_problem,
         expected="a rotary configuration that can be computed",
         why="The frequencies of this config are not defined, so no framework can run it as it stands.",
         fix=("correct the named key in config.json",),
@@ -24,23 +24,23 @@ def config_refused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("rope-config-unread", "note")
-def config_unread(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if setup.rope_problem is None or _explained(setup) or _readable_without_rope(setup):
+def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.rope_problem is None or _explained(launch) or _readable_without_rope(launch):
         return
     yield Problem(
-        where=setup.inputs.model_where,
-        found=setup.rope_problem,
+        where=launch.inputs.model_where,
+        found=launch.rope_problem,
         expected="a language model's config.json",
         why="Without the model's rotary sizes only the launch settings are judged.",
         fix=("give the missing keys with --set, for example --set head_dim=128",),
     )
 
 
-def _readable_without_rope(setup: Setup) -> bool:
+def _readable_without_rope(launch: Launch) -> bool:
     """Whether the rest of the config is understood: then its rope dictionary is at fault, else the doctor."""
-    if rope_entries(setup.text).get("rope_type") == "axial":
+    if rope_entries(launch.text).get("rope_type") == "axial":
         return False  # a vision tower by itself
-    plain = {**(setup.text or {}), "rope_parameters": None, "rope_scaling": None}
+    plain = {**(launch.text or {}), "rope_parameters": None, "rope_scaling": None}
     try:
         RopeConfig.from_hf(plain, layer_type="full_attention")
     except ValueError:
@@ -48,20 +48,20 @@ def _readable_without_rope(setup: Setup) -> bool:
     return True
 
 
-def _explained(setup: Setup) -> bool:
+def _explained(launch: Launch) -> bool:
     """Whether a check of the sections already says why they were refused."""
-    sections = setup.sections
-    if sections is None or setup.rope is None:
+    sections = launch.sections
+    if sections is None or launch.rope is None:
         return False
-    wrong_sum = sum(sections) != setup.rope.rotary_dim // 2
-    return wrong_sum or (is_interleaved(setup) and interleaved_range_reason(sections) is not None)
+    wrong_sum = sum(sections) != launch.rope.rotary_dim // 2
+    return wrong_sum or (is_interleaved(launch) and interleaved_range_reason(sections) is not None)
 
 
 @rule("rope-key-ignored", "note")
-def key_without_effect(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    for message in setup.rope_warnings:
+def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    for message in launch.rope_warnings:
         yield Problem(
-            where=setup.inputs.model_where,
+            where=launch.inputs.model_where,
             found=message,
             expected="keys that the rope type uses",
             why="A misspelt key is skipped without an error by most frameworks.",
@@ -70,9 +70,9 @@ def key_without_effect(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("indexer-style")
-def indexer_rotates_otherwise(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    launched = setup.find("indexer_rope_interleave")
-    text = setup.text or {}
+def indexer_rotates_otherwise(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    launched = launch.find("indexer_rope_interleave")
+    text = launch.text or {}
     value = launched.value if launched else text.get("indexer_rope_interleave")
     if not isinstance(value, bool) or not text.get("index_head_dim"):
         return
@@ -80,12 +80,11 @@ def indexer_rotates_otherwise(setup: Setup, path: RotaryPath) -> Iterator[Proble
     if expected is None or (expected == "pairs") == value:
         return
     yield Problem(
-        where=setup.where("indexer_rope_interleave") if launched else setup.inputs.model_where,
+        where=launch.where("indexer_rope_interleave") if launched else launch.inputs.model_where,
         found=f"indexer_rope_interleave={value} for {text.get('model_type')}",
         expected=f"{expected == 'pairs'}: this model's indexer rotates in {expected} style",
         why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer rotates "
-        "pairs. "
-        "The wrong choice picks wrong tokens, and only past index_topk (2048) of them.",
+        "pairs. The wrong choice picks wrong tokens, and only past index_topk (2048) of them.",
         fix=(f"indexer_rope_interleave={expected == 'pairs'}",),
     )
 

@@ -5,10 +5,10 @@ from typing import Final
 
 from whorl import contracts
 from whorl.contracts import CONTRACTS, SUPPORTED_TORCH_NPU
+from whorl.doctor.launch import Launch, rope_entries
 from whorl.doctor.paths import VLLM_ASCEND_MROPE_SECTIONS
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup, rope_entries
 
 COMPILE_KEYS: Final = ("torch_compile", "compile", "use_torch_compile")
 
@@ -18,7 +18,7 @@ def _where(path: RotaryPath) -> str:
 
 
 @rule("no-gradient")
-def operator_without_gradient(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     contract = CONTRACTS.get(path.operator)
     if path.role != "train" or contract is None or contract.gradient not in ("raises", "silently lost"):
         return
@@ -41,14 +41,14 @@ def operator_without_gradient(setup: Setup, path: RotaryPath) -> Iterator[Proble
 
 
 @rule("in-place-under-compile", "warning")
-def mutation_hidden_from_compile(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+def mutation_hidden_from_compile(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     contract = CONTRACTS.get(path.operator)
-    compiled = [key for key in COMPILE_KEYS if setup.on(key)]
-    compiled += [s.key for s in setup.all("enable") if s.path == "compile.enable" and s.value is True]
+    compiled = [key for key in COMPILE_KEYS if launch.on(key)]
+    compiled += [s.key for s in launch.all("enable") if s.path == "compile.enable" and s.value is True]
     if contract is None or not contract.in_place or not compiled:
         return
     yield Problem(
-        where=setup.where(compiled[0]),
+        where=launch.where(compiled[0]),
         found=f"{path.operator} under torch.compile",
         expected="a functional operator, or one whose schema declares the mutation",
         why=contract.note,
@@ -59,23 +59,23 @@ def mutation_hidden_from_compile(setup: Setup, path: RotaryPath) -> Iterator[Pro
     )
 
 
-def rotary_tables(setup: Setup) -> list[str]:
+def rotary_tables(launch: Launch) -> list[str]:
     """What gives this launch more than one cos/sin table."""
-    text = setup.text or {}
+    text = launch.text or {}
     nested = [name for name, value in rope_entries(text).items() if isinstance(value, dict)]
     reasons = [f"rope_parameters per layer type: {', '.join(nested)}"] if len(nested) > 1 else []
     if text.get("rope_local_base_freq") not in (None, text.get("rope_theta")):
         reasons.append("rope_local_base_freq for sliding-window layers")
-    speculative = setup.get("speculative_config")
+    speculative = launch.get("speculative_config")
     if isinstance(speculative, dict) and speculative.get("model"):
         reasons.append("a draft model in speculative_config")
     return reasons
 
 
 @rule("static-cos-sin")
-def first_table_wins(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    tables = rotary_tables(setup)
-    hoisted = path.operator == "npu_apply_rotary_pos_emb" and setup.framework == "vllm"
+def first_table_wins(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    tables = rotary_tables(launch)
+    hoisted = path.operator == "npu_apply_rotary_pos_emb" and launch.framework == "vllm"
     if not tables or not (path.operator == "_npu_rotary_embedding" or hoisted):
         return
     yield Problem(
@@ -85,17 +85,16 @@ def first_table_wins(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
         why="vllm-ascend keeps one pair of cos and sin per process, recorded by the first layer."
         if hoisted
         else "ATB fills process-wide cos and sin at the first call and never refreshes them: every later table is "
-        "ignored "
-        "without an error.",
+        "ignored without an error.",
         fix=("npu_mrope with mrope_section=[0, 0, 0], or Triton (a newer vllm-ascend)",),
     )
 
 
 @rule("partial-rotary")
-def operator_rotates_whole_heads(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope = setup.rope
+def operator_rotates_whole_heads(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope = launch.rope
     whole_heads = ("_npu_rotary_embedding", "npu_apply_rotary_pos_emb")
-    if rope is None or rope.rotary_dim == rope.head_dim or setup.is_mla or path.operator not in whole_heads:
+    if rope is None or rope.rotary_dim == rope.head_dim or launch.is_mla or path.operator not in whole_heads:
         return
     yield Problem(
         where=_where(path),
@@ -110,11 +109,11 @@ def operator_rotates_whole_heads(setup: Setup, path: RotaryPath) -> Iterator[Pro
 
 
 @rule("partial-rotary")
-def mindspeed_partial_fused(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if not (setup.on("use_partial_rope") and setup.on("use_fused_rotary_pos_emb")):
+def mindspeed_partial_fused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if not (launch.on("use_partial_rope") and launch.on("use_fused_rotary_pos_emb")):
         return
     yield Problem(
-        where=setup.where("use_partial_rope"),
+        where=launch.where("use_partial_rope"),
         found="use_partial_rope with use_fused_rotary_pos_emb",
         expected="one of them",
         why="MindSpeed-LLM raises AssertionError: fused rotary embedding is not supported in partial rope.",
@@ -123,19 +122,19 @@ def mindspeed_partial_fused(setup: Setup, path: RotaryPath) -> Iterator[Problem]
 
 
 @rule("partial-rotary")
-def rotary_percent_disagrees(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope, percent = setup.rope, setup.real("rotary_percent")
-    if not setup.uses_megatron or rope is None or setup.is_mla or (percent is None and setup.uses_bridge):
+def rotary_percent_disagrees(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope, percent = launch.rope, launch.real("rotary_percent")
+    if not launch.uses_megatron or rope is None or launch.is_mla or (percent is None and launch.uses_bridge):
         return
-    if not setup.all("position_embedding_type") and percent is None:
+    if not launch.all("position_embedding_type") and percent is None:
         return
-    head = setup.number("kv_channels") or rope.head_dim
+    head = launch.number("kv_channels") or rope.head_dim
     rotated = int(head * (1.0 if percent is None else percent))
     if rotated == rope.rotary_dim:
         return
     twice = head == rope.rotary_dim != rope.head_dim
     yield Problem(
-        where=setup.where("rotary_percent"),
+        where=launch.where("rotary_percent"),
         found=f"rotary_percent={1.0 if percent is None else percent} of {head} channels rotates {rotated}",
         expected=f"{rope.rotary_dim} of {rope.head_dim} channels, as config.json says",
         why="The partial factor is applied twice: a fused kernel then reads past its table (verl-project/verl#6603)."
@@ -149,42 +148,41 @@ def rotary_percent_disagrees(setup: Setup, path: RotaryPath) -> Iterator[Problem
 
 
 @rule("positions-not-contiguous", "warning")
-def positions_are_a_view(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if path.operator != "npu_mrope" or setup.get("positions_contiguous") is not False:
+def positions_are_a_view(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if path.operator != "npu_mrope" or launch.get("positions_contiguous") is not False:
         return
     yield Problem(
-        where=setup.where("positions_contiguous"),
+        where=launch.where("positions_contiguous"),
         found="npu_mrope gets positions that are a strided view",
         expected="positions.contiguous()",
         why="A slice or transpose of [3, max_tokens] is not contiguous. Every caller we know copies it first; "
-        "MindSpeed-MM's "
-        "verl plugin patches vllm-ascend for exactly this.",
+        "MindSpeed-MM's verl plugin patches vllm-ascend for exactly this.",
         fix=("torch_npu.npu_mrope(positions.contiguous(), ...)",),
     )
 
 
 @rule("positions-not-contiguous", "note")
-def rollout_needs_the_plugin(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if setup.scope != "verl rollout" or path.operator != "npu_mrope" or not setup.is_mrope:
+def rollout_needs_the_plugin(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.scope != "verl rollout" or path.operator != "npu_mrope" or not launch.is_mrope:
         return
     yield Problem(
         where=_where(path),
         found="a verl rollout that calls npu_mrope with three-axis positions",
         expected="positions.contiguous() in vllm_ascend/ops/rotary_embedding.py",
-        why="vllm-ascend slices positions out of a larger buffer; MindSpeed-MM's verl plugin adds the copy.",
+        why="Callers of npu_mrope hand it a contiguous copy; MindSpeed-MM's verl plugin patches vllm-ascend to do so.",
         fix=("look for positions.contiguous() in your vllm-ascend, or install the plugin",),
     )
 
 
 @rule("rotary-mode-spelling")
-def interleaved_is_not_a_mode(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    by_vllm = (
-        setup.framework == "vllm" and path.operator == "npu_mrope" and not setup.is_mrope and path.style == "pairs"
-    )
-    if setup.get("rotary_mode") != "interleaved" and not by_vllm:
+def interleaved_is_not_a_mode(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    own = launch.find("rotary_mode") is not None or launch.find("rotary_operator") is not None
+    by_vllm = launch.framework == "vllm" and path.operator == "npu_mrope" and not own
+    by_vllm = by_vllm and not launch.is_mrope and path.style == "pairs"
+    if launch.get("rotary_mode") != "interleaved" and not by_vllm:
         return
     yield Problem(
-        where=setup.where("rotary_mode") if setup.find("rotary_mode") else _where(path),
+        where=launch.where("rotary_mode") if launch.find("rotary_mode") else _where(path),
         found="rotary_mode='interleaved'" + (", which vllm-ascend passes for GPT-J style models" if by_vllm else ""),
         expected="rotary_mode='interleave'",
         why="torch_npu 2.13 accepts 'half' and 'interleave' alone; the web page of npu_mrope says 'interleaved'.",
@@ -193,23 +191,22 @@ def interleaved_is_not_a_mode(setup: Setup, path: RotaryPath) -> Iterator[Proble
 
 
 @rule("rotary-style-ignored")
-def ascend_mrope_is_half(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    if setup.framework != "vllm" or path.operator != "npu_mrope" or not setup.is_mrope or path.style == "half":
+def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.framework != "vllm" or path.operator != "npu_mrope" or not launch.is_mrope or path.style == "half":
         return
     yield Problem(
         where=_where(path),
         found="vllm-ascend's npu_mrope call for a model that pairs neighbouring channels",
         expected="rotary_mode='interleave'",
         why=f"For mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} vllm-ascend passes rotary_mode='half' whatever the "
-        "model "
-        "says: silently wrong (vllm-project/vllm-ascend#12765).",
+        "model says: silently wrong (vllm-project/vllm-ascend#12765).",
         fix=("run the native forward for this model until it is fixed",),
     )
 
 
 @rule("cache-mode-missing")
-def cache_mode_too_new(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    npu, cann = setup.version("torch_npu"), setup.version("cann")
+def cache_mode_too_new(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    npu, cann = launch.version("torch_npu"), launch.version("cann")
     old_npu, old_cann = npu is not None and npu < (2, 10), cann is not None and cann < (9,)
     if path.operator != "npu_mrope" or path.layout != "interleaved" or not (old_npu or old_cann):
         return
@@ -224,8 +221,8 @@ def cache_mode_too_new(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("padded-sin-offset", "warning")
-def triton_pads_the_rotary_size(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    size = setup.rope.rotary_dim if setup.rope else 0
+def triton_pads_the_rotary_size(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    size = launch.rope.rotary_dim if launch.rope else 0
     if path.operator != "triton_rope" or size & (size - 1) == 0:
         return
     yield Problem(
@@ -233,86 +230,98 @@ def triton_pads_the_rotary_size(setup: Setup, path: RotaryPath) -> Iterator[Prob
         found=f"vllm-ascend's Triton rotary kernel with rotary size {size}",
         expected="a power of two, or a vllm-ascend with #15688",
         why="The kernel finds sin at the padded width, so for sizes that are not a power of two it reads the wrong "
-        "numbers "
-        "(vllm-project/vllm-ascend#12723).",
+        "numbers (vllm-project/vllm-ascend#12723).",
         fix=("update vllm-ascend", "or uninstall triton-ascend, so that npu_mrope runs"),
     )
 
 
+@rule("dual-chunk-cuda")
+def dual_chunk_off_cuda(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.framework != "vllm" or launch.device != "npu" or path.branch != "DualChunkRotaryEmbedding":
+        return
+    yield Problem(
+        where=_where(path),
+        found="dual_chunk_attention_config on an NPU",
+        expected="a CUDA device, or no dual chunk attention",
+        why="vLLM's DualChunkRotaryEmbedding builds its tables on the cuda device by name.",
+        fix=("remove dual_chunk_attention_config from config.json and stay within the trained length",),
+    )
+
+
 @rule("operator-limit", "warning")
-def documented_limit(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    reason = LIMITS[path.operator](setup) if path.operator in LIMITS and setup.rope else None
+def documented_limit(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    reason = LIMITS[path.operator](launch) if path.operator in LIMITS and launch.rope else None
     if reason is None:
         return
     yield Problem(
         where=_where(path),
         found=f"{path.operator}: {reason}",
         expected="a call within the operator's documented limits",
-        why=f"Documented for Atlas A2 and A3. {CONTRACTS[path.operator].note}",
+        why="The limit is documented for Atlas A2 and A3; outside it the operator fails or its result is not defined.",
         fix=("use plain torch or whorl.ops for this model",),
     )
 
 
-def _dtype(setup: Setup) -> str:
-    name = str((setup.text or {}).get("dtype") or (setup.text or {}).get("torch_dtype") or "bfloat16")
+def _dtype(launch: Launch) -> str:
+    name = str((launch.text or {}).get("dtype") or (launch.text or {}).get("torch_dtype") or "bfloat16")
     return name.removeprefix("torch.")
 
 
-def _heads(setup: Setup) -> int:
-    return int((setup.text or {}).get("num_attention_heads") or 1)
+def _heads(launch: Launch) -> int:
+    return int((launch.text or {}).get("num_attention_heads") or 1)
 
 
-def _mrope(setup: Setup) -> str | None:
+def _mrope(launch: Launch) -> str | None:
     # As plain RoPE: sections have checks of their own.
-    assert setup.rope is not None
-    head, dtype = setup.rope.head_dim, _dtype(setup)
+    assert launch.rope is not None
+    head, dtype = launch.rope.head_dim, _dtype(launch)
     return contracts.mrope_limit(
-        query_shape=(1, _heads(setup) * head),
+        query_shape=(1, _heads(launch) * head),
         key_shape=(1, head),
         positions_shape=(1,),
-        rotary_dim=setup.rope.rotary_dim,
+        rotary_dim=launch.rope.rotary_dim,
         head_size=head,
         dtype=dtype,
         table_dtype=dtype,
     )
 
 
-def _rotary_mul(setup: Setup) -> str | None:
-    assert setup.rope is not None
-    batch, size = setup.number("micro_batch_size") or 1, setup.rope.rotary_dim
+def _rotary_mul(launch: Launch) -> str | None:
+    assert launch.rope is not None
+    batch, size = launch.number("micro_batch_size") or 1, launch.rope.rotary_dim
     return contracts.rotary_mul_limit(
-        shape=(batch, _heads(setup), 1, size),
-        cos_shape=(batch if setup.is_mrope else 1, 1, 1, size),
-        dtype=_dtype(setup),
-        rotary_mode="interleave" if setup.style == "pairs" else "half",
+        shape=(batch, _heads(launch), 1, size),
+        cos_shape=(batch if launch.is_mrope else 1, 1, 1, size),
+        dtype=_dtype(launch),
+        rotary_mode="interleave" if launch.style == "pairs" else "half",
         layout="BNSD",
     )
 
 
-def _interleave_rope(setup: Setup) -> str | None:
-    assert setup.rope is not None
-    size, dtype = setup.rope.rotary_dim, _dtype(setup)
+def _interleave_rope(launch: Launch) -> str | None:
+    assert launch.rope is not None
+    size, dtype = launch.rope.rotary_dim, _dtype(launch)
     return contracts.interleave_rope_limit(
-        shape=(1, _heads(setup), 1, size), cos_shape=(1, 1, 1, size), dtype=dtype, table_dtype=dtype
+        shape=(1, _heads(launch), 1, size), cos_shape=(1, 1, 1, size), dtype=dtype, table_dtype=dtype
     )
 
 
-def _apply_rotary(setup: Setup) -> str | None:
-    assert setup.rope is not None
-    head, dtype = setup.rope.head_dim, _dtype(setup)
-    if setup.rope.rotary_dim != head:
+def _apply_rotary(launch: Launch) -> str | None:
+    assert launch.rope is not None
+    head, dtype = launch.rope.head_dim, _dtype(launch)
+    if launch.rope.rotary_dim != head:
         return None  # partial-rotary says so
     return contracts.apply_rotary_pos_emb_limit(
-        query_shape=(1, 1, _heads(setup), head),
+        query_shape=(1, 1, _heads(launch), head),
         key_shape=(1, 1, 1, head),
         cos_shape=(1, 1, 1, head),
         dtype=dtype,
         table_dtype=dtype,
-        rotary_mode="interleave" if setup.style == "pairs" else "half",
+        rotary_mode="interleave" if launch.style == "pairs" else "half",
     )
 
 
-LIMITS: Final[dict[str, Callable[[Setup], str | None]]] = {
+LIMITS: Final[dict[str, Callable[[Launch], str | None]]] = {
     "npu_mrope": _mrope,
     "npu_rotary_mul": _rotary_mul,
     "npu_rotary_position_embedding": _rotary_mul,

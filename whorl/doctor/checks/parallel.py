@@ -2,35 +2,34 @@
 
 from collections.abc import Iterator
 
+from whorl.doctor.launch import Launch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup
 
 
 @rule("kv-heads-tp")
-def heads_do_not_split(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    ranks, text = setup.number("tensor_parallel"), setup.text or {}
-    heads = setup.number("num_attention_heads") or text.get("num_attention_heads")
-    groups = setup.number("num_query_groups") or text.get("num_key_value_heads") or heads
-    if ranks is None or setup.is_mla or not isinstance(heads, int) or not isinstance(groups, int):
+def heads_do_not_split(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    ranks, text = launch.number("tensor_parallel"), launch.text or {}
+    heads = launch.number("num_attention_heads") or text.get("num_attention_heads")
+    groups = launch.number("num_query_groups") or text.get("num_key_value_heads") or heads
+    if ranks is None or launch.is_mla or not isinstance(heads, int) or not isinstance(groups, int):
         return
     if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
         return
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
     yield Problem(
-        where=setup.where("tensor_parallel"),
+        where=launch.where("tensor_parallel"),
         found=f"{heads} query and {groups} key/value heads over {ranks} ranks",
         expected=f"one of {fitting}",
-        why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly or "
-        "each be "
-        "kept by the same number of ranks. Otherwise the framework refuses to start.",
+        why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly "
+        "or each be kept by the same number of ranks. Otherwise the framework refuses to start.",
         fix=(f"tensor parallel size {max(n for n in fitting if n <= ranks)}",),
     )
 
 
 @rule("hccl-algorithm", "warning")
-def fullmesh_garbles(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    algorithm = setup.environment("HCCL_ALGO")
+def fullmesh_garbles(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    algorithm = launch.environment("HCCL_ALGO")
     if algorithm is None or "fullmesh" not in str(algorithm.value).lower():
         return
     yield Problem(

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Final
 
+from whorl.doctor.launch import Launch
 from whorl.doctor.paths import branch_of
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.doctor.setup import Setup
 
 YARN: Final = ("yarn", "deepseek_yarn")
 # Settings that name the precision of angles, frequencies or the buffers that hold them.
@@ -15,35 +15,35 @@ LOW: Final = ("bf16", "bfloat16", "fp16", "float16", "half", "torch.bfloat16", "
 
 
 @rule("yarn-factor-ignored")
-def yarn_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope = setup.rope
+def yarn_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope = launch.rope
     if (
-        not setup.uses_megatron
+        not launch.uses_megatron
         or rope is None
         or rope.rope_type not in YARN
-        or setup.find("position_embedding_type") is None
+        or launch.find("position_embedding_type") is None
     ):
         return
-    branch, because = branch_of(setup)
-    carried = setup.get("rope_scaling_type") == "yarn" or setup.get("yarn_rotary_scaling_factor") is not None
-    if branch == "yarn" or carried or (setup.is_mla and setup.get("rope_type", "yarn") == "yarn"):
+    branch, because = branch_of(launch)
+    carried = launch.get("rope_scaling_type") == "yarn" or launch.get("yarn_rotary_scaling_factor") is not None
+    if branch == "yarn" or carried or (launch.is_mla and launch.get("rope_type", "yarn") == "yarn"):
         return
-    where = setup.where("rope_type") if setup.is_mla else because
+    where = launch.where("rope_type") if launch.is_mla else because
     yield Problem(
         where=where,
-        found=f"YaRN (factor {rope.factor:g}) in {setup.inputs.model_where}, none at launch",
-        expected="position_embedding_type=yarn with its factor" if not setup.is_mla else "rope_type=yarn",
-        why="Megatron builds its frequencies from launch settings alone: the model runs with unscaled frequencies and "
-        "without the attention factor.",
+        found=f"YaRN (factor {rope.factor:g}) in {launch.inputs.model_where}, none at launch",
+        expected="position_embedding_type=yarn with its factor" if not launch.is_mla else "rope_type=yarn",
+        why="Megatron builds its frequencies from launch settings alone: the model runs with unscaled frequencies "
+        "and without the attention factor.",
         fix=("rope_type=yarn",)
-        if setup.is_mla
+        if launch.is_mla
         else ("position_embedding_type=yarn", f"yarn_rotary_scaling_factor={rope.factor:g}"),
     )
 
 
 @rule("yarn-factor-ignored", "warning")
-def cos_above_one(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope = setup.rope
+def cos_above_one(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope = launch.rope
     operators = ("npu_rotary_mul", "npu_rotary_position_embedding")
     if rope is None or rope.attention_factor <= 1.0 or path.operator not in operators:
         return
@@ -52,8 +52,7 @@ def cos_above_one(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
         found=f"{path.operator} with cos and sin times the attention factor {rope.attention_factor:.4g}",
         expected="cos and sin within [-1, 1]",
         why="The operator documents values in [-1, 1]. A factor folded into cos and sin lies outside; one left out "
-        "changes "
-        "the softmax temperature.",
+        "changes the softmax temperature.",
         fix=(
             "multiply the softmax scale by the factor squared instead of cos and sin",
             "or compare with plain torch on your device",
@@ -62,35 +61,34 @@ def cos_above_one(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("yarn-factor-ignored", "warning")
-def torchtitan_scales_softmax(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope = setup.rope
-    if setup.framework != "torchtitan" or rope is None or rope.rope_type not in YARN or rope.attention_factor == 1.0:
+def torchtitan_scales_softmax(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope = launch.rope
+    if launch.framework != "torchtitan" or rope is None or rope.rope_type not in YARN or rope.attention_factor == 1.0:
         return
     yield Problem(
-        where=f"{setup.inputs.model_where} (rope_type {rope.rope_type})",
+        where=f"{launch.inputs.model_where} (rope_type {rope.rope_type})",
         found=f"an attention factor of {rope.attention_factor:.4g} on torchtitan",
         expected="the factor applied once",
-        why="torchtitan does not multiply cos and sin by the factor: its DeepSeek model puts it into the softmax "
-        "scale, and "
-        "a model that does not loses it.",
+        why="torchtitan keeps the factor out of cos and sin: it belongs in the softmax scale, and a model that does "
+        "not put it there loses it.",
         fix=("multiply the softmax scale by the factor squared in the attention module",),
     )
 
 
 @rule("rope-scaling-ignored")
-def scaling_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    rope = setup.rope
-    launched = setup.find("position_embedding_type") is not None and not setup.uses_bridge
-    if not setup.uses_megatron or rope is None or not launched or setup.on("use_checkpoint_args"):
+def scaling_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    rope = launch.rope
+    launched = launch.find("position_embedding_type") is not None and not launch.uses_bridge
+    if not launch.uses_megatron or rope is None or not launched or launch.on("use_checkpoint_args"):
         return
     flags = {"llama3": ("use_rope_scaling",), "linear": ("rotary_seq_len_interpolation_factor",)}
     wanted = flags.get(rope.rope_type, ())
-    if not wanted or setup.get(wanted[0]) not in (None, False) or setup.get("rope_scaling_type") is not None:
+    if not wanted or launch.get(wanted[0]) not in (None, False) or launch.get("rope_scaling_type") is not None:
         return
     flag = f"--{wanted[0].replace('_', '-')}"
     yield Problem(
-        where=branch_of(setup)[1],
-        found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {setup.inputs.model_where}, {flag} not set",
+        where=branch_of(launch)[1],
+        found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {launch.inputs.model_where}, {flag} not set",
         expected=flag,
         why="Megatron builds its frequencies from launch settings alone, so the scaling of config.json is not applied.",
         fix=(
@@ -102,13 +100,13 @@ def scaling_not_in_the_launch(setup: Setup, path: RotaryPath) -> Iterator[Proble
 
 
 @rule("rotary-base-differs")
-def base_differs(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    base, rope = setup.real("rotary_base"), setup.rope
+def base_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    base, rope = launch.real("rotary_base"), launch.rope
     if rope is None or base is None or base == rope.base:
         return
     yield Problem(
-        where=setup.where("rotary_base"),
-        found=f"rotary_base={base:g} at launch, rope_theta {rope.base:g} in {setup.inputs.model_where}",
+        where=launch.where("rotary_base"),
+        found=f"rotary_base={base:g} at launch, rope_theta {rope.base:g} in {launch.inputs.model_where}",
         expected=f"{rope.base:g}",
         why="Another base is another set of frequencies. Nothing fails; the model attends to the wrong distances.",
         fix=(f"rotary_base={rope.base:g}",),
@@ -116,40 +114,48 @@ def base_differs(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
 
 
 @rule("table-too-short")
-def longer_than_the_table(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
-    length, rope = setup.number("sequence_length"), setup.rope
-    rows, named = _table_rows(setup)
+def longer_than_the_table(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    length, rope = launch.number("sequence_length"), launch.rope
+    rows, named = _table_rows(launch)
     if length is None or rows is None or length <= rows or (rope is not None and rope.rope_type == "dynamic"):
         return
-    megatron = setup.uses_megatron
     yield Problem(
-        where=setup.where("sequence_length"),
+        where=launch.where("sequence_length"),
         found=f"a sequence length of {length} with {rows} positions ({named})",
         expected=f"at most {rows}",
-        why="Megatron asserts max_position_embeddings >= seq_length."
-        if megatron
-        else "A position past the table is read out of bounds or crashes the engine (vllm-project/vllm#47407); past "
-        "the "
-        "trained length the frequencies were never seen in training.",
+        why=_why_too_long(launch),
         fix=(f"max_position_embeddings={length}",)
-        if megatron
+        if launch.uses_megatron
         else (f"a length of at most {rows}", "or rope scaling (YaRN) for longer texts"),
-        severity="warning" if setup.framework == "hf" else None,
+        severity="warning" if launch.framework == "hf" else None,
     )
 
 
-def _table_rows(setup: Setup) -> tuple[int | None, str]:
-    if setup.uses_megatron:
-        return setup.number("max_position_embeddings"), setup.where("max_position_embeddings")
-    if setup.rope is None:
+def _table_rows(launch: Launch) -> tuple[int | None, str]:
+    if launch.uses_megatron:
+        return launch.number("max_position_embeddings"), launch.where("max_position_embeddings")
+    if launch.rope is None:
         return None, ""
-    return setup.rope.table_rows, f"max_position_embeddings of {setup.inputs.model_where}"
+    # Dual chunk folds positions, so its table is shorter than the texts it serves.
+    rows = launch.rope.max_position if launch.rope.is_dual_chunk else launch.rope.table_rows
+    return rows, f"max_position_embeddings of {launch.inputs.model_where}"
+
+
+def _why_too_long(launch: Launch) -> str:
+    if launch.uses_megatron:
+        return "Megatron asserts max_position_embeddings >= seq_length."
+    if launch.framework == "hf":
+        return "transformers computes cos and sin for any position, but past this length the model was never trained."
+    return (
+        "vLLM derives the longest sequence from the rotary config and refuses more; a position past the table crashes "
+        "the engine (vllm-project/vllm#47407)."
+    )
 
 
 @rule("low-precision-angles", "warning")
-def angles_in_low_precision(setup: Setup, path: RotaryPath) -> Iterator[Problem]:
+def angles_in_low_precision(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     for key in ANGLE_DTYPES:
-        setting = setup.find(key)
+        setting = launch.find(key)
         if setting is None or str(setting.value).lower() not in LOW:
             continue
         buffers = " It casts every buffer, inv_freq among them." if key == "buffer_dtype" else ""
@@ -157,8 +163,7 @@ def angles_in_low_precision(setup: Setup, path: RotaryPath) -> Iterator[Problem]
             where=f"{setting.where} ({setting.path})",
             found=f"{key}={setting.value}",
             expected="float32 for inv_freq, positions and their product",
-            why=f"bfloat16 holds whole numbers exactly up to 256: at 128k positions the error of cos reaches 2.0, "
-            "against 0.002 "
-            f"when only the finished cos is cast.{buffers}",
+            why="bfloat16 holds whole numbers exactly up to 256: at 128k positions the error of cos reaches 2.0, "
+            f"against 0.002 when only the finished cos is cast.{buffers}",
             fix=(f"{setting.path.lstrip('+-')}=fp32",),
         )

@@ -101,13 +101,13 @@ def _table(rows: int, rotary: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(wide)
 
 
-def _heads(tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: Any) -> Tensor:
+def _heads(scale: float, tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: Any) -> Tensor:
     """Random heads in one of the memory layouts that a model hands over."""
     if sliced:  # a slice of a packed projection: rows further apart than they are long
-        return torch.randn(*tokens, heads + 3, dim, **how)[..., 1 : heads + 1, :]
+        return (scale * torch.randn(*tokens, heads + 3, dim, **how))[..., 1 : heads + 1, :]
     if order == "bhsd":
-        return torch.randn(tokens[0], heads, tokens[1], dim, **how).transpose(1, 2)
-    return torch.randn(*tokens, heads, dim, **how)
+        return (scale * torch.randn(tokens[0], heads, tokens[1], dim, **how)).transpose(1, 2)
+    return scale * torch.randn(*tokens, heads, dim, **how)
 
 
 def make(
@@ -128,8 +128,9 @@ def make(
     **how: Any,
 ) -> Values:
     """Arguments of `rope`, and of `mrope` with `axes`."""
-    q = scale * _heads(tokens, heads, dim, order, sliced, dtype=dtype, device=device)
-    k = None if kv_heads is None else scale * _heads(tokens, kv_heads, dim, order, sliced, dtype=dtype, device=device)
+    how_made = {"dtype": dtype, "device": device}
+    q = _heads(scale, tokens, heads, dim, order, sliced, **how_made)
+    k = None if kv_heads is None else _heads(scale, tokens, kv_heads, dim, order, sliced, **how_made)
     rows = max(64, torch.Size(tokens).numel())
     table = _table(rows, rotary or dim, dtype, device)
     shape = tokens if axes is None else (axes, *tokens)

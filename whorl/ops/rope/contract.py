@@ -5,13 +5,14 @@ views the other orders that way, without a copy.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from whorl.contracts import interleaved_axes, interleaved_range_reason
+from whorl.contracts import interleaved_range_reason
 
 from .._op import Op, Values, is_readable, operator, widen
 
@@ -30,14 +31,24 @@ def tokens_first(x: Tensor, order: str) -> Tensor:
     return x if swapped is None else x.transpose(*swapped)
 
 
+def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
+    """Axes and the channels they turn; axis 0 turns the others."""
+    if layout == "chunked":
+        ends = list(itertools.accumulate(sections))
+        return [(axis, slice(ends[axis - 1], ends[axis])) for axis in range(1, len(sections))]
+    if layout == "interleaved":
+        _, h, w = sections
+        return [(1, slice(1, 3 * h, 3)), (2, slice(2, 3 * w, 3))]
+    h, w, _ = sections  # hwt
+    return [(1, slice(0, h + w, 2)), (2, slice(1, h + w, 2))]
+
+
 def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
     """For each of the R/2 channels, the row of `positions` (0 t, 1 h, 2 w) that turns it."""
-    if layout == "chunked":
-        return [axis for axis, size in enumerate(sections) for _ in range(size)]
-    if layout == "interleaved":
-        return list(interleaved_axes(sections))
-    h, w, _ = sections  # hwt
-    return [1 + j % 2 if j < h + w else 0 for j in range(sum(sections))]
+    axes = [0] * sum(sections)
+    for axis, channels in _mrope_slices(sections, layout):
+        axes[channels] = [axis] * len(axes[channels])
+    return axes
 
 
 def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
@@ -183,9 +194,11 @@ def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
 
 def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
     """cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R]."""
-    axes = torch.tensor(mrope_axes(sections, layout) * 2, device=positions.device)
-    channels = torch.arange(cos_sin.shape[-1], device=positions.device)
-    return cos_sin[positions[axes].movedim(0, -1), channels]
+    rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
+    merged = rows[0].clone()
+    for axis, channels in _mrope_slices(sections, layout):
+        merged[..., channels] = rows[axis][..., channels]
+    return merged.flatten(-2)
 
 
 def rope_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

@@ -5,12 +5,15 @@ by the same lane, so that in place is safe where the order does not change. Indi
 2^31 elements.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._rows import ceil_div, power_of_2
 
 LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
@@ -109,14 +112,14 @@ def store_pair(y_ptr, at, mask, first, second, HALF: tl.constexpr, BLOCK_C: tl.c
 def _rotate_heads(
     x_ptr,
     y_ptr,
-    x_token,
-    y_token,
-    x_stride_h,
-    y_stride_h,
-    heads,
+    x_at,
+    y_at,
     mask,
-    cos,
-    sin,
+    table_ptr,
+    positions_ptr,
+    tokens,
+    T,
+    P,
     START: tl.constexpr,
     REST_START: tl.constexpr,
     REST: tl.constexpr,
@@ -125,11 +128,17 @@ def _rotate_heads(
     BLOCK_C: tl.constexpr,
     READ_PAIRS: tl.constexpr,
     WRITE_PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """x_token, y_token: where the tokens start, [BLOCK_T]; heads: [BLOCK_H]; mask: [BLOCK_T, BLOCK_H]."""
-    x_at = x_token[:, None] + heads[None, :] * x_stride_h
-    y_at = y_token[:, None] + heads[None, :] * y_stride_h
+    """x_at, y_at: where the heads start, [BLOCK_T, BLOCK_H], as mask."""
+    # Heads before angles: a warp issues in order, and the table row has to wait for its position.
     first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
@@ -189,23 +198,24 @@ def _rope_kernel(
     group = program % groups
     tokens = (program // groups).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = (tokens < T)[:, None]
-    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
-    b, s = tokens // S, tokens % S
+    b, s = (tokens // S)[:, None], (tokens % S)[:, None]
     if group < q_groups:
-        heads = group * BLOCK_H + tl.arange(0, BLOCK_H)
-        x_token = b * q_stride_b + s * q_stride_s
-        y_token = b * q_out_stride_b + s * q_out_stride_s
+        heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+        x_at = b * q_stride_b + s * q_stride_s + heads * q_stride_h
+        y_at = b * q_out_stride_b + s * q_out_stride_s + heads * q_out_stride_h
         _rotate_heads(
-            q_ptr, q_out_ptr, x_token, y_token, q_stride_h, q_out_stride_h, heads, is_token & (heads < HQ)[None, :],
-            cos, sin, START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS,
+            q_ptr, q_out_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens, T, P,
+            START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS, INVERSE,
+            AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
     else:
-        heads = (group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H)
-        x_token = b * k_stride_b + s * k_stride_s
-        y_token = b * k_out_stride_b + s * k_out_stride_s
+        heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+        x_at = b * k_stride_b + s * k_stride_s + heads * k_stride_h
+        y_at = b * k_out_stride_b + s * k_out_stride_s + heads * k_out_stride_h
         _rotate_heads(
-            k_ptr, k_out_ptr, x_token, y_token, k_stride_h, k_out_stride_h, heads, is_token & (heads < HK)[None, :],
-            cos, sin, START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS,
+            k_ptr, k_out_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens, T, P,
+            START, REST_START, REST, BLOCK_REST, HALF, BLOCK_C, READ_PAIRS, WRITE_PAIRS, INVERSE,
+            AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
 
 
@@ -225,27 +235,17 @@ def rotate(
     """Turn q and k, reading channels in one order and writing them in another."""
     q, k = _readable(q, in_place), None if k is None else _readable(k, in_place)
     q_out, k_out = _output(q, in_place), None if k is None else _output(k, in_place)
-    tokens, dim, rotary = q.shape[:-2].numel(), q.shape[-1], cos_sin.shape[-1]
+    tokens = q.shape[:-2].numel()
     if not tokens:
         return q_out, k_out
-    rest = 0 if in_place else dim - rotary
     table, index = flat_table(cos_sin, positions)
-    constants = {
-        "START": 0 if where == "leading" else dim - rotary,
-        "REST_START": rotary if where == "leading" else 0,
-        "REST": rest,
-        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
-        "READ_PAIRS": read == "pairs",
-        "WRITE_PAIRS": write == "pairs",
-        "INVERSE": inverse,
-        **angle_constants(rotary, positions, sections, layout),
-        **_blocks(q.shape[-2], rotary),
-    }
+    constants, groups = _plan(
+        *(q.shape[-2], 0 if k is None else k.shape[-2], q.shape[-1], table.shape[-1]),
+        *(read, write, where, inverse, in_place),
+        *(positions is not None, None if sections is None else tuple(sections), layout),
+    )
     some_k, some_k_out = (q, q_out) if k is None else (k, k_out)
-    heads = (q.shape[-2], 0 if k is None else k.shape[-2])
-    groups = sum(triton.cdiv(h, constants["BLOCK_H"]) for h in heads)
-    grid = (triton.cdiv(tokens, constants["BLOCK_T"]) * groups,)
-    _rope_kernel[grid](
+    _rope_kernel[(ceil_div(tokens, constants["BLOCK_T"]) * groups,)](
         q,
         some_k,
         q_out,
@@ -259,11 +259,42 @@ def rotate(
         *token_strides(some_k),
         *token_strides(q_out),
         *token_strides(some_k_out),
-        HQ=heads[0],
-        HK=heads[1],
         **constants,
     )
     return q_out, k_out
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    read: str,
+    write: str,
+    where: str,
+    inverse: bool,
+    in_place: bool,
+    has_positions: bool,
+    sections: tuple[int, ...] | None,
+    layout: str,
+) -> tuple[dict[str, int], int]:
+    """The kernel's constants, and how many programs share the heads of a token."""
+    rest = 0 if in_place else dim - rotary
+    constants = {
+        "HQ": heads,
+        "HK": kv_heads,
+        "START": 0 if where == "leading" else dim - rotary,
+        "REST_START": rotary if where == "leading" else 0,
+        "REST": rest,
+        "BLOCK_REST": power_of_2(rest),
+        "READ_PAIRS": read == "pairs",
+        "WRITE_PAIRS": write == "pairs",
+        "INVERSE": inverse,
+        **angle_constants(rotary, has_positions, sections, layout),
+        **_blocks(heads, rotary),
+    }
+    return constants, sum(ceil_div(h, constants["BLOCK_H"]) for h in (heads, kv_heads))
 
 
 def _readable(x: Tensor, in_place: bool) -> Tensor:
@@ -281,13 +312,11 @@ def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tenso
     return table, table if positions is None else positions.contiguous()
 
 
-def angle_constants(
-    rotary: int, positions: Tensor | None, sections: Sequence[int] | None, layout: str
-) -> dict[str, int]:
-    axes = 0 if positions is None else 1 if sections is None else len(sections)
+def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | None, layout: str) -> dict[str, int]:
+    """The constants of `load_angles`."""
+    axes = 0 if not has_positions else 1 if sections is None else len(sections)
     s0, s1, s2 = (0, 0, 0) if sections is None else tuple(sections)[:3]
-    half = rotary // 2
-    names = {"HALF": half, "BLOCK_C": triton.next_power_of_2(half), "AXES": axes, "S0": s0, "S1": s1, "S2": s2}
+    names = {"HALF": rotary // 2, "BLOCK_C": power_of_2(rotary // 2), "AXES": axes, "S0": s0, "S1": s1, "S2": s2}
     return {**names, "LAYOUT": LAYOUTS[layout]}
 
 
@@ -297,7 +326,7 @@ def token_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _blocks(heads: int, rotary: int) -> dict[str, int]:
-    """2048 channels a program: two warps with four 16-byte reads a thread in flight. Measured on H200."""
-    block_h = max(1, min(triton.next_power_of_2(heads), 2048 // triton.next_power_of_2(rotary)))
-    block_t = max(1, 2048 // (block_h * triton.next_power_of_2(rotary)))
-    return {"BLOCK_T": block_t, "BLOCK_H": block_h, "num_warps": 2}
+    """2048 channels a program: two warps with four 16-byte reads a thread in flight."""
+    channels = power_of_2(rotary)
+    block_h = max(1, min(power_of_2(heads), 2048 // channels))
+    return {"BLOCK_T": max(1, 2048 // (block_h * channels)), "BLOCK_H": block_h, "num_warps": 2}

@@ -1,4 +1,4 @@
-"""`Setup`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
+"""`Launch`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
 
 import re
 import warnings
@@ -16,20 +16,23 @@ DEVICES: Final = ("cuda", "npu")
 
 # The first framework one of whose signs appears among the settings; each sign is matched against path=value.
 SIGNS: Final = (
-    ("verl", r"(actor_rollout_ref\..*|verl)=.*"),
+    ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
     ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm)=.*"),
     ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
     ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed)=.*"),
-    ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*"),
+    ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
+    ("vllm", r"command vllm.*"),
     ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
     ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
     ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),
 )
-NPU_SIGNS: Final = r"(torch_npu|vllm_ascend|triton_ascend|cann|use_fused_rotary_pos_emb|mindspeed)=.*|(HCCL|ASCEND)_.*"
+NPU_SIGNS: Final = (
+    r"(torch_npu|vllm_ascend|triton_ascend|cann|use_fused_rotary_pos_emb|mindspeed)=.*|(.*\.)?(HCCL|ASCEND)_.*"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
+class Launch:
     """One framework's view of the inputs. verl has two: see `parts`."""
 
     framework: str
@@ -85,15 +88,20 @@ class Setup:
         found = [s for s in self.inputs.settings if s.kind == "environment" and s.key == name]
         return found[-1] if found else None
 
+    def package(self, name: str) -> Setting | None:
+        """What names a package and its version."""
+        found = [s for s in self.inputs.settings if s.key == name and s.kind != "environment"]
+        return found[-1] if found else None
+
     def version(self, package: str) -> tuple[int, ...] | None:
         """A package's version as numbers, from a requirements file, the settings or --set; None if unknown."""
-        found = [s for s in self.inputs.settings if s.key == package and s.kind != "environment"]
-        numbers = re.search(r"\d+(\.\d+)*", str(found[-1].value)) if found else None
+        setting = self.package(package)
+        numbers = re.search(r"\d+(\.\d+)*", str(setting.value)) if setting else None
         return tuple(int(part) for part in numbers.group().split(".")) if numbers else None
 
     def has(self, package: str) -> bool | None:
         """Whether a package is in use; None where nothing lists the packages."""
-        if any(s.key == package and s.kind != "environment" for s in self.inputs.settings):
+        if self.package(package) is not None:
             return True
         return False if any(s.kind == "version" for s in self.inputs.settings) else None
 
@@ -137,7 +145,7 @@ class Setup:
         named = self.framework == "mindspeed" or bool(self.has("mindspeed"))
         return named or self.find("use_fused_rotary_pos_emb") is not None
 
-    def parts(self) -> tuple["Setup", ...]:
+    def parts(self) -> tuple["Launch", ...]:
         """What runs on its own: for verl the actor and the rollout, else the launch itself."""
         if self.framework != "verl":
             return (self,)
@@ -145,7 +153,7 @@ class Setup:
         actor = self._part("actor", "bridge" if megatron else "hf", train=True)
         return (actor, self._part("rollout", "vllm", train=False))
 
-    def _part(self, scope: str, framework: str, *, train: bool) -> "Setup":
+    def _part(self, scope: str, framework: str, *, train: bool) -> "Launch":
         mine = [s for s in self.inputs.settings if not _of_another_role(s.path, scope)]
         inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=mine)
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
@@ -156,8 +164,10 @@ def _of_another_role(path: str, scope: str) -> bool:
     return bool(roles) and roles[0] != scope
 
 
-def build_setup(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Setup:
+def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Launch:
     """Settle framework and device, and read the model's rotary facts."""
+    if framework == "vllm-ascend":
+        framework, device = "vllm", device or "npu"
     if framework is not None and framework not in FRAMEWORKS:
         raise BadInput(f"--framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}, or leave it out to infer it")
     if device is not None and device not in DEVICES:
@@ -166,7 +176,7 @@ def build_setup(inputs: Inputs, *, framework: str | None, train: bool, device: s
     where, where_because = (device, "given") if device else _infer_device(inputs, name)
     text = text_config(_with_hf_overrides(inputs))
     rope, problem, warned = _rope_config(text)
-    return Setup(
+    return Launch(
         framework=name,
         framework_because=name_because,
         device=where,

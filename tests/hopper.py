@@ -1,0 +1,96 @@
+"""Compile every Triton kernel for Hopper, without a GPU, exactly as the launchers launch it.
+
+Run as a program without TRITON_INTERPRET. Launches are recorded instead of run: each operator is called with its
+benchmark cases on the meta device, and what its launcher passes is compiled for sm_90. Prints one JSON row a kernel.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, kwargs))
+
+    JITFunction.run = run  # this process only records
+
+
+def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value, parameter = values[name], kernel.params[i]
+        if parameter.is_constexpr:
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int) and value == 1:  # the JIT makes a constant of 1
+            signature[name], constants[(i,)] = "constexpr", 1
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+            if isinstance(value, int) and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {k: kwargs[k] for k in OPTIONS if k in kwargs}
+    return inspect(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
+
+
+def inspect(cubin: bytes) -> dict[str, Any]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "--dump-sass")
+        )
+    numbers = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
+    return {
+        "registers": int(numbers["REG"]),
+        "stack": int(numbers["STACK"]),
+        "spills": sass.count("LDL") + sass.count("STL"),
+        "wide_loads": sass.count("LDG.E.128"),
+        "wide_stores": sass.count("STG.E.128"),
+    }
+
+
+def main() -> None:
+    from whorl.ops import OPS
+
+    launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
+    record(launches)
+    rows, seen = [], set()
+    for op in OPS.values():
+        for case in op.bench_cases if "triton" in op.impls else ():
+            values = op._bind((), op.make(**case, dtype=torch.bfloat16, device="meta"))
+            launches.clear()
+            op.impls["triton"].function(**values)
+            for kernel, args, kwargs in launches:
+                key = (kernel.__name__, str(kwargs))
+                if key not in seen:  # operators and sizes share kernels
+                    seen.add(key)
+                    rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})
+    json.dump(rows, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

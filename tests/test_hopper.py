@@ -1,0 +1,44 @@
+"""Machine code for Hopper, made and read without a GPU: no spills, 16-byte reads and writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+
+@pytest.fixture(scope="module")
+def builds() -> list[dict[str, Any]]:
+    script = Path(__file__).with_name("hopper.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
+    kernels = {row["kernel"] for row in builds}
+    assert kernels >= {
+        "_rms_norm_kernel",
+        "_rms_norm_backward_kernel",
+        "_rope_kernel",
+        "_qk_norm_rope_kernel",
+        "_qk_norm_rope_backward_kernel",
+        "_swiglu_kernel",
+        "_swiglu_backward_kernel",
+    }
+
+
+def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
+    spilling = [row for row in builds if row["spills"] or row["stack"]]
+    assert not spilling, spilling
+
+
+def test_memory_is_read_and_written_16_bytes_at_a_time(builds: list[dict[str, Any]]) -> None:
+    narrow = [row for row in builds if not row["wide_loads"] or not row["wide_stores"]]
+    assert not narrow, narrow

@@ -1,0 +1,207 @@
+"""Every wrong input is a ValueError that names the operator, the argument, what was found and what was expected."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl import ops
+from whorl.ops import OPS
+
+Values = dict[str, Any]
+Change = Callable[[Values], Values]
+_SIZES = {"tokens": (5,), "heads": 2, "kv_heads": 1, "dim": 16}
+CASES: dict[str, Values] = {
+    "rope": _SIZES,
+    "rope_": _SIZES,
+    "mrope": _SIZES | {"sections": [2, 3, 3], "layout": "chunked"},
+    "mrope_": _SIZES | {"sections": [2, 3, 3], "layout": "chunked"},
+    "qk_norm_rope": _SIZES,
+    "rms_norm": {"shape": (5, 16)},
+    "add_rms_norm": {"shape": (5, 16)},
+    "swiglu": {"shape": (5, 16)},
+}
+
+
+def arguments(name: str) -> Values:
+    return OPS[name].make(**CASES[name], dtype=torch.float32, device="cpu")
+
+
+def put(**changes: Any) -> Change:
+    """Replace arguments; a function is given the old value."""
+    return lambda values: {n: c(values[n]) if callable(c) else c for n, c in changes.items()}
+
+
+def set_position(value: int) -> Change:
+    def change(values: Values) -> Values:
+        positions = values["positions"].clone()
+        positions.view(-1)[-1] = value
+        return {"positions": positions}
+
+    return change
+
+
+def narrow(size: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x[..., :size]
+
+
+ROTARY: dict[str, tuple[Change, str]] = {
+    "integer q": (put(q=torch.Tensor.int, k=torch.Tensor.int), r"q is torch\.int32, expected a floating point"),
+    "q without heads": (put(q=lambda q: q[0], k=lambda k: k[0]), r"q is \[2, 16\], expected \[T, HQ, D\]"),
+    "k of another dtype": (put(k=torch.Tensor.half), r"k is \[5, 1, 16\] torch\.float16, expected .*torch\.float32"),
+    "k of other tokens": (put(k=lambda k: k[:4]), r"k is \[4, 1, 16\] .*, expected .*\[5, 2, 16\]"),
+    "k of another head size": (put(k=narrow(8)), r"k is \[5, 1, 8\] .*, expected .*\[5, 2, 16\]"),
+    "k without heads": (put(k=lambda k: k[:, 0]), r"k is \[5, 16\] .*, expected .*\[5, 2, 16\]"),
+    "low precision table": (put(cos_sin=torch.Tensor.bfloat16), r"cos_sin is torch\.bfloat16, expected torch\.float32"),
+    "trained table": (put(cos_sin=lambda t: t.clone().requires_grad_()), r"cos_sin requires a gradient, expected"),
+    "odd rotary size": (put(cos_sin=narrow(15)), r"cos_sin has width 15, expected an even rotary size of at most 16"),
+    "rotary size past the head": (put(cos_sin=lambda t: torch.cat((t, t), -1)), r"width 32, expected .* at most 16"),
+    "no rotary size": (put(cos_sin=narrow(0)), r"cos_sin has width 0, expected"),
+    "floating positions": (put(positions=torch.Tensor.float), r"positions is torch\.float32, expected torch\.int32 or"),
+    "position past the table": (set_position(64), r"position 64 is outside the table of 64 rows"),
+    "negative position": (set_position(-1), r"position -1 is outside the table of 64 rows"),
+    "table of three dims": (put(cos_sin=lambda t: t[None]), r"cos_sin is \[1, 64, 16\], expected a table \[P, R\]"),
+    "wrong style": (put(style="neox"), r"style is 'neox', expected one of half, pairs"),
+    "wrong pairs_out": (put(pairs_out="interleave"), r"pairs_out is 'interleave', expected one of half, pairs"),
+    "wrong end": (put(where="middle"), r"where is 'middle', expected one of leading, trailing"),
+}
+ROPE: dict[str, tuple[Change, str]] = {
+    "positions of other tokens": (put(positions=lambda p: p[:4]), r"positions is \[4\], expected \[5\]"),
+    "rows of other tokens": (
+        put(positions=None),
+        r"cos_sin is \[64, 16\], expected one row .*\[5, 'R'\]",
+    ),
+}
+SECTIONS: dict[str, tuple[Change, str]] = {
+    "positions of other tokens": (put(positions=lambda p: p[:, :4]), r"positions is \[3, 4\], expected \[3, 5\]"),
+    "one row of positions": (put(positions=lambda p: p[0]), r"positions is \[5\], expected \["),
+    "section sum": (put(sections=[2, 3, 4]), r"sections \[2, 3, 4\] sum to 9, the table has 8 channels"),
+    "rows and sections": (put(sections=[2, 2, 2, 2]), r"positions has 3 rows, sections \[2, 2, 2, 2\] need 4"),
+    "two sections": (put(sections=[4, 4], positions=lambda p: p[:2]), r"sections is \[4, 4\], expected 3 or 4 counts"),
+    "negative section": (put(sections=[-1, 4, 5]), r"sections is \[-1, 4, 5\], expected 3 or 4 counts of channels"),
+    "four interleaved": (
+        put(sections=[2, 2, 2, 2], positions=lambda p: torch.cat((p, p[:1])), layout="interleaved"),
+        r"layout 'interleaved' takes 3 sections, got \[2, 2, 2, 2\]",
+    ),
+    "interleaved past the end": (
+        put(sections=[1, 4, 3], layout="interleaved"),
+        r"sections \[1, 4, 3\] cannot be",
+    ),
+    "uneven hwt": (put(sections=[2, 3, 3], layout="hwt"), r"sections \[2, 3, 3\]: h and w alternate .* must be equal"),
+    "wrong layout": (put(layout="striped"), r"layout is 'striped', expected one of chunked, interleaved, hwt"),
+}
+PACKED: dict[str, tuple[Change, str]] = {
+    n: c for n, c in ROTARY.items() if not any(w in n for w in ("k ", "q", "pairs_out", "end"))
+} | {
+    "width that is no number of heads": (
+        put(qkv=narrow(62)),
+        r"qkv is \[5, 62\], expected .*\(2 \+ 2 x 1\) heads",
+    ),
+    "no heads": (put(num_heads=0), r"qkv is \[5, 64\], expected .*\(0 \+ 2 x 1\) heads"),
+    "integer qkv": (put(qkv=torch.Tensor.int), r"torch\.int32, expected a floating point dtype"),
+    "q_weight of another size": (put(q_weight=narrow(8)), r"q_weight is \[8\] .*, expected \[16\]"),
+    "k_weight of another dtype": (
+        put(k_weight=torch.Tensor.half),
+        r"k_weight is \[16\] torch\.float16, expected",
+    ),
+    "eps": (put(eps=0.0), r"eps is 0\.0, expected a positive number"),
+    "sections without positions": (
+        put(sections=[2, 3, 3], positions=None),
+        r"sections \[2, 3, 3\] need pos.*None",
+    ),
+    "section sum": (
+        put(sections=[2, 3, 4], positions=lambda p: p.expand(3, -1)),
+        r"sections \[2, 3, 4\] sum to 9, the table has 8 channels",
+    ),
+}
+NORM: dict[str, tuple[Change, str]] = {
+    "integer x": (put(x=torch.Tensor.int), r"x is torch\.int32, expected a floating point dtype"),
+    "weight of another size": (put(weight=narrow(8)), r"weight is \[8\], expected the last dim of x, \[16\]"),
+    "weight of two dims": (put(weight=lambda w: w[None]), r"weight is \[1, 16\], expected the last dim of x, \[16\]"),
+    "weight of another dtype": (put(weight=torch.Tensor.half), r"weight is torch\.float16, expected .* torch\.float32"),
+    "scalar x": (put(x=torch.tensor(1.0)), r"expected the last dim of x"),
+    "eps": (put(eps=-1.0), r"eps is -1\.0, expected a positive number"),
+}
+ADD: dict[str, tuple[Change, str]] = {
+    "residual of another shape": (put(residual=lambda r: r[:4]), r"residual is \[4, 16\] .*, expected .*\[5, 16\]"),
+    "residual of another dtype": (put(residual=torch.Tensor.half), r"residual is \[5, 16\] torch\.float16, expected"),
+}
+SWIGLU: dict[str, tuple[Change, str]] = {
+    "odd width": (put(x=narrow(15)), r"x is \[5, 15\], expected an even last dim \(gate and up\)"),
+    "integer x": (put(x=torch.Tensor.int), r"x is torch\.int32, expected a floating point dtype"),
+    "scalar x": (put(x=torch.tensor(1.0)), r"x is \[\], expected an even last dim"),
+}
+WRONG = {
+    "rope": ROTARY | ROPE,
+    "rope_": ROTARY | ROPE,
+    "mrope": ROTARY | SECTIONS,
+    "mrope_": ROTARY | SECTIONS,
+    "qk_norm_rope": PACKED,
+    "rms_norm": NORM,
+    "add_rms_norm": NORM | ADD,
+    "swiglu": SWIGLU,
+}
+
+
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name, table in WRONG.items() for what in table])
+def test_wrong_input(name: str, what: str) -> None:
+    change, message = WRONG[name][what]
+    values = arguments(name)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{message}"):
+        OPS[name](**(values | change(values)))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_right_input(name: str) -> None:
+    """What the wrong inputs are changed from is itself accepted."""
+    OPS[name](**arguments(name))
+
+
+@pytest.mark.parametrize("what", ["position past the table", "odd rotary size", "k of another head size"])
+def test_wrong_input_under_grad(what: str) -> None:
+    change, message = ROTARY[what]
+    values = arguments("rope")
+    values = values | change(values)
+    values["q"].requires_grad_()
+    with pytest.raises(ValueError, match=f"rope: .*{message}"):
+        ops.rope(**values)
+
+
+def test_wrong_input_while_compiling() -> None:
+    values = arguments("rope") | {"cos_sin": torch.randn(64, 15)}
+    with pytest.raises(Exception, match="rope: cos_sin has width 15"):
+        torch.compile(lambda: ops.rope(**values), backend="eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize("name", ["rope", "mrope", "qk_norm_rope"])
+def test_kernels_give_nan_for_a_position_outside_the_table(name: str, device: str) -> None:
+    """Where positions cannot be looked at first, a wrong one must show in its token and nowhere else."""
+    op = OPS[name]
+    values = op._bind((), op.make(**CASES[name], dtype=torch.float32, device=device))
+    expected = op.impls["triton"].function(**values)
+    values["positions"][..., 1], values["positions"][..., 3] = 64, -1
+    got = op.impls["triton"].function(**values)
+    for g, e in zip(got[:2], expected[:2], strict=True):
+        assert g[[1, 3]].isnan().any(-1).all()
+        assert torch.equal(g[[0, 2, 4]], e[[0, 2, 4]])
+
+
+def test_tokens_first_names_the_orders() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    for order, shape in {"bshd": (2, 3, 4, 5), "bhsd": (2, 4, 3, 5), "sbhd": (3, 2, 4, 5)}.items():
+        view = ops.tokens_first(x, order)
+        assert view.shape == shape
+        assert view.data_ptr() == x.data_ptr()
+        assert torch.equal(ops.tokens_first(view, order), x)
+    with pytest.raises(ValueError, match="tokens_first: order is 'hsd', expected one of thd, bshd, bhsd, sbhd"):
+        ops.tokens_first(x, "hsd")
+
+
+def test_merge_mrope_checks_what_mrope_checks() -> None:
+    table, positions = torch.randn(64, 16), torch.zeros(3, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"merge_mrope: sections \[2, 3, 4\] sum to 9"):
+        ops.merge_mrope(table, positions, [2, 3, 4])
+    with pytest.raises(ValueError, match="merge_mrope: position 64 is outside the table of 64 rows"):
+        ops.merge_mrope(table, positions + 64, [2, 3, 3])

@@ -1,0 +1,123 @@
+"""The tests of the kernels, tested: each fault planted in a kernel's source turns the shared check red.
+
+A fault is one substitution. Where a kernel has changed so that its text is not found, plant the fault anew.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from test_ops import Values, arguments, check, few_processors, num_rows, reason_against
+
+from whorl.ops import OPS, Op
+
+ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
+SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.qk_norm_rope_triton"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    module: str
+    op: str  # the operator whose cases must notice
+    old: str
+    new: str
+    count: int = 1  # how often `old` stands in the source
+    needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
+
+
+FAULTS = [
+    Fault("wrong sign", ROPE, "rope", "first * cos - second * sin", "first * cos + second * sin"),
+    Fault("wrong sign, other half", ROPE, "rope", "second * cos + first * sin", "second * cos - first * sin"),
+    Fault("sin offset of the padded width", ROPE, "rope", "at + HALF, mask", "at + BLOCK_C, mask"),
+    Fault("rows of the padded width", ROPE, "rope", "row * (2 * HALF)", "row * (2 * BLOCK_C)"),
+    Fault("table looked up by token", ROPE, "rope", "if AXES == 0:", "if AXES < 2:"),
+    Fault("inverse ignored", ROPE, "rope", "sin = -sin", "sin = 1.0 * sin"),
+    Fault("pairs written in reverse", ROPE, "rope", "tl.join(first, second)", "tl.join(second, first)"),
+    Fault("last channel not written", ROPE, "rope", "REST_START + REST)", "REST_START + REST - 1)"),
+    Fault("sequence and batch mixed", ROPE, "rope", "(tokens % S)[:, None]", "(tokens // S)[:, None]"),
+    Fault("k of the first head only", ROPE, "rope", "heads * k_stride_h", "0 * heads * k_stride_h"),
+    Fault("H axis read at W's stride", ROPE, "mrope", "positions_ptr + T + tokens", "positions_ptr + 2 * T + tokens"),
+    Fault("W axis read at H's stride", ROPE, "mrope", "positions_ptr + 2 * T + tokens", "positions_ptr + T + tokens"),
+    Fault("interleaved H and W exchanged", ROPE, "mrope", "channel % 3 == 1", "channel % 3 == 2"),
+    Fault("interleaved W bounded by H", ROPE, "mrope", "channel < 3 * S2", "channel < 3 * S1"),
+    Fault("h and w exchanged in hwt", ROPE, "mrope", "channel % 2 == 0, second", "channel % 2 == 1, second"),
+    Fault("bands one channel off", ROPE, "mrope", "tl.where(channel < S0, first", "tl.where(channel <= S0, first"),
+    Fault("fourth axis lost", ROPE, "mrope", "S2, row, fourth)", "S2, row, third)"),
+    Fault("in place, wrong sign", ROPE, "rope_", "first * cos - second * sin", "first * cos + second * sin"),
+    Fault("in the gradient, wrong sign", ROPE, "mrope_backward", "second * cos + first", "second * cos - first"),
+    Fault("mean over one too many", NORM, "rms_norm", "total / C + eps", "total / (C + 1) + eps"),
+    Fault("ten times eps", NORM, "rms_norm", "total / C + eps", "total / C + 10 * eps"),
+    Fault("plus one ignored", NORM, "rms_norm", "weight += 1.0", "weight += 0.0", 2),
+    Fault("last element dropped", NORM, "rms_norm", "tl.sum(x * x, 1)", "tl.sum(x * x * (columns < C - 1), 1)", 2),
+    Fault("residual subtracted", NORM, "add_rms_norm", "x += tl.load(residual_ptr", "x -= tl.load(residual_ptr"),
+    Fault("new residual not written", NORM, "add_rms_norm", "total, mask=mask)", "total, mask=mask & (columns > 0))"),
+    Fault("projection forgotten", NORM, "rms_norm_backward", "scaled - unit * (", "scaled - 0 * unit * ("),
+    Fault("first row block lost", NORM, "rms_norm_backward", "+= dy * unit", "+= dy * unit * (block > 0)"),
+    Fault("only the last row block", NORM, "rms_norm_backward", "dweight += dy * unit", "dweight = dy * unit", 1, True),
+    Fault("residual's gradient lost", NORM, "rms_norm_backward", "dx += tl.load(", "dx += 0 * tl.load("),
+    Fault("gate and up exchanged", SWIGLU, "swiglu", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate"),
+    Fault("up one channel early", SWIGLU, "swiglu", "tl.load(x_ptr + F + columns", "tl.load(x_ptr + F - 1 + columns"),
+    Fault("last channel not written", SWIGLU, "swiglu", "mask=columns < F)", "mask=columns < F - 1)"),
+    Fault("wrong derivative", SWIGLU, "swiglu_backward", "1 + gate * (1 - sigmoid)", "1 - gate * (1 - sigmoid)"),
+    Fault("gradients exchanged", SWIGLU, "swiglu_backward", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
+    Fault("wrong sign", QK, "qk_norm_rope", "first * cos - second * sin", "first * cos + second * sin"),
+    Fault("mean over one too many", QK, "qk_norm_rope", "total / D + eps", "total / (D + 1) + eps"),
+    Fault("norm of the turned channels", QK, "qk_norm_rope", "total += tl.sum(", "total += 0 * tl.sum("),
+    Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
+    Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, (tokens", "(HQ + heads) * D, (tokens"),
+    Fault("rotation not turned back", QK, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"),
+    Fault("projection forgotten", QK, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
+    Fault(
+        "only the last block", QK, "qk_norm_rope_backward", "_first += more_first", "_first = more_first", 1, True
+    ),
+    Fault("gradient of the weight scaled", QK, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"),
+]
+
+
+def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the module with a changed source in place of the real one; launchers import it when called."""
+    source = Path(importlib.util.find_spec(module).origin).read_text()
+    assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
+    path = folder / "planted.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(module, path)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    monkeypatch.setitem(sys.modules, module, planted)
+
+
+def first_red(op: Op, cases: list[Values]) -> str | None:
+    """What the shared check says of the first case that it rejects."""
+    for case in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            values = arguments(op, case, dtype)
+            if reason_against(op, "triton", values) is None:
+                try:
+                    check(op, "triton", values)
+                except AssertionError as error:
+                    return str(error)
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op}: {f.name}")
+def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(fault.module, fault.old, fault.new, fault.count, tmp_path, monkeypatch)
+    op = OPS[fault.op]
+    cases = sorted(op.cases, key=num_rows)
+    if fault.needs_blocks:
+        few_processors(monkeypatch)
+        cases = cases[-1:]
+    assert first_red(op, cases) is not None, f"no case of {op.name} notices: {fault.name}"
+
+
+@pytest.mark.parametrize("name", ["rope", "rms_norm", "swiglu", "qk_norm_rope"])
+def test_planting_itself_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS[name]
+    module = next(f.module for f in FAULTS if f.op == name)
+    plant(module, "import triton.language as tl", "import triton.language as tl", 1, tmp_path, monkeypatch)
+    check(op, "triton", arguments(op, op.cases[2], torch.bfloat16))

@@ -1,0 +1,298 @@
+"""The rules of the house, as tests: who imports whom, what is public, what an import may do."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import whorl
+from whorl import ops
+from whorl.cli import app
+from whorl.ops import OPS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "whorl"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+ALL_SOURCES = sorted([*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+ids = {"ids": lambda path: str(path.relative_to(ROOT))}
+
+# Who may import whom; None: anything.
+MAY_IMPORT: dict[str, set[str] | None] = {
+    "__init__": {"ops"},
+    "device": set(),
+    "rope_config": set(),
+    "contracts": set(),
+    "positions": {"rope_config"},
+    "ops": {"device", "contracts"},
+    "rope_table": {"rope_config", "ops", "device"},
+    "ascend": {"ops", "contracts"},
+    "doctor": {"rope_config", "contracts"},
+    "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
+    "selftest": {"ops", "device", "bench"},
+    "bench": None,
+    "cli": None,
+}
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli")  # torch may be imported inside their functions only
+LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel")
+LINES = 500
+LONGER = {
+    "whorl/contracts.py": "one table of vendor operators, one function for each limit",
+    "tests/test_adapter_megatron.py": "one framework's layouts and switches side by side",
+    "tests/test_adapter_transformers.py": "one framework's models side by side",
+}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(node: ast.AST, path: Path) -> list[str]:
+    """Absolute names of the modules that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        package = [*path.relative_to(ROOT).parent.parts]
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
+    for node in ast.walk(tree or ast.parse(path.read_text())):
+        yield from imported(node, path)
+
+
+def on_import(path: Path) -> Iterator[str]:
+    """What importing the module imports: not what its functions do when called, nor what only type checkers see."""
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        yield from imported(node, path)
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not is_typing and not isinstance(node, ast.FunctionDef | ast.Lambda):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+@pytest.mark.parametrize("path", SOURCES, **ids)
+def test_import_direction(path: Path) -> None:
+    me = part_of(path)
+    assert me in MAY_IMPORT, f"say in MAY_IMPORT what {me} may import"
+    allowed = MAY_IMPORT[me]
+    for name in imports(path):
+        head, *rest = name.split(".")
+        if head == "whorl" and rest and allowed is not None and rest[0] in MAY_IMPORT:
+            assert rest[0] == me or rest[0] in allowed, f"{me} may not import {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, **ids)
+def test_what_is_optional_is_imported_where_used(path: Path) -> None:
+    is_kernel = path.name.endswith("triton.py")
+    for name in on_import(path):
+        top = name.split(".")[0]
+        assert top not in LAZY or (is_kernel and top == "triton"), f"{name} is imported at the top"
+        assert top != "torch" or part_of(path) not in WITHOUT_TORCH, f"{name} is imported at the top"
+
+
+def test_the_rule_sees_relative_imports() -> None:
+    found = list(imports(PACKAGE / "ops" / "rope" / "x.py", ast.parse("from .._op import Op\nfrom . import cases")))
+    assert found == ["whorl.ops._op.Op", "whorl.ops.rope.cases"]
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, **ids)
+def test_files(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    text = path.read_text(encoding="utf-8")
+    assert path.stem not in ("utils", "common", "helpers", "manager", "base"), "a file is named for what is in it"
+    assert text.isascii(), [line for line in text.splitlines() if not line.isascii()]
+    assert len(text.splitlines()) <= LINES or name in LONGER, f"over {LINES} lines: split it, or say why in LONGER"
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name in LONGER:
+        assert len((ROOT / name).read_text().splitlines()) > LINES, f"{name} is short again: take it out of LONGER"
+
+
+# ---- public names
+
+
+def test_public_names() -> None:
+    assert sorted(whorl.__all__) == ["__version__", "ops"]
+    assert sorted(ops.__all__) == [
+        "OPS",
+        "Op",
+        "add_rms_norm",
+        "merge_mrope",
+        "mrope",
+        "mrope_",
+        "qk_norm_rope",
+        "rms_norm",
+        "rope",
+        "rope_",
+        "swiglu",
+        "tokens_first",
+    ]
+    assert all(hasattr(ops, name) for name in ops.__all__)
+    with pytest.raises(AttributeError, match="module 'whorl' has no attribute 'wrong'"):
+        _ = whorl.wrong
+
+
+def test_operators() -> None:
+    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
+    backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
+    assert set(OPS) == forward | backward
+    assert {name for name in forward if isinstance(getattr(ops, name), ops.Op)} == forward
+
+
+SURFACE = {
+    "whorl": ["--version"],
+    "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
+    "whorl ops": ["--json"],
+    "whorl selftest": ["--device", "--json"],
+    "whorl bench": [],
+    "whorl bench ops": [
+        "--compile",
+        "--device",
+        "--dtype",
+        "--full",
+        "--json",
+        "--no-compile",
+        "--plot",
+        "--quick",
+        "NAMES",
+    ],
+    "whorl bench positions": ["--json", "--repeats"],
+    "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
+}
+
+
+def surface(command: Any, name: str) -> dict[str, list[str]]:
+    options = []
+    for parameter in command.params:
+        is_option = parameter.opts[0].startswith("-")
+        options += [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
+    found = {name: sorted(options)}
+    for sub, inner in getattr(command, "commands", {}).items():
+        found |= surface(inner, f"{name} {sub}")
+    return found
+
+
+def test_command_line() -> None:
+    """A new command or option is a promise: it is made here, on purpose."""
+    assert surface(typer.main.get_command(app), "whorl") == SURFACE
+
+
+# ---- operators
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_operator_is_whole(name: str) -> None:
+    op = OPS[name]
+    doc = op.__doc__ or ""
+    assert len(op.cases) >= 5, "cases: tiny, odd, empty, strided and small-valued"
+    assert op.bench_cases
+    assert any(0 in (c.get("tokens") or c.get("shape")) for c in op.cases), "no case without tokens"
+    assert any(c.get("sliced") for c in op.cases), "no case with strides"
+    assert any(c.get("scale", 1) < 1 for c in op.cases), "no case with small values"
+    says_shapes = re.search(r"\[[^\]]*\w[^\]]*\]", doc) or any(f"`{other}`" in doc for other in OPS if other != name)
+    assert says_shapes, "the docstring is the contract: it says shapes, or whose they are"
+    assert "triton" in op.impls
+    assert "torch_npu" in op.impls
+
+
+BACKWARD = {"add_rms_norm": "rms_norm_backward"}
+
+
+@pytest.mark.parametrize("name", [n for n, op in OPS.items() if not op.mutates and not n.endswith("_backward")])
+def test_a_backend_that_goes_forward_comes_back(name: str) -> None:
+    backward = OPS[BACKWARD.get(name, f"{name}_backward")]
+    assert set(OPS[name].impls) <= set(backward.impls)
+
+
+# ---- imports
+
+
+def python(code: str) -> Any:
+    """What the code prints as JSON, in a fresh interpreter without the tests' settings."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_loads_nothing_optional() -> None:
+    code = "import json, sys, whorl, whorl.ops, whorl.doctor, whorl.cli; print(json.dumps(list(sys.modules)))"
+    loaded = {name.split(".")[0] for name in python(code)}
+    assert loaded.isdisjoint(LAZY)
+    assert "whorl.ops" in python("import json, sys, whorl; whorl.ops; print(json.dumps(list(sys.modules)))")
+    assert "torch" not in python("import json, sys, whorl, whorl.doctor; print(json.dumps(list(sys.modules)))")
+
+
+NO_TORCH = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        is_gone = name.split(".")[0] in ("torch", "triton", "torch_npu", "transformers")
+        return None if is_gone else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+def test_the_doctor_works_without_torch() -> None:
+    code = f"""{NO_TORCH}
+import dataclasses, json
+from whorl.doctor import check
+print(json.dumps([f.code for f in check("examples/qwen3_vl_rope_branch").findings]))
+"""
+    assert "rope-branch-mismatch" in python(code)
+
+
+WITHOUT = {"--help": 0, "doctor examples/qwen3_vl_fixed --json": 0, "doctor examples/qwen3_vl_rope_branch": 1, "ops": 2}
+
+
+@pytest.mark.parametrize(("arguments", "exit_code"), WITHOUT.items())
+def test_the_command_works_without_torch(arguments: str, exit_code: int) -> None:
+    code = f"{NO_TORCH}\nsys.argv = ['whorl', *{arguments.split()!r}]\nfrom whorl.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == exit_code, done.stderr
+    assert exit_code < 2 or "needs torch: pip install torch" in done.stderr
+
+
+def test_importing_changes_nothing() -> None:
+    """Of what others own: functions, classes and modules of torch, its switches, the process."""
+    code = """
+import json, os, signal, sys, warnings
+import torch, torch.nn.functional, torch.distributed, torch.library
+
+def state():
+    owners = [torch, torch.Tensor, torch.nn.functional, torch.nn.Module, torch.autograd, torch.library, torch.ops,
+              torch._C, torch.distributed, torch.nn.RMSNorm, json, os, sys, warnings]
+    found = {}
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if callable(value):
+                found[f"{owner.__name__}.{name}"] = id(value)
+    found["argv"], found["environ"], found["filters"] = list(sys.argv), dict(os.environ), len(warnings.filters)
+    found["hooks"] = [id(sys.excepthook), id(sys.displayhook), len(sys.meta_path), len(sys.path_hooks)]
+    found["switches"] = [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(),
+                         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+                         torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()]
+    found["signals"] = str(signal.getsignal(signal.SIGINT))
+    return found
+
+sys.argv = ["train.py", "--device", "npu", "--help"]
+before = state()
+import whorl, whorl.ops, whorl.doctor, whorl.ascend, whorl.adapters, whorl.rope_table, whorl.positions, whorl.cli
+after = state()
+print(json.dumps(sorted(k for k in before if after.get(k) != before[k])))
+"""
+    assert python(code) == []

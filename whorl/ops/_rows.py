@@ -1,0 +1,28 @@
+"""Tensors as rows, for kernels that work along the last dim; and the small integer arithmetic of launchers."""
+
+from torch import Tensor
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[A, B, C] with unit stride along C: a view where strides allow one, as for the q heads of a packed qkv."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() <= 2:
+        return x.reshape(1, -1, x.shape[-1])
+    if x.dim() == 3:
+        return x
+    return x.flatten(0, -3) if _merges(x) else x.reshape(1, -1, x.shape[-1])
+
+
+def _merges(x: Tensor) -> bool:
+    """Whether all dims but the last two are one run in memory."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 3))
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; Triton's own is a traced function and costs microseconds."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
