@@ -168,7 +168,7 @@ def test_failing_example_by_any_megatron_name(framework: str) -> None:
 
 
 def test_vllm_ascend_is_vllm_on_an_npu() -> None:
-    report = check(EXAMPLES / "qwen3_vl_fixed", framework="vllm-ascend")
+    report = check(HERE / "models" / "qwen3_vl_8b.json", framework="vllm-ascend")
     assert (report.framework, report.device, report.paths[0].runs_in) == ("vllm", "npu", "vllm-ascend")
 
 

@@ -104,10 +104,13 @@ def test_set_reaches_the_text_model_and_not_the_vision_tower() -> None:
     assert inputs.model["vision_config"]["hidden_size"] == 1152
 
 
-def test_vllm_overrides_change_the_model(tmp_path: Path) -> None:
+YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+
+
+@pytest.mark.parametrize("flag", [f"--hf-overrides '{{\"rope_scaling\": {YARN}}}'", f"--rope-scaling '{YARN}'"])
+def test_vllm_overrides_change_the_model(flag: str, tmp_path: Path) -> None:
     shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
-    yarn = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}'
-    (tmp_path / "serve.sh").write_text(f"vllm serve m --max-model-len 131072 --hf-overrides '{yarn}'")
+    (tmp_path / "serve.sh").write_text(f"vllm serve m --max-model-len 131072 {flag}")
     report = check(tmp_path)
     assert report.paths[0].branch == "YaRNScalingRotaryEmbedding"
     assert report.findings == ()

@@ -130,14 +130,21 @@ def test_torch_can_be_forced(device: str) -> None:
     assert CALLS == ["torch"]
 
 
+class OnCuda(Tensor):
+    """A CPU tensor that says it is on a GPU: the choice believes it, the reference runs."""
+
+    device = property(lambda _: torch.device("cuda"))
+
+
 def test_fallback_on_an_accelerator_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twice, "_device", lambda _: "cuda")  # no such device here: only the choice sees it
+    monkeypatch.setattr(_op, "_needs_node", lambda _: False)  # a subclass would take the node
     monkeypatch.setattr(_op, "_WARNED", set())
+    x = torch.ones(3).as_subclass(OnCuda)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        twice(torch.ones(3))
-        twice(torch.ones(3))
-        twice(torch.ones(3), backend="torch")
+        twice(x)
+        twice(x)
+        twice(x, backend="torch")
     assert [w.category for w in caught] == [RuntimeWarning]
     assert "twice: the torch reference runs on cuda (triton: " in str(caught[0].message)
     assert caught[0].filename == __file__

@@ -315,6 +315,11 @@ def _split_heads(values: Values, qkv: Tensor) -> list[Tensor]:
     return list(qkv.unflatten(-1, (hq + 2 * hk, -1)).split([hq, hk, hk], -2))
 
 
+def _with_v(values: Values, v: Tensor) -> list[Tensor]:
+    """v stays a view of the projection here, where the operator copies it on request."""
+    return [v] if values.get("with_v", True) else []
+
+
 def hf_qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -342,13 +347,15 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
             normed = [rms_norm(x, values[f"{n}_weight"], values["eps"]) for n, x in (("q", q), ("k", k))]
             return rotate(*normed, *where, **more)
 
-        return Bound(run=run, outputs=lambda out: [*out, v])
+        return Bound(run=run, outputs=lambda out: [*out, *_with_v(values, v)])
 
     def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
         def bind(values: Values) -> Bound:
             q, k, v = _split_heads(values, values["qkv"])
             rest = [*_calls(values, "q_weight", "k_weight"), *_hf_tables(values, q.dtype), values["eps"]]
-            return Bound(run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*_from_hf(out), v])
+            return Bound(
+                run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*_from_hf(out), *_with_v(values, v)]
+            )
 
         return bind
 
@@ -362,7 +369,7 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
-    if not compiled or not _is_hf_norm_rope(values):
+    if not compiled or values["dv"] is None or not _is_hf_norm_rope(values):
         return []
 
     def bind(values: Values) -> Bound:
