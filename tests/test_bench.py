@@ -311,8 +311,9 @@ def test_timing_counts_every_launch_of_a_graph(monkeypatch):
     assert found.how == "graph of 128 launches over 16 buffers"
 
 
-def test_buffers_rotate_only_while_they_fit_the_cache(monkeypatch):
+def test_buffers_together_never_fit_the_cache(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda device: object())
-    assert timing.num_buffers(20_000, "paper") == timing.GRAPH_LAUNCHES
-    assert timing.num_buffers(timing.GRAPH_BYTES - 1, "paper") * timing.GRAPH_BYTES >= 2 * timing.FLUSH_BYTES
-    assert timing.num_buffers(timing.GRAPH_BYTES, "paper") == 1
+    assert timing.num_buffers(20_000, "paper") == timing.SHORT_LAUNCHES
+    for num_bytes in (timing.SHORT_BYTES - 1, timing.SHORT_BYTES, 117_000_000, 311_000_000):
+        assert timing.num_buffers(num_bytes, "paper") * num_bytes >= 2 * timing.FLUSH_BYTES - timing.FLUSH_BYTES // 8
+    assert timing.num_buffers(10**9, "paper") == 1

@@ -171,6 +171,11 @@ def test_bypass_in_eager_without_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == []
 
 
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Labelled(Tensor):
     pass
 
@@ -183,6 +188,11 @@ def _under_fake_mode() -> Any:
 def _with_fake_tensors() -> Any:
     mode = FakeTensorMode()
     return ops.rms_norm(*(mode.from_tensor(t) for t in norm_arguments()))
+
+
+def _under_a_dispatch_mode() -> Any:
+    with Watching():
+        return ops.rms_norm(*norm_arguments())
 
 
 def _under_a_function_mode() -> Any:
@@ -198,6 +208,8 @@ SEEN_BY_OTHERS: dict[str, Callable[[], Any]] = {
     "make_fx functionalized": lambda: make_fx(torch.func.functionalize(ops.rms_norm))(*norm_arguments()),
     "subclass": lambda: ops.rms_norm(*(t.as_subclass(Labelled) for t in norm_arguments())),
     "function mode": _under_a_function_mode,
+    "dispatch mode": _under_a_dispatch_mode,
+    "functionalize": lambda: torch.func.functionalize(ops.rms_norm)(*norm_arguments()),
 }
 
 
@@ -363,11 +375,6 @@ def test_a_mutating_operator_refuses_gradients() -> None:
         write_kv(*arguments)
     with pytest.raises(RuntimeError, match="rope_: works in place and has no gradient; use rope instead"):
         ops.rope_(**rope_arguments(grad=True))
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])

@@ -66,6 +66,23 @@ def test_absent_outputs() -> None:
     assert torch.compile(ops.rope, backend="aot_eager", fullgraph=True)(**arguments)[1] is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_absent_by_a_flag(compiled: bool) -> None:
+    op = ops.qk_norm_rope
+    arguments = op.make(**op.cases[3], dtype=torch.float64, device="cpu") | {"with_v": False}
+    qkv = arguments.pop("qkv").requires_grad_()
+
+    def call(qkv: Tensor) -> Any:
+        return op(qkv, **arguments)
+
+    q, k, v = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(qkv)
+    assert v is None
+    (got,) = torch.autograd.grad(q.sum() + k.square().sum(), qkv)
+    q, k, _ = op.reference(qkv, **arguments)
+    (expected,) = torch.autograd.grad(q.sum() + k.square().sum(), qkv)
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(dynamic: bool) -> None:
     call = torch.compile(lambda **a: ops.rope(**a, style="pairs"), backend="aot_eager", fullgraph=True, dynamic=dynamic)

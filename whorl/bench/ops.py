@@ -156,18 +156,20 @@ def _row(op: Op, case: Values, settings: Settings) -> Document:
     num_bytes = op.bytes(values, tuple(answers(op, op.reference, mine)))
     buffers = [mine, *(make() for _ in range(num_buffers(num_bytes, device) - 1))]
     short = is_short(num_bytes, device)
-    timing = measure([functools.partial(op, **b, backend=choice.backend) for b in buffers], device, short=short)
-    copy = _copy(num_bytes, device)
+    peers = [p for p in peers_of(op, values, compiled=settings.compiled) if not (short and p.through_autograd)]
+    # A graph does not record autograd: where a peer needs it, all of the row is timed call by call.
+    recorded = not any(peer.through_autograd for peer in peers)
+    calls = [functools.partial(op, **b, backend=choice.backend) for b in buffers]
+    timing = measure(calls, device, short=short, recorded=recorded)
+    copy = _copy(num_bytes, device, recorded)
     speeds = functools.partial(_speeds, num_bytes=num_bytes, copy=copy)
     row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **speeds(timing)}
     row |= {"copy_us": copy.us, "copy_tb_s": num_bytes / copy.us / 1e6}
     torch.compiler.reset()
     gold: dict[str, list[Tensor]] = {}
     row["peers"] = []
-    for peer in peers_of(op, values, compiled=settings.compiled):
-        if short and peer.through_autograd:
-            continue
-        found = _time_peer(op, peer, [values, *buffers[1:]], gold, device)
+    for peer in peers:
+        found = _time_peer(op, peer, [values, *buffers[1:]], gold, device, short, recorded)
         row["peers"].append({"label": peer.label, **({"note": found} if isinstance(found, str) else speeds(found))})
     return row
 
@@ -178,11 +180,10 @@ def _speeds(timing: Timing, num_bytes: int, copy: Timing) -> Document:
 
 
 @functools.lru_cache(maxsize=1)
-def _copy(num_bytes: int, device: str) -> Timing:
-    """A copy that reads and writes `num_bytes` together, timed as an operator would be.
+def _copy(num_bytes: int, device: str, recorded: bool) -> Timing:
+    """A copy that reads and writes `num_bytes` together, timed as the operator is.
 
-    The faster of a memory copy and an element-wise kernel: on an H200 a memory copy of 117 MB takes 36.5 us, a norm
-    that moves as much 33.6.
+    The faster of a memory copy and an element-wise kernel: at some sizes the latter wins.
     """
     pairs = [
         [torch.zeros(num_bytes // 8, dtype=torch.int32, device=device) for _ in range(2)]
@@ -190,12 +191,21 @@ def _copy(num_bytes: int, device: str) -> Timing:
     ]
     ways = (lambda to, source: to.copy_(source), lambda to, source: torch.bitwise_not(source, out=to))
     short = is_short(num_bytes, device)
-    timings = [measure([functools.partial(way, *pair) for pair in pairs], device, short=short) for way in ways]
+    timings = [
+        measure([functools.partial(way, *pair) for pair in pairs], device, short=short, recorded=recorded)
+        for way in ways
+    ]
     return min(timings, key=lambda timing: timing.us)
 
 
 def _time_peer(
-    op: Op, peer: Peer, buffers: Sequence[Values], gold: dict[str, list[Tensor]], device: str
+    op: Op,
+    peer: Peer,
+    buffers: Sequence[Values],
+    gold: dict[str, list[Tensor]],
+    device: str,
+    short: bool,
+    recorded: bool,
 ) -> Timing | str:
     """The peer's time, or why there is none. `gold` keeps right answers by question."""
     key = repr(peer.question)
@@ -206,7 +216,7 @@ def _time_peer(
         wrong = _peer_problem(bound[0], gold[key])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows says why
-            return wrong or measure([b.run for b in bound], device, short=len(bound) > 1)
+            return wrong or measure([b.run for b in bound], device, short=short, recorded=recorded)
     except Exception as error:  # whatever somebody else's code raises must not end our run
         return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

@@ -1,4 +1,4 @@
-"""Time of a function on a device: one call between events on an accelerator, replayed graphs for short ones."""
+"""Time of a call on a device: replayed graphs, so that no launch gap is timed; events where nothing can be recorded."""
 
 import math
 import statistics
@@ -15,9 +15,9 @@ Run = Callable[[], Any]
 
 # Written between two timed calls so that nothing is left in the cache: larger than the 192 MB of an Ascend 910B.
 FLUSH_BYTES = 256 * 2**20
-# Below this a call takes the device less time than it takes the host to launch (8 us at 4 TB/s): replay a graph.
-GRAPH_BYTES = 32 * 2**20
-GRAPH_LAUNCHES = 128
+SHORT_BYTES = 32 * 2**20  # below this a call is over sooner than the host launches it (8 us at 4 TB/s)
+SHORT_LAUNCHES = 128
+LONG_LAUNCHES = 8
 REPEATS = 100
 
 
@@ -34,28 +34,29 @@ def bandwidth(num_bytes: int, us: float) -> str:
 
 
 def is_short(num_bytes: int, device: str) -> bool:
-    return devices.accelerator(device) is not None and num_bytes < GRAPH_BYTES
+    return devices.accelerator(device) is not None and num_bytes < SHORT_BYTES
 
 
 def num_buffers(num_bytes: int, device: str) -> int:
     """Sets of arguments to take in turn, so that together they do not fit the cache."""
-    if not is_short(num_bytes, device):
+    if devices.accelerator(device) is None:
         return 1
-    return min(GRAPH_LAUNCHES, max(16, math.ceil(2 * FLUSH_BYTES / num_bytes)))
+    wanted = math.ceil(2 * FLUSH_BYTES / num_bytes)
+    return min(SHORT_LAUNCHES, max(16, wanted)) if is_short(num_bytes, device) else wanted
 
 
-def measure(runs: Sequence[Run], device: str, *, short: bool = False) -> Timing:
-    """Median time of one call. `runs` are the same call on different buffers, all used when it is `short`.
+def measure(runs: Sequence[Run], device: str, *, short: bool = False, recorded: bool = True) -> Timing:
+    """Median time of one call. `runs` are the same call on different buffers.
 
     A short call is timed from cold buffers and, `hot_us`, again and again on the first: between two small kernels of
-    a decode step its inputs are in the cache.
+    a decode step its inputs are in the cache. Without `recorded`, calls are timed one by one.
     """
     if devices.accelerator(device) is None:
         return Timing(us=_by_clock(runs[0]), how="wall clock")
     for run in runs[:3]:
         run()
     devices.synchronize(device)
-    if short and (timing := _by_graph(runs, device)) is not None:
+    if recorded and (timing := _by_graph(runs, device, short)) is not None:
         return timing
     return Timing(us=_by_events(runs[0], device), how="events, cache flushed")
 
@@ -70,19 +71,19 @@ def _by_clock(run: Run, seconds: float = 0.04, least: int = 3) -> float:
     return statistics.median(times) * 1e6
 
 
-def _by_graph(runs: Sequence[Run], device: str) -> Timing | None:
-    rounds = math.ceil(GRAPH_LAUNCHES / len(runs))
+def _by_graph(runs: Sequence[Run], device: str, short: bool) -> Timing | None:
+    rounds = math.ceil((SHORT_LAUNCHES if short else LONG_LAUNCHES) / len(runs))
+    launches = len(runs) * rounds
     kept: list[Any] = []  # results stay alive, or every launch would write the same memory
     cold = devices.record_graph(device, lambda: kept.extend(run() for _ in range(rounds) for run in runs))
-    hot = devices.record_graph(device, lambda: _repeat(runs[0], GRAPH_LAUNCHES))
-    if cold is None or hot is None:
+    if cold is None:
         return None
-    launches = len(runs) * rounds
-    return Timing(
-        us=_between_events(cold, device, repeats=20) / launches,
-        hot_us=_between_events(hot, device, repeats=20) / GRAPH_LAUNCHES,
-        how=f"graph of {launches} launches over {len(runs)} buffers",
-    )
+    us = _between_events(cold, device, repeats=20) / launches
+    how = f"graph of {launches} launches over {len(runs)} buffers"
+    hot = devices.record_graph(device, lambda: _repeat(runs[0], SHORT_LAUNCHES)) if short else None
+    if hot is None:
+        return Timing(us=us, how=how)
+    return Timing(us=us, how=how, hot_us=_between_events(hot, device, repeats=20) / SHORT_LAUNCHES)
 
 
 def _repeat(run: Run, times: int) -> None:

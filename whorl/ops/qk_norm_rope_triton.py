@@ -450,8 +450,8 @@ def _constants(
     plus_one: bool,
 ) -> dict[str, int]:
     channels = power_of_2(dim)
-    # 1024 channels a program: one warp with four 16-byte reads a thread in flight.
-    block_h = max(1, min(power_of_2(heads), 1024 // channels))
+    # 1024 channels a program: one warp with four 16-byte reads a thread in flight. Two tokens share a weight.
+    block_h = max(1, min(power_of_2(heads), 512 // channels))
     return {
         "HQ": heads,
         "HK": kv_heads,
