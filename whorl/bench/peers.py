@@ -55,7 +55,9 @@ def _plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     # A backward timed alone runs many times on what one forward saved, which must then not be given away.
-    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+    import torch._functorch.config as aot_config
+
+    aot_config.donated_buffer = False
     return torch.compile(function, dynamic=False)
 
 
