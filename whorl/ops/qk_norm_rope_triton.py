@@ -220,6 +220,13 @@ def _norm_rotate_heads_backward(
 
 
 @triton.jit
+def _at_tokens(tokens, S, stride_b, stride_s, BATCHED: tl.constexpr):
+    """Where the tokens of [B, S, ...] or [T, ...] start, [BLOCK_T, 1]."""
+    at = tokens // S * stride_b + tokens % S * stride_s if BATCHED else tokens * stride_s
+    return at[:, None]
+
+
+@triton.jit
 def _over_heads(x):
     """[BLOCK_T, BLOCK_H, channels] -> [1, 1, channels]"""
     return tl.sum(tl.sum(x, 1), 0)[None, None, :]
@@ -267,6 +274,7 @@ def _qk_norm_rope_backward_kernel(
     S1: tl.constexpr,
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
+    BATCHED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Program (i, group) takes every num_programs-th block of tokens of one group of heads, of q, of k or of v.
@@ -297,7 +305,7 @@ def _qk_norm_rope_backward_kernel(
         dw_rest = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
         for block in tl.range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
             tokens = block * BLOCK_T + offset
-            dy_at = (tokens // S * stride_b + tokens % S * stride_s)[:, None] + heads * stride_h
+            dy_at = _at_tokens(tokens, S, stride_b, stride_s, BATCHED) + heads * stride_h
             x_at, dx_at = (tokens * qkv_stride)[:, None] + columns, (tokens * ((HQ + 2 * HK) * D))[:, None] + columns
             more_first, more_second, more_rest = _norm_rotate_heads_backward(
                 dy_ptr, qkv_ptr, dqkv_ptr, dy_at, x_at, dx_at, (tokens < T)[:, None] & is_head,
@@ -315,7 +323,7 @@ def _qk_norm_rope_backward_kernel(
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
         for block in range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
             tokens = block * BLOCK_T + offset
-            dy_at = (tokens // S * dv_stride_b + tokens % S * dv_stride_s)[:, None] + heads * dv_stride_h
+            dy_at = _at_tokens(tokens, S, dv_stride_b, dv_stride_s, BATCHED) + heads * dv_stride_h
             dx_at = (tokens * ((HQ + 2 * HK) * D))[:, None] + (HQ + HK + heads) * D
             _copy_heads(dv_ptr, dqkv_ptr, dy_at, dx_at, (tokens < T)[:, None] & (heads < HK), D, BLOCK_D)
 
@@ -412,6 +420,7 @@ def backward(
         rows.stride(0),
         eps,
         **constants,
+        BATCHED=dq.dim() == 4,
         STAGES=STAGES,
     )
     dq_weight, dk_weight = partial[:, : groups[0]].sum((0, 1)), partial[:, groups[0] :].sum((0, 1))

@@ -19,6 +19,16 @@ def _inverse_rms(total, C: tl.constexpr, eps):
 
 
 @triton.jit
+def _split_rows(rows, B, NESTED: tl.constexpr):
+    """Outer and inner index of a row; without nesting no 64-bit division holds up the first load."""
+    if NESTED:
+        a, b = rows // B, rows % B
+    else:
+        a, b = tl.zeros_like(rows), rows
+    return a, b
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -37,11 +47,12 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    NESTED: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < T) & (columns < C)
-    a, b = rows // B, rows % B
+    a, b = _split_rows(rows, B, NESTED)
     x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = a * residual_stride_a + b * residual_stride_b + columns
@@ -78,6 +89,7 @@ def _rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    NESTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Each program takes every num_programs-th block of rows and keeps its share of dweight in registers."""
@@ -90,7 +102,7 @@ def _rms_norm_backward_kernel(
     for block in tl.range(program, tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS)[:, None]
         mask = (rows < T) & (columns < C)
-        a, b = rows // B, rows % B
+        a, b = _split_rows(rows, B, NESTED)
         x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + a * dy_stride_a + b * dy_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
         inverse = _inverse_rms(tl.sum(x * x, 1), C, eps)[:, None]
@@ -132,6 +144,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus
         BLOCK=power_of_2(width),
         HAS_RESIDUAL=residual is not None,
         PLUS_ONE=plus_one,
+        NESTED=rows.shape[0] > 1,
         num_warps=num_warps,
     )
     return y, total
@@ -168,6 +181,7 @@ def backward(
         BLOCK=power_of_2(width),
         HAS_RESIDUAL=residual_grad is not None,
         PLUS_ONE=plus_one,
+        NESTED=rows.shape[0] > 1,
         **plan,
     )
     return dx, partial.sum(0).to(weight.dtype)

@@ -107,6 +107,7 @@ _CASES: list[Values] = [
     {"shape": (17, 128), "scale": 0.01},
     {"shape": (3, 5, 194), "interleaved": True},
     {"shape": (5, 4098)},
+    {"shape": (2, 4100), "interleaved": True},
     {"shape": (0, 64)},
     {"shape": (6, 7, 64), "sliced": True},
     {"shape": (6, 70), "sliced": True, "interleaved": True},

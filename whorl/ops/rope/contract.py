@@ -102,6 +102,14 @@ def _check_range(name: str, cos_sin: Tensor, positions: Tensor) -> None:
             raise ValueError(f"{name}: position {wrong} is outside the table of {cos_sin.shape[0]} rows")
 
 
+def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
+    """Several positions a token: [A, *tokens], one row for each section."""
+    shape = [len(sections), *q.shape[:-2]]
+    if positions.dim() == len(shape):
+        check_sections(name, cos_sin, positions, sections, layout)
+    check_positions(name, positions, shape, cos_sin)
+
+
 def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
     half = cos_sin.shape[-1] // 2
     if len(sections) != positions.shape[0]:
@@ -149,8 +157,7 @@ def _check_mrope(
     **_: object,
 ) -> None:
     check_tensors(name, q, k, cos_sin)
-    check_positions(name, positions, [positions.shape[0], *q.shape[:-2]], cos_sin)
-    check_sections(name, cos_sin, positions, sections, layout)
+    check_axes(name, q, cos_sin, positions, sections, layout)
 
 
 # ---- the rotation

@@ -19,23 +19,32 @@ LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
 
 @triton.jit
-def axis_positions(positions_ptr, tokens, is_token, channels, T, AXES, S0, S1, S2, LAYOUT: tl.constexpr):
-    """Positions [BLOCK_T, BLOCK_C] of a token's channels, each at the axis that turns it."""
-    first = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
-    second = tl.load(positions_ptr + T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
-    third = tl.load(positions_ptr + 2 * T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
-    channel = channels[None, :]
+def channel_axes(channels, AXES: tl.constexpr, S0, S1, S2, LAYOUT: tl.constexpr):
+    """For each channel the row of positions that turns it."""
     if LAYOUT == 1:  # interleaved: h at 1, 4, ... below 3h, w at 2, 5, ... below 3w
-        row = tl.where((channel % 3 == 1) & (channel < 3 * S1), second, first)
-        row = tl.where((channel % 3 == 2) & (channel < 3 * S2), third, row)
+        is_h = (channels % 3 == 1) & (channels < 3 * S1)
+        is_w = (channels % 3 == 2) & (channels < 3 * S2)
+        axes = tl.where(is_h, 1, tl.where(is_w, 2, 0))
     elif LAYOUT == 2:  # hwt: sections are h, w, t
-        row = tl.where(channel < S0 + S1, tl.where(channel % 2 == 0, second, third), first)
+        axes = tl.where(channels < S0 + S1, 1 + channels % 2, 0)
     else:  # chunked
-        row = tl.where(channel < S0, first, tl.where(channel < S0 + S1, second, third))
+        axes = tl.where(channels < S0, 0, tl.where(channels < S0 + S1, 1, 2))
         if AXES == 4:
-            fourth = tl.load(positions_ptr + 3 * T + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
-            row = tl.where(channel < S0 + S1 + S2, row, fourth)
-    return row
+            axes = tl.where(channels < S0 + S1 + S2, axes, 3)
+    return axes
+
+
+@triton.jit
+def load_row(table_ptr, row, is_token, channels, P, HALF: tl.constexpr):
+    """cos and sin [BLOCK_T, BLOCK_C] of table rows [BLOCK_T]; NaN for a token whose row is outside the table."""
+    row = row[:, None]
+    inside = (row >= 0) & (row < P)
+    stray = is_token[:, None] & (inside == 0)
+    mask = inside & (channels < HALF)[None, :]
+    at = table_ptr + row * (2 * HALF) + channels[None, :]
+    cos = tl.where(stray, float("nan"), tl.load(at, mask=mask, other=0.0))
+    sin = tl.where(stray, float("nan"), tl.load(at + HALF, mask=mask, other=0.0))
+    return cos, sin
 
 
 @triton.jit
@@ -54,24 +63,24 @@ def load_angles(
     LAYOUT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """cos and sin [BLOCK_T, 1, BLOCK_C] in fp32; a position outside the table gives NaN, not a stray read.
+    """cos and sin [BLOCK_T, 1, BLOCK_C] in fp32.
 
-    AXES is 0 where the table has one row for each token, 1 for one position a token, else the number of axes.
+    AXES is 0 where the table has one row for each token, 1 for one position a token, else the number of axes: then the
+    row of every axis is read whole, in wide loads, and channels pick theirs.
     """
     channels = tl.arange(0, BLOCK_C)
     is_token = tokens < T
-    if AXES == 0:
-        row = tokens[:, None]
-    elif AXES == 1:
-        row = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)[:, None]
-    else:
-        row = axis_positions(positions_ptr, tokens, is_token, channels, T, AXES, S0, S1, S2, LAYOUT)
-    inside = (row >= 0) & (row < P)
-    stray = is_token[:, None] & (inside == 0)
-    mask = inside & (channels < HALF)[None, :]
-    at = table_ptr + row * (2 * HALF) + channels[None, :]
-    cos = tl.where(stray, float("nan"), tl.load(at, mask=mask, other=0.0))
-    sin = tl.where(stray, float("nan"), tl.load(at + HALF, mask=mask, other=0.0))
+    row = tokens
+    if AXES > 0:
+        row = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)
+    cos, sin = load_row(table_ptr, row, is_token, channels, P, HALF)
+    if AXES > 1:
+        axes = channel_axes(channels, AXES, S0, S1, S2, LAYOUT)[None, :]
+        for axis in tl.static_range(1, AXES):
+            row = tl.load(positions_ptr + axis * T + tokens, mask=is_token, other=0).to(tl.int64)
+            axis_cos, axis_sin = load_row(table_ptr, row, is_token, channels, P, HALF)
+            cos = tl.where(axes == axis, axis_cos, cos)
+            sin = tl.where(axes == axis, axis_sin, sin)
     if INVERSE:
         sin = -sin
     return cos[:, None, :], sin[:, None, :]
@@ -172,6 +181,7 @@ def _rope_kernel(
     k_out_stride_b,
     k_out_stride_s,
     k_out_stride_h,
+    BATCHED: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     START: tl.constexpr,
@@ -198,7 +208,10 @@ def _rope_kernel(
     group = program % groups
     tokens = (program // groups).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = (tokens < T)[:, None]
-    b, s = (tokens // S)[:, None], (tokens % S)[:, None]
+    if BATCHED:
+        b, s = (tokens // S)[:, None], (tokens % S)[:, None]
+    else:  # a 64-bit division would hold up the first load
+        b, s = tl.zeros_like(tokens)[:, None], tokens[:, None]
     if group < q_groups:
         heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
         x_at = b * q_stride_b + s * q_stride_s + heads * q_stride_h
@@ -259,6 +272,7 @@ def rotate(
         *token_strides(some_k),
         *token_strides(q_out),
         *token_strides(some_k_out),
+        BATCHED=q.dim() == 4,
         **constants,
     )
     return q_out, k_out

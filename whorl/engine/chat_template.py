@@ -1,0 +1,75 @@
+"""Chat templates: Jinja from a checkpoint, so from a stranger: rendered in a sandbox, with the names transformers gives."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a trainer learns from; for a prompt the marks mean nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (the name and type are Jinja's)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """The templates of one model, by name; most have one, `default`; some a second, `tool_use`."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.sources = dict(sources)
+        self._variables = dict(variables)
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except TemplateError as error:
+            raise ValueError(f"chat template: cannot be parsed: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            has = sorted(self._templates) or "none: is this a base model? Prompt it with plain text"
+            raise ValueError(f"chat template: no {name!r} template. Has: {has}")
+        given = {"messages": messages, "tools": tools, "documents": None, **self._variables, **variables}
+        try:
+            return self._templates[name].render(add_generation_prompt=add_generation_prompt, **given)
+        except (TemplateError, TypeError) as error:
+            # TypeError: a message without the text the template joins.
+            raise ValueError(f"chat template: refuses these messages: {error}") from error

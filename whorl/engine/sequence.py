@@ -1,0 +1,260 @@
+"""One request being generated: what was asked, its tokens, their roles, and how far the cache has come.
+
+Every token has a role that fixes its kernel class for life: prompt tokens run through prompt kernels, tokens that the
+engine generated through decode kernels, also when they are computed again.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from whorl.nn import Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NUMBERS = itertools.count()
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
+PROMPT, GENERATED = 0, 1
+CLASS: tuple[Rows, Rows] = ("prompt", "decode")  # kernel class by role
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """What a request asks for. temperature 0 is greedy.
+
+    seed: noise is a function of the seed and the token's place alone, so the same request gives the same text in any
+    batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
+    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all.
+    """
+
+    max_tokens: int | None = None  # None: until the model stops or the context is full
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep a stop string in the text
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allow: "Callable[[List[int]], Tensor | None] | None" = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, is_valid, expected in (
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "a number from 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0: all)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
+            ("logit_bias", not any(math.isnan(v) for v in self.logit_bias.values()), "numbers by token id"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("n", self.n >= 1, "at least 1"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None"),
+        ):
+            if not is_valid:
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {expected}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"SamplingParams: min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability under the model's own distribution, and the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Detokenizer(Protocol):
+    def add(self, token_id: int) -> str:
+        """Text that the token completes; empty while a character is still in pieces."""
+
+    def finish(self) -> str:
+        """What is left of a character that never became whole."""
+
+
+class Text:
+    """The text of a sequence as it grows; it ends before the first stop string, wherever tokens cut it."""
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: List[str] = (), *, include_stop: bool = False) -> None:
+        self.value = ""
+        self.match: str | None = None  # the stop string found
+        self._detokenizer, self._stop, self._include_stop = detokenizer, tuple(stop), include_stop
+        self._longest = max(map(len, self._stop), default=0)
+        self._num_sent = 0
+
+    def add(self, token_id: int) -> bool:
+        """Append a token; True when a stop string is complete."""
+        return self._detokenizer is not None and self._append(self._detokenizer.add(token_id))
+
+    def finish(self) -> None:
+        if self._detokenizer is not None and self.match is None:
+            self._append(self._detokenizer.finish())
+
+    def _append(self, piece: str) -> bool:
+        start = max(0, len(self.value) - self._longest + 1)
+        self.value += piece
+        found = [(at, stop) for stop in self._stop if (at := self.value.find(stop, start)) >= 0]
+        if found:
+            at, self.match = min(found)
+            self.value = self.value[: at + (len(self.match) if self._include_stop else 0)]
+        return bool(found)
+
+    def take(self, *, is_finished: bool) -> str:
+        """Text not taken before; what may yet turn into a stop string is held back until it cannot."""
+        end = len(self.value) if is_finished else len(self.value) - self._num_held()
+        piece, self._num_sent = self.value[self._num_sent : end], max(end, self._num_sent)
+        return piece
+
+    def _num_held(self) -> int:
+        sizes = range(min(self._longest - 1, len(self.value)), 0, -1)
+        return next((n for n in sizes if any(stop.startswith(self.value[-n:]) for stop in self._stop)), 0)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds on time.perf_counter's clock."""
+
+    added: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    finished: float | None = None
+    num_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.added
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode speed: tokens after the first over the time they took."""
+        if self.first_token is None or self.finished is None or self.num_tokens < 2:
+            return None
+        return (self.num_tokens - 1) / max(self.finished - self.first_token, 1e-9)
+
+
+class Sequence:
+    """Tokens, their roles, their blocks. Positions below `num_computed` have their keys and values in the cache."""
+
+    def __init__(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        max_len: int,
+        seed: int = 0,
+        copy: int = 0,
+        generated: Iterable[range] = (),
+        eos_ids: Iterable[int] = (),
+        detokenizer: Detokenizer | None = None,
+        after: "Sequence | None" = None,
+    ) -> None:
+        self.id = next(_NUMBERS)
+        self.token_ids = list(prompt_ids)
+        self.prompt_len = len(self.token_ids)
+        self.roles = bytearray(self.prompt_len)
+        for span in generated:
+            for position in span:
+                self.roles[position] = GENERATED
+        self.params, self.copy, self.after = params, copy, after
+        asked = params.seed if params.seed is not None else seed
+        self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
+        room = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens
+        self.max_len = min(max_len, room)
+        self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
+        self.stop_ids = self.eos_ids | set(params.stop_token_ids)
+        self.text = Text(detokenizer, params.stop, include_stop=params.include_stop)
+        self.block_table: list[int] = []
+        self.chain: list[int] = []  # names of the full blocks' contents, see blocks.py
+        self.num_computed = 0
+        self.num_cached = 0  # tokens that the prefix cache gave on first admission
+        self.num_preempted = 0
+        self.num_drafted = self.num_accepted = 0
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[Logprob] = []
+        self.prompt_logprobs: list[Logprob] = []  # of prompt tokens from the second on
+        self.timings = Timings()
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or f"{self.num_computed} computed"
+        return f"<sequence {self.id}: {self.prompt_len} + {self.num_outputs} tokens, {state}>"
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not in the cache; after the prompt that is the one sampled last."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token to compute is a generated one."""
+        return self.roles[self.num_computed] == GENERATED
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt positions whose logits are still wanted: they must be computed, not found in the cache."""
+        return 0 if self.params.prompt_logprobs is None else self.prompt_len - 1 - len(self.prompt_logprobs)
+
+    def run_len(self) -> int:
+        """Pending tokens of one role from `num_computed` on: what one kernel class can take."""
+        role = self.roles[self.num_computed]
+        end = self.roles.find(1 - role, self.num_computed)
+        return (len(self.token_ids) if end < 0 else end) - self.num_computed
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token, and finish where it ends the sequence."""
+        self.token_ids.append(token_id)
+        self.roles.append(GENERATED)
+        self.timings.num_tokens += 1
+        if self.timings.first_token is None:
+            self.timings.first_token = time.perf_counter()
+        if token_id in self.stop_ids:
+            self.finish(FinishReason.STOP)
+        elif self.text.add(token_id) and self.num_outputs >= self.params.min_tokens:
+            self.finish(FinishReason.STOP)
+        elif len(self.token_ids) >= self.max_len:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.timings.finished = time.perf_counter()
+        self.text.finish()

@@ -1,0 +1,267 @@
+"""Text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
+
+Built on the tokenizers package. The chat template is in `chat_template`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from .chat_template import ChatTemplate, Message
+from .gguf_metadata import read_metadata
+
+_REPLACEMENT = "\ufffd"
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class Tokenizer:
+    """One model's vocabulary, its end-of-text ids and its chat template."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_ids: Sequence[int],
+        roles: Mapping[str, str],
+        templates: Mapping[str, str],
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = backend.get_added_tokens_decoder()
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.bos_id = self.token_id(roles["bos_token"]) if "bos_token" in roles else None
+        # Think and tool tokens of Qwen3 are added but not special: they stay in the decoded text.
+        self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
+        self.added_ids = frozenset(added)
+        self.sampling = dict(sampling or {})
+        self.template = ChatTemplate(templates, roles)
+        if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
+            raise ValueError(f"tokenizer: end-of-text ids {bad} are outside the vocabulary of {self._size}")
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> "Tokenizer":
+        """From a model folder, a `tokenizer.json` or a `.gguf` file."""
+        path = Path(path)
+        if path.is_dir():
+            ggufs = sorted(path.glob("*.gguf"))
+            if (path / "tokenizer.json").is_file():
+                path = path / "tokenizer.json"
+            elif ggufs:
+                path = ggufs[0]
+        if path.suffix == ".gguf" and path.is_file():
+            return _from_gguf(path)
+        if path.name == "tokenizer.json" and path.is_file():
+            return _from_json(path)
+        raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
+
+    def __len__(self) -> int:
+        """Ids from here on are padding of the model's vocabulary and must not be sampled."""
+        return self._size
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling: bytes in byte-level letters."""
+        found = self._backend.id_to_token(token_id)
+        if found is None:
+            raise ValueError(f"tokenizer: id {token_id} is not in the vocabulary of {self._size}")
+        return found
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with."""
+        return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        if bad := [i for i in token_ids if not 0 <= i < self._size]:
+            raise ValueError(f"tokenizer: ids {bad[:4]} are outside the vocabulary of {self._size}")
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
+
+    def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
+        return Detokenizer(self, skip_special=skip_special)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model's prompt, in text. `enable_thinking` None leaves the choice to the template."""
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """`apply_chat_template`, then `encode`: the template itself writes the first token."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special=False)
+
+
+class Detokenizer:
+    """Text of a growing list of ids. What `push` and `finish` return joins to what `decode` gives for all of them.
+
+    A character whose bytes are not all there yet is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        # Ids whose text is not out yet, after the few before them that settle the spacing.
+        self._window: list[int] = []
+        self._shown = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._window += token_ids
+        text = self._decode(self._window)
+        # An unfinished character is at most 3 bytes, each of which may show as a replacement of its own.
+        end = max(len(text.rstrip(_REPLACEMENT)), len(text) - 3)
+        new = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if new and end == len(text):
+            self._forget(len(token_ids))
+        return new
+
+    def finish(self) -> str:
+        """What was held back: bytes that will never become a character."""
+        text = self._decode(self._window)[self._shown :]
+        self._shown += len(text)
+        return text
+
+    def _forget(self, num_new: int) -> None:
+        """Keep only the latest ids, if they have text: decoders strip a space from the start of a text."""
+        kept = self._window[-num_new:]
+        if text := self._decode(kept):
+            self._window, self._shown = kept, len(text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value
+
+
+def _from_json(path: Path) -> Tokenizer:
+    folder = path.parent
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    tokens = {name: config.get(name) for name in _ROLES}
+    # In older files a token is a dictionary with its flags.
+    roles = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
+    eos_ids = _as_ids(generation.get("eos_token_id")) or _as_ids(_read_json(folder / "config.json").get("eos_token_id"))
+    if "eos_token" in roles and (eos_id := backend.token_to_id(roles["eos_token"])) is not None:
+        eos_ids = [*eos_ids, eos_id]
+    can_sample = generation.get("do_sample", False)
+    sampling = {name: generation[name] for name in _SAMPLING if can_sample and generation.get(name) is not None}
+    return Tokenizer(
+        backend, eos_ids=eos_ids, roles=roles, templates=_templates(folder, config), sampling=sampling
+    )
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """`chat_template.jinja` wins over the tokenizer's configuration, where a list holds several by name."""
+    own = config.get("chat_template") or {}
+    templates = {"default": own} if isinstance(own, str) else {t["name"]: t["template"] for t in own}
+    files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+# ---- GGUF
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
+# A GGUF file names one end-of-text id; models trained on these end a turn with any of them.
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _byte_level(use_regex: bool = True) -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def _words(digits: str) -> Any:
+    """Qwen2 takes digits one by one, Llama 3 up to three at a time."""
+    pattern = Regex(_WORDS.replace("DIGITS", digits))
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)])
+
+
+def _pre_tokenizer(kind: str | None, path: Path) -> Any:
+    """How text is cut before merging; the kinds are llama.cpp's names."""
+    if kind == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
+    if kind == "gpt-2":
+        return _byte_level()
+    if kind == "qwen2":
+        return _words("")
+    if kind in _LLAMA_3:
+        return _words("{1,3}")
+    known = ", ".join(("smollm", "gpt-2", "qwen2", *_LLAMA_3))
+    raise ValueError(f"{path}: pre-tokenizer {kind!r} is not known. Known: {known}. {_INSTEAD}")
+
+
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+_INSTEAD = "Put the model's tokenizer.json into the folder and name the folder instead"
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = read_metadata(path)
+    found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    if found.get("model") != "gpt2":
+        raise ValueError(f"{path}: tokenizer model {found.get('model')!r} cannot be read, only 'gpt2'. {_INSTEAD}")
+    kind = found.get("pre")
+    tokens, types = found["tokens"], found["token_type"]
+    while types and types[-1] == _UNUSED:  # padding of the embedding table
+        tokens, types = tokens[: len(types) - 1], types[:-1]
+    backend = _bpe(tokens, found["merges"], ignore_merges=kind in _LLAMA_3)
+    backend.pre_tokenizer = _pre_tokenizer(kind, path)
+    backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
+    for token, role in zip(tokens, types, strict=True):
+        if role in (_CONTROL, _USER_DEFINED):
+            added = AddedToken(token, normalized=False, special=role == _CONTROL)
+            (backend.add_special_tokens if role == _CONTROL else backend.add_tokens)([added])
+    bos_id = found.get("bos_token_id")
+    if found.get("add_bos_token", kind in _LLAMA_3) and bos_id is not None:
+        bos = (tokens[bos_id], bos_id)
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    ids = [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS]
+    named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": found.get("padding_token_id")}
+    prefix = "tokenizer.chat_template"
+    templates = {k[len(prefix) + 1 :] or "default": v for k, v in metadata.items() if k.startswith(prefix)}
+    return Tokenizer(
+        backend,
+        eos_ids=[*(i for i in ids if i is not None), *ends],
+        roles={name: tokens[i] for name, i in named.items() if i is not None},
+        templates={name: source for name, source in templates.items() if isinstance(source, str)},
+    )
+
+
+def _bpe(tokens: Sequence[str], merges: Sequence[str], *, ignore_merges: bool) -> Backend:
+    """`ignore_merges`: a word that is a token is one, whatever the merges say."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
+    backend.decoder = decoders.ByteLevel()
+    return backend
