@@ -1,6 +1,6 @@
 """Operators chosen to be awkward, and what the tests of the mechanism share.
 
-`write_kv` mutates, `grouped_matmul` reads values, `twice` has a backend that knows nothing of gradients and `matmul`
+`store_rows` mutates, `grouped_matmul` reads values, `twice` has a backend that knows nothing of gradients and `matmul`
 states no backward.
 """
 
@@ -20,7 +20,7 @@ CALLS: list[str] = []  # which implementations of `twice` ran
 
 
 @operator(mutates=("k_cache", "v_cache"))
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def store_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     k_cache.index_copy_(0, slots, k)
     v_cache.index_copy_(0, slots, v)
 
@@ -86,7 +86,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
 
 
-LOCAL = [write_kv, grouped_matmul, grouped_matmul_backward, twice, twice_backward, matmul]
+LOCAL = [store_rows, grouped_matmul, grouped_matmul_backward, twice, twice_backward, matmul]
 for _local in LOCAL:  # not for the tests that walk the registry
     del OPS[_local.name]
 

@@ -17,7 +17,7 @@ from awkward import (
     rope_arguments,
     targets,
     twice,
-    write_kv,
+    store_rows,
 )
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -86,7 +86,7 @@ def test_schema_holds_what_infer_schema_refuses() -> None:
     assert "str mode=" in twice.schema
     assert "SymInt[]? times=" in twice.schema
     assert ops.rope.schema.endswith("-> (Tensor, Tensor)")
-    assert "Tensor(a0!) k_cache" in write_kv.schema
+    assert "Tensor(a0!) k_cache" in store_rows.schema
 
 
 # ---- choosing
@@ -344,8 +344,8 @@ def test_unused_outputs_need_no_gradient(used: tuple[int, ...]) -> None:
 def test_a_mutating_operator_writes_what_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = kv_arguments()
     before = [a.clone() for a in arguments]
-    with counted_nodes(write_kv, monkeypatch) as seen:
-        assert write_kv(*arguments) is None
+    with counted_nodes(store_rows, monkeypatch) as seen:
+        assert store_rows(*arguments) is None
     assert seen == []
     assert torch.equal(arguments[0][[1, 4, 6]], arguments[2])
     assert torch.equal(arguments[1][[1, 4, 6]], arguments[3])
@@ -354,13 +354,13 @@ def test_a_mutating_operator_writes_what_it_states(monkeypatch: pytest.MonkeyPat
 
 def test_a_mutating_operator_shows_in_a_graph() -> None:
     def step(k_cache: Tensor, *rest: Tensor) -> Tensor:
-        write_kv(k_cache, *rest)
+        store_rows(k_cache, *rest)
         return k_cache.sum()
 
     arguments, expected = kv_arguments(), kv_arguments()
     graphs = graphs_of(step, *arguments)
     step(*expected)
-    found = [write_kv.matches(n) for n in graphs[0].nodes]
+    found = [store_rows.matches(n) for n in graphs[0].nodes]
     assert found.count(True) == 1
     assert not any(twice.matches(n) for n in graphs[0].nodes)
     assert all(torch.equal(a, b) for a, b in zip(arguments, expected, strict=True))
@@ -369,10 +369,10 @@ def test_a_mutating_operator_shows_in_a_graph() -> None:
 def test_a_mutating_operator_refuses_gradients() -> None:
     arguments = list(kv_arguments())
     arguments[2].requires_grad_()
-    with pytest.raises(RuntimeError, match="write_kv: works in place and has no gradient; use write_kv instead"):
-        write_kv(*arguments)
+    with pytest.raises(RuntimeError, match="store_rows: is for inference and has no gradient"):
+        store_rows(*arguments)
     with torch.no_grad():
-        write_kv(*arguments)
+        store_rows(*arguments)
     with pytest.raises(RuntimeError, match="rope_: works in place and has no gradient; use rope instead"):
         ops.rope_(**rope_arguments(grad=True))
 
@@ -383,7 +383,7 @@ def test_autograd_notices_what_was_overwritten(mode: Callable[[], Any]) -> None:
         k_cache, *rest = kv_arguments()
         x = torch.ones(8, 2, requires_grad=True)
         out = (x * k_cache).sum()
-        write_kv(k_cache, *rest)
+        store_rows(k_cache, *rest)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward()
 
@@ -391,7 +391,7 @@ def test_autograd_notices_what_was_overwritten(mode: Callable[[], Any]) -> None:
 def test_mutation_under_inference_mode() -> None:
     with torch.inference_mode():
         arguments = kv_arguments()
-        write_kv(*arguments)
+        store_rows(*arguments)
         assert arguments[0].sum() == 6
 
 

@@ -17,7 +17,7 @@ from awkward import (
     rope_arguments,
     targets,
     twice,
-    write_kv,
+    store_rows,
 )
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -122,7 +122,7 @@ def test_autocast_changes_nothing(grad: bool) -> None:
 
 
 CHECKED: dict[str, tuple[Op, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
-    "write_kv": (write_kv, kv_arguments, {}),
+    "store_rows": (store_rows, kv_arguments, {}),
     "rope": (ops.rope, lambda: tuple(rope_arguments(grad=True).values()), {"style": "pairs"}),
     "rope without k": (ops.rope, lambda: tuple((rope_arguments(grad=True) | {"k": None}).values()), {}),
     "grouped_matmul": (grouped_matmul, lambda: grouped_arguments(grad=True), {}),

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,19 +145,25 @@ def test_packed_is_padded_without_padding(model_type, rows):
 
 
 def test_fraction_of_a_second():
-    """whole_seconds=True is transformers' rule; False is the arithmetic of the first release, spelled out in torch."""
+    """Transformers 5.17 cuts seconds to integers, 5.22 does not: ours equals either, told which."""
     config = hf_config("qwen2_5_vl", tokens_per_second=2)
     ids, types, _, videos, _ = build([[("video", (5, 1, 2))]], "qwen2_5_vl", 2, "right")
+    rule = PositionRule.from_hf(config)
+    assert not rule.whole_seconds
+    halves, _ = hf_positions(config, ids, types, None, videos, torch.tensor([0.5]))
+    cut = halves[0, types == 2].unique().numel() == 1
     for second in (0.5, 1.7, 1 / 3):
-        with pytest.warns(UserWarning, match="whole seconds"):
-            found = multimodal_positions(
-                ids, PositionRule.from_hf(config), video_grid_thw=videos, seconds_per_grid=[second]
+        seconds = torch.tensor([second])
+        answers = {
+            whole: multimodal_positions(
+                ids, replace(rule, whole_seconds=whole), video_grid_thw=videos, seconds_per_grid=seconds
             )
-        torch.testing.assert_close(found, hf_positions(config, ids, types, None, videos, [second]), rtol=0, atol=0)
-        exact = PositionRule(tokens_per_second=2, whole_seconds=False, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID)
-        positions, _ = multimodal_positions(ids, exact, video_grid_thw=videos, seconds_per_grid=[second])
-        expected = (torch.arange(5).view(-1, 1).expand(-1, 2) * second * 2).long().flatten() + 2
-        assert torch.equal(positions[0, types == 2], expected)
+            for whole in (False, True)
+        }
+        expected = hf_positions(config, ids, types, None, videos, seconds)
+        torch.testing.assert_close(answers[cut], expected, rtol=0, atol=0)
+        frames = (torch.arange(5).view(-1, 1).expand(-1, 2) * (2 * seconds)).long().flatten() + 2
+        assert torch.equal(answers[False][0][0, types == 2], frames)
 
 
 def test_written_out():

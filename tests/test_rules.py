@@ -25,7 +25,7 @@ ids = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 # Who may import whom; None: anything.
 MAY_IMPORT: dict[str, set[str] | None] = {
-    "__init__": {"ops"},
+    "__init__": {"ops", "engine"},
     "device": set(),
     "rope_config": set(),
     "contracts": set(),
@@ -33,6 +33,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "ops": {"device", "contracts"},
     "rope_table": {"rope_config", "ops", "device"},
     "ascend": {"ops", "contracts"},
+    "nn": {"device", "rope_config", "rope_table", "ops"},
+    "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
+    "engine": {"models", "nn", "passes", "ops", "device"},
+    "serve": {"engine"},
     "doctor": {"rope_config", "contracts"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "bench"},
@@ -125,20 +129,27 @@ def test_exceptions_are_still_needed() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(whorl.__all__) == ["__version__", "ops"]
+    assert sorted(whorl.__all__) == ["LLM", "SamplingParams", "__version__", "ops"]
     assert sorted(ops.__all__) == [
         "OPS",
         "Op",
         "add_rms_norm",
+        "experts",
+        "linear",
         "merge_mrope",
         "mrope",
         "mrope_",
+        "paged_attention",
+        "penalize",
         "qk_norm_rope",
         "rms_norm",
         "rope",
         "rope_",
+        "route",
+        "sample",
         "swiglu",
         "tokens_first",
+        "write_kv",
     ]
     assert all(hasattr(ops, name) for name in ops.__all__)
     with pytest.raises(AttributeError, match="module 'whorl' has no attribute 'wrong'"):
@@ -148,12 +159,23 @@ def test_public_names() -> None:
 def test_operators() -> None:
     forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
     backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
-    assert set(OPS) == forward | backward
+    inference = {"linear", "write_kv", "paged_attention", "route", "experts", "sample"}
+    assert set(OPS) == forward | backward | inference
+    assert {name for name in OPS if OPS[name].forward_only} == inference | {"rope_", "mrope_"}
     assert {name for name in forward if isinstance(getattr(ops, name), ops.Op)} == forward
 
 
+MODEL = {
+    *("MODEL", "--model-dir", "--device", "--dtype", "--max-seq", "--tp", "--tp-size"),
+    *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
+    *("--pld", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct"),
+    *("--pld-guard-tail", "--pld-loop-warn", "--system", "--think", "--no-think", "--reset", "--no-stream"),
+}
+PROMPT = {"--prompt", "-p", "--prompt-file", "-f", "--chat", "-c", "--interactive", "-i", "--json"}
 SURFACE = {
     "whorl": ["--version"],
+    "whorl generate": sorted(MODEL | PROMPT),
+    "whorl chat": sorted(MODEL),
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--json"],
@@ -211,7 +233,7 @@ def test_an_operator_is_whole(name: str) -> None:
 BACKWARD = {"add_rms_norm": "rms_norm_backward"}
 
 
-@pytest.mark.parametrize("name", [n for n, op in OPS.items() if not op.mutates and not n.endswith("_backward")])
+@pytest.mark.parametrize("name", [n for n, op in OPS.items() if not op.forward_only and not n.endswith("_backward")])
 def test_a_backend_that_goes_forward_comes_back(name: str) -> None:
     backward = OPS[BACKWARD.get(name, f"{name}_backward")]
     assert set(OPS[name].impls) <= set(backward.impls)

@@ -1,14 +1,20 @@
 """whorl: fast rotary-embedding language models on CPU, NVIDIA GPUs and Ascend NPUs."""
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whorl.engine.llm import LLM
+    from whorl.engine.sequence import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "ops"]
+__all__ = ["LLM", "SamplingParams", "__version__", "ops"]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     # Loaded on first use: the doctor must run where torch is not installed.
     if name == "ops":
         return importlib.import_module("whorl.ops")
+    if name in ("LLM", "SamplingParams"):
+        return getattr(importlib.import_module("whorl.engine"), name)
     raise AttributeError(f"module 'whorl' has no attribute {name!r}")

@@ -111,6 +111,153 @@ def doctor(
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
 
 
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]", help="A folder, a .gguf file or a Hugging Face id. Default: SmolLM2-135M-Instruct."
+    ),
+]
+ModelDir = Annotated[str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "--n-predict", "-n", min=1, help="Longest answer.", show_default=False)
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", min=0.0, help="0: greedy. Default: what the model advises, or 0.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K likeliest tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from this much probability.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", min=0.0, max=1.0, help="Leave out what is this much less likely than the top."),
+]
+Seed = Annotated[int, typer.Option("--seed", "-s", help="0: another one each time.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of a chat.")]
+Reset = Annotated[bool, typer.Option("--reset", help="No memory: each message of the chat is the first.")]
+NoStream = Annotated[bool, typer.Option("--no-stream", help="Print an answer when it is whole.")]
+Think = Annotated[
+    bool | None, typer.Option("--think/--no-think", help="Whether a model that can think first does. Default: its own.")
+]
+MaxSeq = Annotated[
+    int | None, typer.Option("--max-seq", min=2, help="Longest prompt and answer together. Default: the model's.")
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", "--tp-size", envvar="TP_SIZE", min=1, help="Devices to share the model among.")
+]
+ModelDevice = Annotated[Device | None, typer.Option("--device", help="Default: the best this machine has.")]
+ModelDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights. Default: the model's.")]
+Lookup = Annotated[bool, typer.Option("--pld", help="Prompt lookup: draft from what was said. Same text, sooner.")]
+LookupK = Annotated[int | None, typer.Option("--pld-k", min=1, help="Longest draft (10).")]
+LookupNgram = Annotated[int | None, typer.Option("--pld-ngram", min=1, help="Shortest match that may draft (1).")]
+LookupMinHist = Annotated[int | None, typer.Option("--pld-min-hist", min=0, help="Tokens before the first draft (20).")]
+LookupNoGuard = Annotated[bool, typer.Option("--pld-no-guard", help="Draft repetitions too.")]
+LookupDistinct = Annotated[
+    int | None, typer.Option("--pld-guard-distinct", min=0, help="Fewest different tokens of a draft (3).")
+]
+LookupTail = Annotated[
+    int | None, typer.Option("--pld-guard-tail", min=1, help="Equal tokens after which their like is not drafted (6).")
+]
+LookupWarn = Annotated[int | None, typer.Option("--pld-loop-warn", min=1, help="Equal tokens to warn of (8).")]
+
+
+def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
+    """Names of `given` are those of `Options`; `check` refuses what does not go together."""
+    _need_torch()
+    _need_engine(command)
+    from whorl.serve.command import Options, prepare
+
+    with _asking():
+        if model is not None and model_dir is not None:
+            raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
+        work = prepare(Options(model=model or model_dir, **given))
+    sys.exit(work())
+
+
+def _need_engine(command: str) -> None:
+    packages = {"tokenizers": "tokenizers", "jinja2": "jinja2", "safetensors": "safetensors", "gguf": "gguf"}
+    if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
+        _stop(f"{command} needs {', '.join(missing)}: pip install 'whorl[engine]'")
+
+
+@app.command()
+def generate(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to go on from.")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is in a file; -: standard input."),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", "-c", help="The prompt is a message: write it with the model's chat template.")
+    ] = False,
+    system: System = None,
+    think: Think = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Read prompts line by line; with --chat a conversation.")
+    ] = False,
+    reset: Reset = False,
+    no_stream: NoStream = False,
+    max_seq: MaxSeq = None,
+    tp: TensorParallel = 1,
+    model_dir: ModelDir = None,
+    device: ModelDevice = None,
+    dtype: ModelDtype = None,
+    pld: Lookup = False,
+    pld_k: LookupK = None,
+    pld_ngram: LookupNgram = None,
+    pld_min_hist: LookupMinHist = None,
+    pld_no_guard: LookupNoGuard = False,
+    pld_guard_distinct: LookupDistinct = None,
+    pld_guard_tail: LookupTail = None,
+    pld_loop_warn: LookupWarn = None,
+    as_json: Json = False,
+) -> None:
+    """Go on from a prompt, or with --chat answer it. The text goes to standard output, nothing else does."""
+    given = {name: value for name, value in locals().items() if name not in ("prompt_file", "no_stream")}
+    with _asking():
+        from whorl.serve.command import read_prompt
+
+        given["prompt"] = read_prompt(prompt, prompt_file)
+    _run_model("generate", stream=not no_stream, **given)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = 0,
+    system: System = None,
+    think: Think = None,
+    reset: Reset = False,
+    no_stream: NoStream = False,
+    max_seq: MaxSeq = None,
+    tp: TensorParallel = 1,
+    model_dir: ModelDir = None,
+    device: ModelDevice = None,
+    dtype: ModelDtype = None,
+    pld: Lookup = False,
+    pld_k: LookupK = None,
+    pld_ngram: LookupNgram = None,
+    pld_min_hist: LookupMinHist = None,
+    pld_no_guard: LookupNoGuard = False,
+    pld_guard_distinct: LookupDistinct = None,
+    pld_guard_tail: LookupTail = None,
+    pld_loop_warn: LookupWarn = None,
+) -> None:
+    """Talk with a model in the terminal. It remembers the conversation; /help lists what else it takes."""
+    given = {name: value for name, value in locals().items() if name != "no_stream"}
+    _run_model("chat", stream=not no_stream, chat=True, interactive=True, **given)
+
+
 @app.command()
 def ops(as_json: Json = False) -> None:
     """List the operators and, for each backend, whether it runs here or why not."""

@@ -79,3 +79,250 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
         """[N, V] fp32 from hidden [N, C]."""
+
+
+# ---- ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Tensor parallelism: this process is `rank` of `size` that hold a model together."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # torch.distributed's; None: all processes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"tensor parallel: rank {self.rank} of {self.size}; expected 0 <= rank < size")
+
+    def share(self, what: str, total: int, *, unit: int = 1, replicate: bool = False) -> slice:
+        """This rank's part of `total` rows, cut between units (heads); fewer units than ranks may be replicated."""
+        units, size = total // unit, self.size
+        if units % size == 0:
+            return slice(self.rank * units // size * unit, (self.rank + 1) * units // size * unit)
+        if replicate and size % units == 0:
+            mine = self.rank * units // size
+            return slice(mine * unit, (mine + 1) * unit)
+        hint = ", nor copied evenly" if replicate else ""
+        raise ValueError(f"tensor parallel: {what}: {units} cannot be shared evenly by {size} ranks{hint}")
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of x [T, N], in rank order, in fp32 and rounded once: a row's bits are its own affair.
+
+        Each rank adds up T / size rows and hands them round, so as many bytes move as in an all-reduce.
+        """
+        if self.size == 1:
+            return x
+        from torch import distributed
+
+        per_rank = -(-x.shape[0] // self.size)
+        sent = nn.functional.pad(x, (0, 0, 0, per_rank * self.size - x.shape[0])).contiguous()
+        parts = torch.empty_like(sent)
+        distributed.all_to_all_single(parts, sent, group=self.group)
+        first, *others = parts.unflatten(0, (self.size, per_rank)).float()
+        for other in others:
+            first = first + other
+        out = torch.empty_like(sent)
+        distributed.all_gather_into_tensor(out, first.to(x.dtype), group=self.group)
+        return out[: x.shape[0]]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, N] of every rank side by side: [T, size * N]."""
+        if self.size == 1:
+            return x
+        from torch import distributed
+
+        out = x.new_empty(self.size * x.shape[0], x.shape[1])
+        distributed.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        return out.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+
+
+ONE = Ranks()
+
+
+# ---- layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where a checkpoint's tensor goes: its `index` part is copied `into` a view of a parameter."""
+
+    into: Tensor
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    index: Index
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    """Not initialised: a model without its weights is refused by the loader."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. `outputs` may name several projections of the checkpoint, held as one weight.
+
+    shard "column": each rank holds a share of every projection's rows, cut between `unit`s; those named in `replicate`
+    are copied when there are fewer units than ranks. "row": a share of the columns, and y is summed over ranks.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        shard: Literal["column", "row"] | None = None,
+        unit: int = 1,
+        replicate: Sequence[str] = (),
+        ranks: Ranks = ONE,
+    ) -> None:
+        super().__init__()
+        self.sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+        self.ranks = ranks if shard else ONE
+        across, along = (self.ranks, ONE) if shard == "column" else (ONE, self.ranks)
+        self.rows = [
+            across.share(name or "outputs", size, unit=unit, replicate=name in replicate)
+            for name, size in self.sizes.items()
+        ]
+        self.columns = along.share("inputs", inputs, unit=unit)
+        self.inputs, self.is_summed = inputs, shard == "row"
+        self.splits = [rows.stop - rows.start for rows in self.rows]
+        self.weight = _parameter(sum(self.splits), self.columns.stop - self.columns.start)
+        self.bias = _parameter(sum(self.splits)) if bias else None
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        if not self.is_summed or self.ranks.size == 1:
+            return ops.linear(x, self.weight, self.bias, rows=rows)
+        y = self.ranks.sum(ops.linear(x, self.weight, rows=rows))
+        return y if self.bias is None else y + self.bias
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        weights = self.weight.split(self.splits)
+        biases = [None] * len(weights) if self.bias is None else self.bias.split(self.splits)
+        parent = name.rpartition(".")[0]
+        for (part, size), rows, weight, bias in zip(self.sizes.items(), self.rows, weights, biases, strict=True):
+            source = f"{parent}.{part}" if part else name
+            yield f"{source}.weight", Slot(into=weight, shape=(size, self.inputs), index=(rows, self.columns))
+            if bias is not None:
+                yield f"{source}.bias", Slot(into=bias, shape=(size,), index=(rows,))
+
+
+class Vocabulary(nn.Module):
+    """One row per token, for the embedding and for the head. Ranks share the rows; the last may hold fewer."""
+
+    def __init__(self, size: int, width: int, *, ranks: Ranks = ONE) -> None:
+        super().__init__()
+        self.size, self.ranks = size, ranks
+        per_rank = -(-size // ranks.size)
+        self.start = min(ranks.rank * per_rank, size)
+        self.stop = min(self.start + per_rank, size)
+        self.weight = _parameter(per_rank, width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return nn.functional.embedding(token_ids, self.weight)
+        is_mine = (token_ids >= self.start) & (token_ids < self.stop)
+        rows = nn.functional.embedding((token_ids - self.start) * is_mine, self.weight)
+        return self.ranks.sum(torch.where(is_mine[:, None], rows, 0))
+
+    def logits(self, hidden: Tensor, rows: Rows) -> Tensor:
+        return self.ranks.gather(ops.linear(hidden, self.weight, rows=rows))[:, : self.size].float()
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        into = self.weight[: self.stop - self.start]
+        shape = (self.size, self.weight.shape[1])
+        yield f"{name}.weight", Slot(into=into, shape=shape, index=(slice(self.start, self.stop), ALL))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = _parameter(size), eps
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum."""
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        yield f"{name}.weight", Slot(into=self.weight, shape=tuple(self.weight.shape), index=(ALL,))
+
+
+class Experts(nn.Module):
+    """E feed-forward networks of C -> F -> C, stacked; ranks share F."""
+
+    def __init__(self, num_experts: int, width: int, inner: int, *, ranks: Ranks = ONE) -> None:
+        super().__init__()
+        self.shape, self.ranks = (num_experts, width, inner), ranks
+        self.inner = ranks.share("expert size", inner)
+        held = self.inner.stop - self.inner.start
+        self.gate_up_proj = _parameter(num_experts, 2 * held, width)
+        self.down_proj = _parameter(num_experts, width, held)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+        return self.ranks.sum(ops.experts(x, self.gate_up_proj, self.down_proj, weights, ids, rows=rows))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        num_experts, width, inner = self.shape
+        for expert in range(num_experts):
+            gate, up = self.gate_up_proj[expert].chunk(2)
+            source, index = f"{name}.{expert}", (self.inner, ALL)
+            yield f"{source}.gate_proj.weight", Slot(into=gate, shape=(inner, width), index=index)
+            yield f"{source}.up_proj.weight", Slot(into=up, shape=(inner, width), index=index)
+            down = Slot(into=self.down_proj[expert], shape=(width, inner), index=(ALL, self.inner))
+            yield f"{source}.down_proj.weight", down
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Every tensor a checkpoint must hold for this model, by Hugging Face's name."""
+    found: dict[str, Slot] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear | Vocabulary | RMSNorm | Experts):
+            found.update(module.slots(name))
+    return found
+
+
+# ---- attention
+
+
+class Rope:
+    """The rotary table of a model, long enough for `max_length` tokens, and its rows for a step.
+
+    dynamic and longrope have other frequencies past a length. Here they are those of max_length for every token: were
+    they those of the longest sequence at hand, a token's result would depend on what runs beside it.
+    """
+
+    def __init__(self, config: RopeConfig, max_length: int | None = None) -> None:
+        if config.is_dual_chunk:
+            raise ValueError("dual chunk attention is not supported: remove dual_chunk_attention_config to run without")
+        self.table: RopeTable = get_rope(config, rows=max_length)
+        self.max_length = self.table.rows
+        self._cos_sin: Tensor | None = None
+
+    def rows(self, step: Step) -> Tensor:
+        """[T, R], once a step for all layers."""
+        if step.max_position > self.max_length:
+            raise ValueError(
+                f"position {step.max_position - 1} is past the {self.max_length} tokens this model was loaded for; "
+                f"load it with a larger max_length"
+            )
+        if self._cos_sin is None or self._cos_sin.device != step.positions.device:
+            self._cos_sin = self.table.cos_sin(step.positions.device, seq_len=self.max_length)
+        return self._cos_sin[step.positions]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
+    """Write the new keys and values, then let every query see its sequence's cache: [T, HQ, D]."""
+    ops.write_kv(k, v, cache.k, cache.v, step.slots)
+    return ops.paged_attention(
+        q,
+        cache.k,
+        cache.v,
+        step.block_tables,
+        step.query_starts,
+        step.context_lens,
+        scale=scale,
+        window=window or 0,
+        rows=step.rows,
+    )

@@ -4,7 +4,6 @@ Everything is computed on the host with numpy, without a loop over tokens: posit
 accelerator tensor given here is copied back once. A function answers in the kind (numpy or torch) it was asked in.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,8 +33,8 @@ class PositionRule:
     spatial_merge_size: patches per token along height and width.
     split_frames: each video frame is a block of its own (timestamps are text tokens between frames).
     tokens_per_second: time positions per second of video; None: one per temporal patch.
-    whole_seconds: seconds per grid are cut to an integer first, as transformers 5 does; False keeps the fraction and
-        rounds each position down, as the first Qwen2.5-VL release and vLLM do.
+    whole_seconds: cut seconds per grid to an integer first, as some transformers 5 releases do (5.17 does, 5.22 does
+        not): at half a second a grid every frame is then at one time. Otherwise each position is rounded down.
     The token ids are needed only where token types are not given. Families whose video frames carry the image token
     between two markers (GLM-4V) set video_start_id and video_end_id.
     """
@@ -43,7 +42,7 @@ class PositionRule:
     spatial_merge_size: int = 2
     split_frames: bool = False
     tokens_per_second: float | None = None
-    whole_seconds: bool = True
+    whole_seconds: bool = False
     image_token_id: int | None = None
     video_token_id: int | None = None
     video_start_id: int | None = None
@@ -237,12 +236,6 @@ def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArr
         raise ValueError(f"multimodal_positions: seconds_per_grid is {values.shape}, there are {count} videos.")
     if not bool((np.isfinite(values) & (values >= 0)).all()):
         raise ValueError(f"multimodal_positions: seconds_per_grid must be finite and not negative, found {values}.")
-    if rule.whole_seconds and bool((values != np.trunc(values)).any()):
-        warnings.warn(
-            f"multimodal_positions: seconds_per_grid {values.tolist()} is cut to whole seconds, as in transformers 5. "
-            "PositionRule(whole_seconds=False) keeps the fraction.",
-            stacklevel=4,
-        )
     return np.trunc(values) if rule.whole_seconds else values
 
 
@@ -276,8 +269,8 @@ def _block_positions(block: _Blocks, start: Ints, sizes: Ints) -> Ints:
     frame = index // plane
     in_frame = index - frame * plane
     row = in_frame // width
-    # fp32, seconds first: the order and precision of the implementations the models were trained with.
-    time = (frame.astype(np.float32) * block.seconds[which] * block.rate).astype(np.int64)
+    # The precision and order of transformers, which decide where a product falls just below an integer.
+    time = (frame.astype(np.float32) * (block.rate * block.seconds)[which]).astype(np.int64)
     return np.stack((time, row, in_frame - row * width)) + start[which]
 
 

@@ -246,7 +246,7 @@ def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]
 
 def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None, Callable[[], Verdict]]]:
     """Every case in every dtype: its name, why it is left out or None, and what to do."""
-    has_gradient = not op.mutates and not op.name.endswith("_backward")
+    has_gradient = not op.forward_only and not op.name.endswith("_backward")
     defaults = {p.name: p.default for p in inspect.signature(op.reference).parameters.values()}
     for case in op.cases:
         for dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja from a checkpoint, so from a stranger: rendered in a sandbox, with the names transformers gives."""
+"""Chat templates are programs from a stranger: Jinja, rendered in a sandbox, with the names transformers gives them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -70,6 +70,5 @@ class ChatTemplate:
         given = {"messages": messages, "tools": tools, "documents": None, **self._variables, **variables}
         try:
             return self._templates[name].render(add_generation_prompt=add_generation_prompt, **given)
-        except (TemplateError, TypeError) as error:
-            # TypeError: a message without the text the template joins.
+        except Exception as error:  # a stranger's program may fail in any way
             raise ValueError(f"chat template: refuses these messages: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from whorl.nn import Rows
 
@@ -60,8 +60,6 @@ class SamplingParams:
     allow: "Callable[[List[int]], Tensor | None] | None" = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         for name, is_valid, expected in (
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
@@ -72,10 +70,10 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
-            ("logit_bias", not any(math.isnan(v) for v in self.logit_bias.values()), "numbers by token id"),
+            ("logit_bias", all(v < math.inf for v in self.logit_bias.values()), "numbers by token id"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("n", self.n >= 1, "at least 1"),
-            ("stop", all(self.stop), "strings that are not empty"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None"),
         ):
@@ -112,22 +110,22 @@ class Text:
         self._longest = max(map(len, self._stop), default=0)
         self._num_sent = 0
 
-    def add(self, token_id: int) -> bool:
+    def add(self, token_id: int, *, may_stop: bool = True) -> bool:
         """Append a token; True when a stop string is complete."""
-        return self._detokenizer is not None and self._append(self._detokenizer.add(token_id))
-
-    def finish(self) -> None:
-        if self._detokenizer is not None and self.match is None:
-            self._append(self._detokenizer.finish())
-
-    def _append(self, piece: str) -> bool:
+        if self._detokenizer is None:
+            return False
         start = max(0, len(self.value) - self._longest + 1)
-        self.value += piece
-        found = [(at, stop) for stop in self._stop if (at := self.value.find(stop, start)) >= 0]
+        self.value += self._detokenizer.add(token_id)
+        stops = self._stop if may_stop else ()
+        found = [(at, stop) for stop in stops if (at := self.value.find(stop, start)) >= 0]
         if found:
             at, self.match = min(found)
             self.value = self.value[: at + (len(self.match) if self._include_stop else 0)]
         return bool(found)
+
+    def finish(self) -> None:
+        if self._detokenizer is not None and self.match is None:
+            self.value += self._detokenizer.finish()
 
     def take(self, *, is_finished: bool) -> str:
         """Text not taken before; what may yet turn into a stop string is held back until it cannot."""
@@ -240,16 +238,16 @@ class Sequence:
         end = self.roles.find(1 - role, self.num_computed)
         return (len(self.token_ids) if end < 0 else end) - self.num_computed
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprob: Logprob | None = None) -> None:
         """Add a sampled token, and finish where it ends the sequence."""
         self.token_ids.append(token_id)
         self.roles.append(GENERATED)
+        if logprob is not None:
+            self.logprobs.append(logprob)
         self.timings.num_tokens += 1
         if self.timings.first_token is None:
             self.timings.first_token = time.perf_counter()
-        if token_id in self.stop_ids:
-            self.finish(FinishReason.STOP)
-        elif self.text.add(token_id) and self.num_outputs >= self.params.min_tokens:
+        if token_id in self.stop_ids or self.text.add(token_id, may_stop=self.num_outputs >= self.params.min_tokens):
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) >= self.max_len:
             self.finish(FinishReason.LENGTH)

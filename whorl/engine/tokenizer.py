@@ -46,18 +46,14 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """From a model folder, a `tokenizer.json` or a `.gguf` file."""
+        """From a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` beside the latter wins."""
         path = Path(path)
-        if path.is_dir():
-            ggufs = sorted(path.glob("*.gguf"))
-            if (path / "tokenizer.json").is_file():
-                path = path / "tokenizer.json"
-            elif ggufs:
-                path = ggufs[0]
-        if path.suffix == ".gguf" and path.is_file():
-            return _from_gguf(path)
-        if path.name == "tokenizer.json" and path.is_file():
-            return _from_json(path)
+        folder = path if path.is_dir() else path.parent
+        ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
+        if (path.is_dir() or path.is_file()) and (folder / "tokenizer.json").is_file():
+            return _from_json(folder / "tokenizer.json")
+        if ggufs and ggufs[0].is_file():
+            return _from_gguf(ggufs[0])
         raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
 
     def __len__(self) -> int:
@@ -84,6 +80,10 @@ class Tokenizer:
             raise ValueError(f"tokenizer: ids {bad[:4]} are outside the vocabulary of {self._size}")
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json, for libraries that read one."""
+        return self._backend.to_str()
+
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
         return Detokenizer(self, skip_special=skip_special)
 
@@ -106,26 +106,27 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing list of ids. What `push` and `finish` return joins to what `decode` gives for all of them.
+    """Text of a growing list of ids. What `add` and `finish` return joins to what `decode` gives for all of them.
 
     A character whose bytes are not all there yet is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        # Ids whose text is not out yet, after the few before them that settle the spacing.
+        # Ids whose text is not out yet, after one before them that settles the spacing.
         self._window: list[int] = []
         self._shown = 0
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        self._window += token_ids
+    def add(self, token_id: int) -> str:
+        self._window.append(token_id)
         text = self._decode(self._window)
         # An unfinished character is at most 3 bytes, each of which may show as a replacement of its own.
         end = max(len(text.rstrip(_REPLACEMENT)), len(text) - 3)
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
-        if new and end == len(text):
-            self._forget(len(token_ids))
+        # The latest id stays, if it has text: decoders strip a space from the start of a text.
+        if end == len(text) and (last := self._decode([token_id])):
+            self._window, self._shown = [token_id], len(last)
         return new
 
     def finish(self) -> str:
@@ -133,12 +134,6 @@ class Detokenizer:
         text = self._decode(self._window)[self._shown :]
         self._shown += len(text)
         return text
-
-    def _forget(self, num_new: int) -> None:
-        """Keep only the latest ids, if they have text: decoders strip a space from the start of a text."""
-        kept = self._window[-num_new:]
-        if text := self._decode(kept):
-            self._window, self._shown = kept, len(text)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
@@ -171,9 +166,7 @@ def _from_json(path: Path) -> Tokenizer:
         eos_ids = [*eos_ids, eos_id]
     can_sample = generation.get("do_sample", False)
     sampling = {name: generation[name] for name in _SAMPLING if can_sample and generation.get(name) is not None}
-    return Tokenizer(
-        backend, eos_ids=eos_ids, roles=roles, templates=_templates(folder, config), sampling=sampling
-    )
+    return Tokenizer(backend, eos_ids=eos_ids, roles=roles, templates=_templates(folder, config), sampling=sampling)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -191,6 +184,8 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
 # A GGUF file names one end-of-text id; models trained on these end a turn with any of them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+_INSTEAD = "Put the model's tokenizer.json beside the file"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -221,47 +216,49 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
     raise ValueError(f"{path}: pre-tokenizer {kind!r} is not known. Known: {known}. {_INSTEAD}")
 
 
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
-_INSTEAD = "Put the model's tokenizer.json into the folder and name the folder instead"
-
-
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_metadata(path)
     found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     if found.get("model") != "gpt2":
         raise ValueError(f"{path}: tokenizer model {found.get('model')!r} cannot be read, only 'gpt2'. {_INSTEAD}")
-    kind = found.get("pre")
+    if missing := [key for key in ("tokens", "token_type", "merges") if key not in found]:
+        raise ValueError(f"{path}: the metadata has no tokenizer.ggml.{missing[0]}")
     tokens, types = found["tokens"], found["token_type"]
     while types and types[-1] == _UNUSED:  # padding of the embedding table
         tokens, types = tokens[: len(types) - 1], types[:-1]
-    backend = _bpe(tokens, found["merges"], ignore_merges=kind in _LLAMA_3)
-    backend.pre_tokenizer = _pre_tokenizer(kind, path)
-    backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
-    for token, role in zip(tokens, types, strict=True):
-        if role in (_CONTROL, _USER_DEFINED):
-            added = AddedToken(token, normalized=False, special=role == _CONTROL)
-            (backend.add_special_tokens if role == _CONTROL else backend.add_tokens)([added])
-    bos_id = found.get("bos_token_id")
-    if found.get("add_bos_token", kind in _LLAMA_3) and bos_id is not None:
-        bos = (tokens[bos_id], bos_id)
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    ids = [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    bos_id, ids = found.get("bos_token_id"), [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    if bad := [i for i in (bos_id, *ids) if i is not None and i >= len(tokens)]:
+        raise ValueError(f"{path}: special token ids {bad} are outside the vocabulary of {len(tokens)}")
     ends = [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS]
     named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": found.get("padding_token_id")}
-    prefix = "tokenizer.chat_template"
-    templates = {k[len(prefix) + 1 :] or "default": v for k, v in metadata.items() if k.startswith(prefix)}
+    backend = _bpe(tokens, found["merges"], found.get("pre"), path)
+    for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        chosen = [token for token, role in zip(tokens, types, strict=True) if role == kind]
+        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in chosen])
+    if found.get("add_bos_token", found.get("pre") in _LLAMA_3) and bos_id is not None:
+        bos = (tokens[bos_id], bos_id)
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     return Tokenizer(
         backend,
         eos_ids=[*(i for i in ids if i is not None), *ends],
         roles={name: tokens[i] for name, i in named.items() if i is not None},
-        templates={name: source for name, source in templates.items() if isinstance(source, str)},
+        templates=_gguf_templates(metadata),
     )
 
 
-def _bpe(tokens: Sequence[str], merges: Sequence[str], *, ignore_merges: bool) -> Backend:
-    """`ignore_merges`: a word that is a token is one, whatever the merges say."""
+def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
+    return named | ({"default": metadata[key]} if key in metadata else {})
+
+
+def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: Path) -> Backend:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
+    # Llama 3: a word that is a token is one, whatever the merges say.
+    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
+    backend.pre_tokenizer = _pre_tokenizer(kind, path)
     backend.decoder = decoders.ByteLevel()
+    if kind == "qwen2":
+        backend.normalizer = normalizers.NFC()
     return backend

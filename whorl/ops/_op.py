@@ -51,6 +51,7 @@ class Op:
         *,
         check: Callable[..., None] | None = None,
         mutates: Sequence[str] = (),
+        forward_only: bool = False,
         absent: Mapping[int, str] | None = None,
         fake: Callable[..., Any] | None = None,
         sharding: Callable[[Values], list[Sharding]] | None = None,
@@ -62,6 +63,7 @@ class Op:
         self.__doc__ = reference.__doc__
         self.check = check
         self.mutates = tuple(mutates)
+        self.forward_only = forward_only or bool(mutates)
         self.absent = dict(absent or {})
         self.sharding = sharding
         self.impls: dict[str, Impl] = {}
@@ -89,7 +91,7 @@ class Op:
         _LIBRARY.impl(self.name, self._kernel, "CompositeExplicitAutograd")
         name = f"whorl::{self.name}"
         register_fake(name, self._run_fake, lib=_LIBRARY)
-        if not self.mutates:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
+        if not self.forward_only:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
             register_autograd(name, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
         self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
 
@@ -179,8 +181,8 @@ class Op:
         self._validate(values)
         backend = backend or self._forced
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        if self.mutates and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise RuntimeError(f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead")
+        if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(f"{self.name}: {self._why_no_gradient()}")
         if not _needs_node(tensors):
             return self._run(values, backend)
         if _is_transformed():
@@ -189,6 +191,11 @@ class Op:
             self._register_sharding()
         positional, keywords = self._split(values)
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
+
+    def _why_no_gradient(self) -> str:
+        if self.name.endswith("_"):
+            return f"works in place and has no gradient; use {self.name.rstrip('_')} instead"
+        return "is for inference and has no gradient; call it under torch.no_grad() or torch.inference_mode()"
 
     def _bind(self, args: tuple[Any, ...], kwargs: Values) -> Values:
         """Arguments by name; inspect's own bind is ten times slower and does not trace."""
@@ -333,6 +340,7 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
 
     check(**arguments)      raises ValueError for arguments no backend may see
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
+    forward_only=True       refuses gradients: an operator of inference
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
     fake(**arguments)       shapes and dtypes, for a reference that reads values
     sharding(arguments)     DTensor placements that need no communication

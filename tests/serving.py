@@ -1,0 +1,174 @@
+"""A server on a real port over the real engine, whose model says what it is told, token by token."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+from whorl.engine.llm import LLM
+from whorl.engine.tokenizer import Tokenizer
+from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.serve.openai import Settings, create_app
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # not special, as in Qwen3
+TEMPLATE = """{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% if opens_thinking %}<think>
+{% endif %}{% endif %}"""
+MODEL = "told"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte a token, and the tags of Qwen3."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAGS])
+    ends = [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")]
+    return Tokenizer(backend, eos_ids=ends, roles={"eos_token": "<|im_end|>"}, templates={"default": TEMPLATE})
+
+
+class Told:
+    """After a chat prompt it says what `answers` has for the last message; elsewhere the letter after the last one.
+
+    It reads what came before from the cache, so that a wrong block or slot changes what it says.
+    """
+
+    config = None
+    max_length = 1024
+
+    def __init__(self, tokenizer: Tokenizer, answers: dict[str, str], *, delay: float = 0.0) -> None:
+        self.tokenizer, self.delay = tokenizer, delay
+        self.vocab_size = len(tokenizer) + 5  # padding, as real models have
+        self.answers = {question: [*tokenizer.encode(text), tokenizer.eos_ids[0]] for question, text in answers.items()}
+        self.failure: Exception | None = None
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield torch.zeros(1, 1)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(num_kv_heads=1, head_dim=1)]
+
+    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        if self.failure is not None:
+            raise self.failure
+        time.sleep(self.delay)
+        cells = caches[0].k.view(-1)
+        cells[step.slots] = step.token_ids.float()
+        starts, size = step.query_starts.tolist(), caches[0].k.shape[1]
+        said = []
+        for entry, context in enumerate(step.context_lens.tolist()):
+            slots = (step.block_tables[entry].long()[:, None] * size + torch.arange(size)).flatten()
+            ids = cells[slots[:context]].long().tolist()
+            num_rows = starts[entry + 1] - starts[entry]
+            said += [self.next_id(ids[: context - num_rows + 1 + row]) for row in range(num_rows)]
+        return torch.tensor(said)[:, None].float()
+
+    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+        out = torch.arange(self.vocab_size).neg().float().repeat(len(hidden), 1) / 100
+        out[torch.arange(len(hidden)), hidden[:, 0].long()] = 10.0
+        return out
+
+    def next_id(self, ids: list[int]) -> int:
+        text = self.tokenizer.decode(ids, skip_special=False)
+        head, mark, said = text.rpartition("<|im_start|>assistant\n")
+        if mark:
+            said = said.removeprefix("<think>\n\n</think>\n\n")
+            question = head.removesuffix("<|im_end|>\n").rpartition("\n")[2]
+            answer = self.answers.get(question, self.tokenizer.encode(ALPHABET))
+            num_said = len(self.tokenizer.encode(said))
+            return answer[num_said] if num_said < len(answer) else self.tokenizer.eos_ids[0]
+        letter = ALPHABET[(ALPHABET.find(text[-1:]) + 1) % len(ALPHABET)]
+        return self.tokenizer.encode(letter)[0]
+
+
+def told(answers: dict[str, str] | None = None, *, delay: float = 0.0, **options: Any) -> LLM:
+    tokenizer = byte_tokenizer()
+    settings = {"device": "cpu", "max_num_seqs": 32, "block_size": 8, "num_blocks": 512}
+    return LLM(model=Told(tokenizer, answers or {}, delay=delay), tokenizer=tokenizer, **(settings | options))  # type: ignore[arg-type]
+
+
+class Served:
+    """A running server: where it is and what is behind it."""
+
+    def __init__(self, llm: LLM, app: Any, server: uvicorn.Server, port: int, api_key: str | None) -> None:
+        self.llm, self.app, self.server, self.url = llm, app, server, f"http://127.0.0.1:{port}"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def post(self, path: str, **body: Any) -> Any:
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, text: str, **options: Any) -> Any:
+        return self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **options)
+
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        return self.post("/v1/completions", prompt=prompt, **({"temperature": 0} | options))
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """The stream's events; the last is the string [DONE]."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as response:
+            text = response.read().decode()
+            assert response.status_code == 200, text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert text.endswith("\n\n")
+        lines = text.removesuffix("\n\n").split("\n\n")
+        assert all(line.startswith("data: ") for line in lines)
+        bodies = [line.removeprefix("data: ") for line in lines]
+        return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+
+    def is_idle(self) -> bool:
+        return self.llm.pool.num_used == 0 and not self.llm.has_work
+
+
+@contextlib.contextmanager
+def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
+    app = create_app(llm, Settings(**({"names": (MODEL,)} | settings)))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    drain = round(app.state.service.settings.drain_seconds)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=drain))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    served = Served(llm, app, server, listener.getsockname()[1], app.state.service.settings.api_key)
+    try:
+        yield served
+    finally:
+        served.http.close()
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)

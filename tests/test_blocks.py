@@ -1,0 +1,204 @@
+"""The block pool: counting, sharing, forgetting. One property each."""
+
+import random
+
+import pytest
+
+from whorl.engine.blocks import BlockPool
+from whorl.engine.sequence import SamplingParams, Sequence
+
+
+def sequence(tokens: list[int], **options: object) -> Sequence:
+    return Sequence(tokens, SamplingParams(**options), max_len=100)  # type: ignore[arg-type]
+
+
+def compute(pool: BlockPool, seq: Sequence, *, upto: int | None = None) -> Sequence:
+    """Admit it, and pretend that its tokens ran."""
+    assert pool.admit(seq)
+    seq.num_computed = len(seq.token_ids) if upto is None else upto
+    pool.publish(seq)
+    return seq
+
+
+def test_blocks_are_taken_and_come_back() -> None:
+    pool = BlockPool(4, 3)
+    seq = compute(pool, sequence([1, 2, 3, 4]))
+    assert (len(set(seq.block_table)), pool.num_used) == (2, 2)
+    assert pool.grow(seq, 6)
+    assert pool.num_used == 2
+    assert pool.grow(seq, 7)
+    assert pool.num_used == 3
+    pool.shrink(seq)
+    assert pool.num_used == 2
+    pool.release(seq)
+    assert (pool.num_used, seq.block_table, seq.num_computed) == (0, [], 0)
+
+
+def test_nothing_is_taken_where_not_all_fits() -> None:
+    pool = BlockPool(2, 2)
+    seq = sequence([1, 2, 3])
+    assert not pool.admit(sequence([1] * 5))
+    assert not pool.admit(seq, reserve=1)
+    assert (pool.num_used, seq.block_table) == (0, [])
+    assert pool.admit(seq)
+    assert not pool.grow(seq, 5)
+    assert len(seq.block_table) == 2
+
+
+def test_a_full_prefix_is_shared() -> None:
+    pool = BlockPool(8, 2)
+    first = compute(pool, sequence([1, 2, 3, 4, 5]))
+    second = sequence([1, 2, 3, 4, 9, 9])
+    assert pool.admit(second)
+    assert second.num_computed == 4
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] not in first.block_table
+    assert pool.num_used == 4
+    pool.release(first)
+    assert pool.num_used == 3
+    pool.release(second)
+    assert pool.num_used == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt of whole blocks, all of them cached, would otherwise have no query (nano-vllm #144)."""
+    pool = BlockPool(8, 2)
+    pool.release(compute(pool, sequence([1, 2, 3, 4])))
+    again = sequence([1, 2, 3, 4])
+    assert pool.admit(again)
+    assert (again.num_computed, again.num_pending) == (2, 2)
+
+
+def test_a_block_is_published_only_when_computed() -> None:
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([1, 2, 3, 4, 5]), upto=3)
+    other = sequence([1, 2, 3, 4, 5])
+    assert pool.admit(other)
+    assert other.num_computed == 2
+
+
+def test_roles_keep_apart() -> None:
+    """What was generated is not found by a prompt with the same tokens, and the other way round."""
+    pool = BlockPool(16, 2)
+    said = sequence([1, 2])
+    assert pool.admit(said)
+    for token in (3, 4, 5):
+        said.append(token)
+    assert pool.grow(said, 5)
+    said.num_computed = 4
+    pool.publish(said)
+    as_prompt = sequence([1, 2, 3, 4, 5])
+    assert pool.admit(as_prompt)
+    assert as_prompt.num_computed == 2
+    as_chat = Sequence([1, 2, 3, 4, 5], SamplingParams(), max_len=100, generated=[range(2, 5)])
+    assert pool.admit(as_chat)
+    assert as_chat.num_computed == 4
+
+
+def test_equal_blocks_behind_different_prefixes_keep_apart() -> None:
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([1, 2, 7, 7, 5]))
+    other = sequence([3, 4, 7, 7, 5])
+    assert pool.admit(other)
+    assert other.num_computed == 0
+
+
+def test_colliding_hashes_keep_apart() -> None:
+    """-1 and -2 have one hash in Python, so keys that hold them collide unless they are compared."""
+    assert hash((0, (-1, -1), b"")) == hash((0, (-2, -2), b""))
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([-1, -1, 5]))
+    other = sequence([-2, -2, 5])
+    assert pool.admit(other)
+    assert other.num_computed == 0
+
+
+def test_the_end_of_a_prefix_is_forgotten_first() -> None:
+    pool = BlockPool(4, 2)
+    pool.release(compute(pool, sequence([1, 2, 3, 4, 5, 6, 7])))  # 3 full blocks, 1 begun
+    pool.admit(sequence([9, 9, 9]))  # takes the begun one and the end of the prefix
+    again = sequence([1, 2, 3, 4, 5])
+    assert pool.admit(again) is False  # 1 block is needed beside the 2 shared ones, which are all that is free
+    short = sequence([1, 2, 3])
+    assert pool.admit(short)
+    assert short.num_computed == 2
+
+
+def test_the_longest_unused_prefix_is_forgotten_first() -> None:
+    pool = BlockPool(4, 2)
+    for tokens in ([1, 1, 1], [2, 2, 2]):
+        pool.release(compute(pool, sequence(tokens)))
+    pool.release(compute(pool, sequence([1, 1, 1])))  # used again
+    compute(pool, sequence([8, 8, 8, 8, 8]))
+    one, two = sequence([1, 1]), sequence([2, 2, 2])
+    assert [len(pool._match(seq)) for seq in (sequence([1, 1, 1]), two)] == [1, 0]
+    assert pool.admit(one)
+
+
+def test_two_that_compute_the_same_at_once_share_what_follows() -> None:
+    pool = BlockPool(16, 2)
+    first, second = sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 5])
+    for seq in (first, second):
+        assert pool.admit(seq)
+    for seq in (first, second):
+        seq.num_computed = 2
+        pool.publish(seq)
+    assert first.chain == second.chain
+    assert first.block_table[0] != second.block_table[0]
+    second.num_computed = 4
+    pool.publish(second)
+    pool.release(second)
+    third = sequence([1, 2, 3, 4, 5])
+    assert pool.admit(third)
+    assert third.num_computed == 4
+
+
+def test_a_scored_prompt_takes_no_hits() -> None:
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([1, 2, 3, 4, 5]))
+    scored = sequence([1, 2, 3, 4, 5], prompt_logprobs=0)
+    assert pool.admit(scored)
+    assert scored.num_computed == 0
+
+
+def test_no_prefix_cache() -> None:
+    pool = BlockPool(8, 2, use_prefix_cache=False)
+    compute(pool, sequence([1, 2, 3, 4, 5]))
+    other = sequence([1, 2, 3, 4, 5])
+    assert pool.admit(other)
+    assert other.num_computed == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0)])
+def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        BlockPool(num_blocks, block_size)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_holders_are_counted_right(seed: int) -> None:
+    """At any time a block is free, or held by exactly the sequences that list it."""
+    rng = random.Random(seed)
+    pool = BlockPool(rng.randint(4, 12), rng.randint(1, 3))
+    held: list[Sequence] = []
+    for _ in range(200):
+        seq = sequence([rng.randint(0, 1) for _ in range(rng.randint(1, 8))])
+        if rng.random() < 0.5 and pool.admit(seq, reserve=rng.randint(0, 1)):
+            held.append(seq)
+            seq.num_computed = rng.randint(seq.num_computed, len(seq.token_ids))
+            pool.publish(seq)
+        elif held:
+            victim = held[rng.randrange(len(held))]
+            if rng.random() < 0.5 and pool.grow(victim, len(victim.token_ids) + 1):
+                victim.append(rng.randint(0, 1))
+                pool.shrink(victim)
+            else:
+                held.remove(victim)
+                pool.release(victim)
+        counts = [sum(block in seq.block_table for seq in held) for block in range(pool.num_blocks)]
+        assert counts == pool._num_holders
+        assert pool.num_free == counts.count(0)
+        assert set(pool._keys.values()) == set(pool._prefixes)
+    for seq in held:
+        pool.release(seq)
+    assert pool.num_used == 0

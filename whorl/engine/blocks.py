@@ -1,0 +1,133 @@
+"""The cache's blocks: who holds them, and which full ones hold a prefix that another sequence may share.
+
+A full block is known by its tokens, their roles and the content before it. Roles are part of the key because a prompt
+token's keys and values have other bits than those of the same token generated.
+"""
+
+import itertools
+from collections import OrderedDict
+
+from .sequence import Sequence
+
+_ROOT = 0
+# Name of the content before the block, the block's tokens, their roles. Keys are compared, not only hashed: two
+# prefixes that collide stay apart. Names are never used twice, so the chain before a block is verified too.
+_Key = tuple[int, tuple[int, ...], bytes]
+
+
+class BlockPool:
+    """Reference-counted blocks. A free block keeps its prefix until it is taken, the longest unused first."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, use_prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"BlockPool: {num_blocks} blocks of {block_size} tokens; both must be at least 1")
+        self.num_blocks, self.block_size, self.use_prefix_cache = num_blocks, block_size, use_prefix_cache
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_holders = [0] * num_blocks
+        self._names = itertools.count(_ROOT + 1)
+        self._prefixes: dict[_Key, tuple[int, int]] = {}  # block, name of its content
+        self._keys: dict[int, _Key] = {}  # of blocks that hold a prefix
+        self.num_queried = self.num_hit = 0  # tokens
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, seq: Sequence, *, reserve: int = 0) -> bool:
+        """Give `seq` blocks for all its tokens, shared ones first; False, and nothing taken, where they do not fit.
+
+        reserve: blocks that must stay free.
+        """
+        assert not seq.block_table, f"{seq!r} already holds blocks"
+        shared = self._match(seq)
+        num_free = self.num_free - sum(self._num_holders[block] == 0 for block, _ in shared)
+        num_new = self.blocks_for(len(seq.token_ids)) - len(shared)
+        if num_new + reserve > num_free:
+            return False
+        for block, name in shared:
+            self._hold(block)
+            seq.block_table.append(block)
+            seq.chain.append(name)
+        seq.block_table += [self._take() for _ in range(num_new)]
+        seq.num_computed = len(shared) * self.block_size
+        self.num_queried += len(seq.token_ids)
+        self.num_hit += seq.num_computed
+        return True
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        """Have blocks for `length` tokens; False, and nothing taken, where there are not enough."""
+        num_new = self.blocks_for(length) - len(seq.block_table)
+        if num_new > self.num_free:
+            return False
+        seq.block_table += [self._take() for _ in range(num_new)]
+        return True
+
+    def shrink(self, seq: Sequence) -> None:
+        """Give back blocks that only a rejected draft needed."""
+        while len(seq.block_table) > self.blocks_for(len(seq.token_ids)):
+            self._drop(seq.block_table.pop())
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others share the blocks that are full, computed and final."""
+        if not self.use_prefix_cache:
+            return
+        for i in range(len(seq.chain), seq.num_computed // self.block_size):
+            key, block = self._key(seq, i), seq.block_table[i]
+            # Equal keys mean equal bits: a second copy stays private, and its successors join the first one's chain.
+            if key not in self._prefixes:
+                self._prefixes[key] = block, next(self._names)
+                self._keys[block] = key
+            seq.chain.append(self._prefixes[key][1])
+
+    def release(self, seq: Sequence) -> None:
+        """Last block first: of a prefix its end is forgotten before its beginning."""
+        for block in reversed(seq.block_table):
+            self._drop(block)
+        seq.block_table, seq.chain, seq.num_computed = [], [], 0
+
+    def _match(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Blocks, with names, of the longest known prefix that leaves a token to compute: its logits are needed."""
+        if not self.use_prefix_cache:
+            return []
+        limit = len(seq.token_ids) - 1
+        if seq.num_unscored:
+            limit = min(limit, len(seq.prompt_logprobs))
+        found: list[tuple[int, int]] = []
+        for i in range(limit // self.block_size):
+            hit = self._prefixes.get(self._key(seq, i, parent=found[-1][1] if found else _ROOT))
+            if hit is None:
+                break
+            found.append(hit)
+        return found
+
+    def _key(self, seq: Sequence, index: int, parent: int | None = None) -> _Key:
+        if parent is None:
+            parent = seq.chain[index - 1] if index else _ROOT
+        span = slice(index * self.block_size, (index + 1) * self.block_size)
+        return parent, tuple(seq.token_ids[span]), bytes(seq.roles[span])
+
+    def _hold(self, block: int) -> None:
+        self._num_holders[block] += 1
+        self._free.pop(block, None)
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if (key := self._keys.pop(block, None)) is not None:
+            del self._prefixes[key]
+        self._hold(block)
+        return block
+
+    def _drop(self, block: int) -> None:
+        self._num_holders[block] -= 1
+        assert self._num_holders[block] >= 0, f"block {block} was dropped more often than held"
+        if self._num_holders[block] == 0:
+            self._free[block] = None
+            if block not in self._keys:  # nothing worth keeping: the next to be taken
+                self._free.move_to_end(block, last=False)

@@ -1,0 +1,214 @@
+"""GGUF files as checkpoints: llama.cpp's names, metadata and head order turned back into Hugging Face's.
+
+Blocks are dequantised by the `gguf` package, one tensor at a time and only the rows that are asked for.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.device import is_installed
+from whorl.engine.gguf_metadata import _Cursor, read_metadata
+from whorl.engine.weights import Checkpoint, Source
+from whorl.nn import Index
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+# Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+Array = np.ndarray[Any, Any]
+_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, rows taken in `order`."""
+
+    shape: tuple[int, ...]
+    kind: Any  # gguf.GGMLQuantizationType
+    data: Array
+    order: Array | None = None
+
+    def read(self, index: Index) -> Tensor:
+        """Of a matrix, rows are picked before they are dequantised."""
+        from gguf.quants import dequantize
+
+        rows: Any = index[0] if self.order is None else self.order[index[0]]
+        if len(self.shape) == 1:
+            values = dequantize(self.data, self.kind)[rows]
+        else:
+            values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)[(slice(None), *index[1:])]
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def part(self, number: int) -> "Blocks":
+        return Blocks(shape=self.shape[1:], kind=self.kind, data=self.data[number])
+
+    def in_halves(self, num_heads: int) -> "Blocks":
+        """Undo the order of llama.cpp's Llama heads, which rotate neighbouring channels: even ones first, then odd."""
+        order = np.arange(self.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return replace(self, order=order)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    if not is_installed("gguf"):
+        raise ValueError(f"{path}: reading GGUF needs a package: pip install gguf")
+    metadata, stored = read_metadata(path), _read_tensors(path)
+    config = _config(path, metadata, stored)
+    sources = dict(_sources(config, stored))
+    return Checkpoint(path=path, config=config, sources=sources)
+
+
+def _read_tensors(path: Path) -> dict[str, Blocks]:
+    """Tensors by llama.cpp's names, as views of the mapped file."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    with path.open("rb") as file:
+        data = mmap(file.fileno(), 0, access=ACCESS_READ)
+    headers, start = _headers(data)
+    found, cut = {}, []
+    for name, dims, number, offset in headers:
+        shape, kind = tuple(reversed(dims)), GGMLQuantizationType(number)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        row = shape[-1] // block * block_bytes
+        count = prod(shape[:-1]) * row
+        if start + offset + count > len(data):
+            cut.append(name)
+            continue
+        stored = np.frombuffer(data, np.uint8, count, start + offset)
+        found[name] = Blocks(shape=shape, kind=kind, data=stored.reshape(*shape[:-1], row))
+    if cut:
+        raise ValueError(f"{path}: truncated, which cuts {len(cut)} tensors: {', '.join(cut[:8])}")
+    return found
+
+
+def _headers(data: mmap) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
+    """Name, dims (innermost first), type and offset of each tensor; and where the data begins."""
+    cursor = _Cursor(data)
+    cursor.at = 8
+    num_tensors, num_keys = cursor.scalars("Q", 2)
+    alignment = 32
+    for _ in range(num_keys):
+        key, value = cursor.string(), cursor.value(*cursor.scalars("I", 1))
+        alignment = value if key == "general.alignment" else alignment
+    headers = []
+    for _ in range(num_tensors):
+        name, (num_dims,) = cursor.string(), cursor.scalars("I", 1)
+        dims, (kind,), (offset,) = cursor.scalars("Q", num_dims), cursor.scalars("I", 1), cursor.scalars("Q", 1)
+        headers.append((name, dims, kind, offset))
+    return headers, -(-cursor.at // alignment) * alignment
+
+
+def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Source]]:
+    """Each tensor under Hugging Face's name; one that has none keeps its own and is refused as surplus."""
+    for name, blocks in stored.items():
+        if name in _FACTORS:
+            continue
+        match = _NAME.fullmatch(name)
+        if match is None or match["what"] not in NAMES:
+            yield name, _source(blocks)
+            continue
+        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+        target = f"{layer}{NAMES[match['what']]}.{match['kind']}"
+        if config["model_type"] == "llama" and match["what"] in ("attn_q", "attn_k"):
+            heads = "num_attention_heads" if match["what"] == "attn_q" else "num_key_value_heads"
+            blocks = blocks.in_halves(config[heads])
+        if "{}" not in target:
+            yield target, _source(blocks)
+            continue
+        for expert in range(blocks.shape[0]):
+            yield target.format(expert), _source(blocks.part(expert))
+
+
+def _source(blocks: Blocks) -> Source:
+    return Source(shape=blocks.shape, dtype=blocks.kind.name, nbytes=blocks.data.nbytes, read=blocks.read)
+
+
+def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
+    """The metadata as the values of a config.json."""
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"{path}: architecture is {arch!r}; known are {', '.join(ARCHITECTURES)}")
+    values = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    needed = ("block_count", "embedding_length", "attention.head_count", "context_length")
+    missing = [f"{arch}.{key}" for key in needed if key not in values]
+    missing += [name for name in ("token_embd.weight",) if name not in stored]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(missing)} missing")
+    name, model_type = ARCHITECTURES[arch]
+    num_experts = values.get("expert_count", 0)
+    if bool(num_experts) != (arch == "qwen3moe"):
+        raise ValueError(f"{path}: {arch} with {num_experts} experts is not supported")
+    heads = values["attention.head_count"]
+    config = {
+        "architectures": [name],
+        "model_type": model_type,
+        "vocab_size": stored["token_embd.weight"].shape[0],
+        "hidden_size": values["embedding_length"],
+        "intermediate_size": values.get("feed_forward_length") or values.get("expert_feed_forward_length"),
+        "num_hidden_layers": values["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length", values["embedding_length"] // heads),
+        "rms_norm_eps": values.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "max_position_embeddings": values["context_length"],
+        "tie_word_embeddings": "output.weight" not in stored,
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "rope_parameters": _rope(values, stored),
+    }
+    if num_experts:
+        config |= {
+            "num_experts": num_experts,
+            "num_experts_per_tok": values.get("expert_used_count"),
+            "moe_intermediate_size": values.get("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # llama.cpp's qwen3moe always does
+        }
+    return config
+
+
+def _rope(values: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
+    kind = values.get("rope.scaling.type", "none")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
+    if original := values.get("rope.scaling.original_context_length"):
+        rope["original_max_position_embeddings"] = original
+    if (factor := values.get("rope.scaling.attn_factor")) is not None:
+        rope["attention_factor"] = factor
+    short, long = ("rope_freqs.weight",) * 2 if _FACTORS[0] in stored else _FACTORS[1:]
+    if short in stored and long in stored:
+        # Llama 3.1's smoothing arrives as one divisor a channel, which is what longrope calls its factors.
+        factors = {"short_factor": short, "long_factor": long}
+        rope |= {key: stored[name].read((slice(None),)).tolist() for key, name in factors.items()}
+        rope |= {"rope_type": "longrope"} | ({"attention_factor": 1.0} if short == long else {})
+    return rope

@@ -1,0 +1,368 @@
+"""The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
+
+import random
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from whorl.device import default_device, require
+from whorl.nn import Model
+
+from .batch import Batch
+from .blocks import BlockPool
+from .runner import Runner, block_bytes, cache_memory
+from .sampler import Sampler, Token
+from .scheduler import Chunk, Scheduler
+from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .speculate import DraftLength, Proposer, cut
+
+Prompt = str | List[int]
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    eos_ids: tuple[int, ...]
+    special_ids: frozenset[int]
+    added_ids: frozenset[int]
+
+    def __len__(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def detokenizer(self) -> Detokenizer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to a sequence. Text that may become a stop string comes later or not at all."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    timings: Timings
+    logprobs: list[Logprob]
+    prompt_logprobs: list[Logprob]
+    num_cached: int  # prompt tokens that the prefix cache held
+    num_drafted: int
+    num_accepted: int
+
+
+class LLM:
+    """A model with its tokenizer, cache and scheduler. Not for several threads at once.
+
+    path: a folder, a file or a Hugging Face id; None is the small default. Tests and other callers may hand in
+    `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
+    speculate: who drafts; draft_length: how much (None: always the proposer's k).
+    num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
+    max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        model: Model | None = None,
+        tokenizer: Tokenizer | None = None,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        speculate: Proposer | None = None,
+        draft_length: DraftLength | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: int | None = None,
+        use_prefix_cache: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        device = require(device or default_device())
+        if model is None:
+            model, tokenizer = _load(path, tokenizer, device, dtype, max_model_len)
+        self.model, self.tokenizer, self.proposer, self.draft_length = model, tokenizer, speculate, draft_length
+        dtype = _cache_dtype(model)
+        max_len = _at_most(max_model_len, model.max_length, "the model's positions")
+        if num_blocks is None:
+            size = block_bytes(model.cache_specs(), block_size, dtype)
+            most = max_num_seqs * -(-max_len // block_size)
+            num_blocks = min(most, (cache_memory(device) if memory is None else memory) // size)
+        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=use_prefix_cache)
+        self.max_model_len = _at_most(max_model_len, min(max_len, num_blocks * block_size), "the cache")
+        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.runner = Runner(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+        self.sampler = Sampler(model, self.vocab_size)
+        self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
+        self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
+        self._seeds = random.Random(seed)
+        self.num_steps = self.num_drafted = self.num_accepted = 0
+
+    def step(self) -> list[Delta]:
+        """One round of the engine; what it added, sequence by sequence."""
+        chunks = self.scheduler.schedule(lookahead=self.proposer.k if self.proposer else 0)
+        batch = Batch(chunks)
+        if self.proposer is not None:
+            self._propose(self.proposer, batch)
+        if not batch.chunks:
+            return []
+        sampled, scored = self.runner.run(batch)
+        tokens = self.sampler.accept(batch, sampled, scored)
+        self.num_steps += 1
+        return [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
+
+    # ---- requests
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, generated: Iterable[range] = ()
+    ) -> list[Sequence]:
+        """Queue a prompt; one sequence for each of `params.n`. Refuses what could never run with a ValueError.
+
+        generated: spans of the prompt that this engine generated, as a chat's earlier answers are. They keep their
+        role, and with it the cached blocks of the earlier turn.
+        """
+        params = params or SamplingParams()
+        prompt_ids = self._encode(prompt)
+        spans = list(generated)
+        self._check(prompt_ids, params, spans)
+        seed = self._seeds.getrandbits(63)
+        copies: list[Sequence] = []
+        for copy in range(params.n):
+            copies.append(
+                Sequence(
+                    prompt_ids,
+                    params,
+                    max_len=self.max_model_len,
+                    seed=seed,
+                    copy=copy,
+                    generated=spans,
+                    eos_ids=self.eos_ids,
+                    detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                    after=copies[0] if copies and self.pool.use_prefix_cache else None,
+                )
+            )
+        for seq in copies:
+            self.scheduler.add(seq)
+        return copies
+
+    def abort(self, seq: Sequence) -> None:
+        """Stop a sequence and free its blocks; nothing happens to one that is finished."""
+        if not seq.is_finished:
+            seq.finish(FinishReason.ABORT)
+            self.scheduler.finish(seq)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def generate(
+        self,
+        prompts: Prompt | List[Prompt],
+        params: SamplingParams | List[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """Outputs in the order of the prompts, the `n` of a prompt side by side."""
+        sequences = self._add_all(_as_prompts(prompts), params)
+        try:
+            for seq in self._run(sequences, progress):
+                assert seq.is_finished
+        finally:  # after an error or Ctrl-C nothing of this call stays behind
+            for seq in sequences:
+                self.abort(seq)
+        return [_output(seq) for seq in sequences]
+
+    def measure_cost(self, max_rows: int = 16) -> dict[int, float]:
+        """Seconds of a decode step by number of rows, for `DraftLength`."""
+        counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_rows, 16), max_rows})
+        return self.runner.cost([count for count in counts if count <= max_rows])
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and what is held now."""
+        return {
+            "num_steps": self.num_steps,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_blocks": self.pool.num_blocks,
+            "num_blocks_used": self.pool.num_used,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "num_tokens_queried": self.pool.num_queried,
+            "num_tokens_hit": self.pool.num_hit,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+        }
+
+    # ---- the parts of a step
+
+    def _propose(self, proposer: Proposer, batch: Batch) -> None:
+        chunks = [chunk for chunk in batch.chunks if chunk.room > 0]
+        k = proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, len(chunks))
+        if k == 0 or not chunks:
+            return
+        drafts = proposer.propose([chunk.sequence for chunk in chunks])
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            draft = cut(draft[: min(k, chunk.room)], self._special_ids)
+            # A draft takes free blocks; it preempts nobody.
+            while draft and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(draft)):
+                draft.pop()
+            chunk.draft = draft
+
+    def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
+        """Take over what a chunk computed; `tokens` are the accepted ones where it reached the last known token."""
+        seq = chunk.sequence
+        seq.num_computed += chunk.length
+        if tokens is None:
+            self.pool.publish(seq)
+            return None
+        first = len(seq.token_ids)
+        for token in tokens:
+            seq.append(token.id, token.logprob)
+            if seq.is_finished:  # what the draft holds behind the end was never generated
+                break
+        self._count(chunk, len(seq.token_ids) - first)
+        # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
+        seq.num_computed = len(seq.token_ids) - 1
+        self.pool.publish(seq)
+        self.pool.shrink(seq)
+        if seq.is_finished:
+            self.scheduler.finish(seq)
+        return Delta(seq, seq.token_ids[first:], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)
+
+    def _count(self, chunk: Chunk, num_new: int) -> None:
+        num_drafted, num_accepted = len(chunk.draft), min(num_new - 1, len(chunk.draft))
+        chunk.sequence.num_drafted += num_drafted
+        chunk.sequence.num_accepted += num_accepted
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if self.draft_length is not None and num_drafted:
+            self.draft_length.observe(num_drafted, num_accepted)
+
+    # ---- submission
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, and this LLM has no tokenizer: give token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams, spans: List[range]) -> None:
+        if not prompt_ids:
+            raise ValueError("prompt: 0 tokens; at least 1 is needed to predict the next")
+        if bad := [i for i in prompt_ids if not 0 <= i < self.model.vocab_size]:
+            raise ValueError(f"prompt: token ids {bad[:4]} are outside the vocabulary of {self.model.vocab_size}")
+        limit, length = self.max_model_len, len(prompt_ids)
+        if length >= limit:
+            raise ValueError(f"prompt: {length} tokens leave no room for an answer: sequences have up to {limit}")
+        if params.max_tokens is not None and length + params.max_tokens > limit:
+            raise ValueError(
+                f"prompt of {length} tokens and max_tokens {params.max_tokens} make {length + params.max_tokens}: "
+                f"sequences have up to {limit}. Ask for at most {limit - length}, or None for as many as fit"
+            )
+        if params.min_tokens > limit - length:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}; behind this prompt there is room for {limit - length}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        ids = [*params.logit_bias, *params.stop_token_ids]
+        if bad := [i for i in ids if not 0 <= i < self.model.vocab_size]:
+            raise ValueError(f"logit_bias, stop_token_ids: {bad[:4]} are outside the vocabulary")
+        if params.n > 1 and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are the same for every copy: ask for them with n = 1")
+        if any(span.step != 1 or not 0 <= span.start <= span.stop <= length for span in spans):
+            raise ValueError(f"generated: {spans} are not spans of a prompt of {length} tokens")
+
+    def _add_all(self, prompts: List[Prompt], params: SamplingParams | List[SamplingParams] | None) -> list[Sequence]:
+        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"generate: {len(prompts)} prompts and {len(each)} params; give one for all or one for each"
+            )
+        sequences: list[Sequence] = []
+        try:
+            for prompt, asked in zip(prompts, each, strict=True):
+                sequences += self.add(prompt, asked)
+        except ValueError:
+            for seq in sequences:
+                self.abort(seq)
+            raise
+        return sequences
+
+    def _run(self, sequences: List[Sequence], progress: bool) -> Iterator[Sequence]:
+        """Step until all are done, yielding each as it finishes."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress)
+        left = set(sequences)
+        with bar:
+            task = bar.add_task("", total=len(sequences), speed="")
+            while left:
+                for delta in self.step():
+                    if delta.sequence in left and delta.finish_reason is not None:
+                        left.remove(delta.sequence)
+                        yield delta.sequence
+                num_tokens = sum(seq.num_outputs for seq in sequences)
+                elapsed = bar.tasks[task].elapsed or 1e-9
+                bar.update(task, completed=len(sequences) - len(left), speed=f"{num_tokens / elapsed:.1f} tok/s")
+
+
+def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
+    """A string or a list of token ids is one prompt."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
+
+
+def _output(seq: Sequence) -> Output:
+    assert seq.finish_reason is not None
+    return Output(
+        prompt_ids=seq.token_ids[: seq.prompt_len],
+        text=seq.text.value,
+        token_ids=seq.output_ids,
+        finish_reason=seq.finish_reason,
+        timings=seq.timings,
+        logprobs=seq.logprobs,
+        prompt_logprobs=seq.prompt_logprobs,
+        num_cached=seq.num_cached,
+        num_drafted=seq.num_drafted,
+        num_accepted=seq.num_accepted,
+    )
+
+
+def _load(
+    path: str | Path | None,
+    tokenizer: Tokenizer | None,
+    device: str,
+    dtype: torch.dtype | None,
+    max_length: int | None,
+) -> tuple[Model, Tokenizer]:
+    from .tokenizer import Tokenizer as Real
+    from .weights import load_model, resolve
+
+    folder = resolve(path)
+    model = load_model(folder, device=device, dtype=dtype, max_length=max_length)
+    return model, tokenizer or Real.from_path(folder)
+
+
+def _cache_dtype(model: Any) -> torch.dtype:
+    """That of the weight matrices; norms and biases may be kept wider."""
+    return next(p.dtype for p in model.parameters() if p.ndim > 1 and p.is_floating_point())
+
+
+def _at_most(asked: int | None, limit: int, what: str) -> int:
+    if asked is not None and not 2 <= asked <= limit:
+        raise ValueError(f"max_model_len is {asked}; {what} can hold 2 to {limit} tokens")
+    return limit if asked is None else asked

@@ -1,0 +1,115 @@
+"""Prompt lookup: what followed the last time these tokens stood here, in the prompt or in the output."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence as List
+from weakref import WeakKeyDictionary
+
+from whorl.engine.sequence import Sequence
+
+_LOG = logging.getLogger(__name__)
+_LEVELS = 3  # n-gram sizes kept in the index above the shortest
+_LONGEST = 32  # tokens by which matches are told apart
+_RECENT = 32  # matches looked at
+
+
+class _Index:
+    """Where each n-gram of a growing list of tokens is followed by something."""
+
+    def __init__(self, ngram: int) -> None:
+        self.sizes = range(ngram + _LEVELS, ngram - 1, -1)
+        self.warned = False
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._num_seen = 0
+
+    def update(self, tokens: List[int]) -> None:
+        """All tokens but the last, which has no successor."""
+        for end in range(self._num_seen + 1, len(tokens)):
+            for size in self.sizes:
+                if end >= size:
+                    self._places.setdefault(tuple(tokens[end - size : end]), []).append(end)
+        self._num_seen = max(self._num_seen, len(tokens) - 1)
+
+    def matches(self, tokens: List[int]) -> list[int]:
+        """Places behind the longest match of the last tokens, the shortest n-gram being the last resort."""
+        for size in self.sizes:
+            if len(tokens) >= size and (places := self._places.get(tuple(tokens[-size:]))):
+                lengths = {place: _match_len(tokens, place, size) for place in places[-_RECENT:]}
+                longest = max(lengths.values())
+                return [place for place, length in lengths.items() if length == longest]
+        return []
+
+
+class PromptLookup:
+    """Drafts by n-gram match.
+
+    k: longest draft. ngram: shortest match that may draft; longer ones are tried first. min_hist: tokens before the
+    first draft. Where matches go on differently, the draft goes on as most of them do and ends where none has a
+    majority. The guard keeps a model's own repetition from being fed back: a draft with fewer than `guard_distinct`
+    different tokens (or than it has tokens), or that goes on with what the last `guard_tail` tokens all were, is
+    dropped. `loop_warn` equal generated tokens in a row are reported once for each sequence. None of this changes the
+    output, only its speed.
+    """
+
+    def __init__(
+        self,
+        k: int = 10,
+        ngram: int = 1,
+        min_hist: int = 20,
+        *,
+        guard: bool = True,
+        guard_distinct: int = 3,
+        guard_tail: int = 6,
+        loop_warn: int = 8,
+    ) -> None:
+        for name, value in (("k", k), ("ngram", ngram), ("guard_tail", guard_tail), ("loop_warn", loop_warn)):
+            if value < 1:
+                raise ValueError(f"PromptLookup: {name} is {value}, expected at least 1")
+        self.k, self.ngram, self.min_hist = k, ngram, min_hist
+        self.guard, self.guard_distinct, self.guard_tail, self.loop_warn = guard, guard_distinct, guard_tail, loop_warn
+        self._indices: WeakKeyDictionary[Sequence, _Index] = WeakKeyDictionary()
+
+    def propose(self, sequences: List[Sequence]) -> list[list[int]]:
+        return [self._draft(seq) for seq in sequences]
+
+    def _draft(self, seq: Sequence) -> list[int]:
+        index = self._indices.setdefault(seq, _Index(self.ngram))
+        index.update(seq.token_ids)
+        self._warn(seq, index)
+        if len(seq.token_ids) < self.min_hist:
+            return []
+        draft = _agreed(seq.token_ids, index.matches(seq.token_ids), self.k)
+        return [] if self.guard and self._is_suspect(seq.token_ids, draft) else draft
+
+    def _is_suspect(self, tokens: List[int], draft: list[int]) -> bool:
+        is_low_distinct = len(set(draft)) < min(self.guard_distinct, len(draft))
+        is_echo = bool(draft) and set(tokens[-self.guard_tail :]) == {draft[0]}
+        return is_low_distinct or is_echo
+
+    def _warn(self, seq: Sequence, index: _Index) -> None:
+        tail = seq.token_ids[max(seq.prompt_len, len(seq.token_ids) - self.loop_warn) :]
+        if not index.warned and len(tail) == self.loop_warn and len(set(tail)) == 1:
+            index.warned = True
+            _LOG.warning("sequence %d repeats token %d: %d times in a row", seq.id, tail[0], self.loop_warn)
+
+
+def _match_len(tokens: List[int], place: int, length: int) -> int:
+    """How many tokens before `place` equal the last ones; at least `length` do."""
+    while length < min(place, _LONGEST) and tokens[place - length - 1] == tokens[-length - 1]:
+        length += 1
+    return length
+
+
+def _agreed(tokens: List[int], places: list[int], k: int) -> list[int]:
+    """Up to k tokens behind `places`, each the choice of more than half of those that agree so far."""
+    draft: list[int] = []
+    while len(draft) < k:
+        following = [tokens[place + len(draft)] for place in places if place + len(draft) < len(tokens)]
+        if not following:
+            break
+        token, count = Counter(following).most_common(1)[0]
+        if 2 * count <= len(following):
+            break
+        places = [p for p in places if p + len(draft) < len(tokens) and tokens[p + len(draft)] == token]
+        draft.append(token)
+    return draft

@@ -1,0 +1,24 @@
+"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "whorl.models.llama:Llama",
+    "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
+}
+
+
+def find(values: Mapping[str, Any]) -> Any:
+    """The class of a model, from the values of its config.json."""
+    names = values.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            module, _, class_name = ARCHITECTURES[name].partition(":")
+            return getattr(import_module(module), class_name)
+    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}")
+
+
+__all__ = ["ARCHITECTURES", "find"]

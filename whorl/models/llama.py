@@ -1,0 +1,191 @@
+"""Llama: embed, then layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from whorl import ops
+from whorl.nn import ONE, CacheSpec, KVCache, Linear, Ranks, RMSNorm, Rope, Rows, Step, Vocabulary, attend
+from whorl.rope_config import RopeConfig
+
+# Projections that a checkpoint holds apart and one matrix product computes.
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """config.json by its own names; `rope` is what it says about rotation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+        return cls(**cls.read(values))
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields above, with what Hugging Face's class fills in."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        missing = [name for name in sizes if not values.get(name)]
+        if missing:
+            raise ValueError(f"config.json: {', '.join(missing)} missing; found {sorted(values)}")
+        if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
+        heads = values["num_attention_heads"]
+        kv_heads = values.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(f"config.json: {heads} query heads cannot share {kv_heads} key heads evenly")
+        return {name: values[name] for name in sizes} | {
+            "num_key_value_heads": kv_heads,
+            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+            "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+            "rope": RopeConfig.from_hf(values),
+            "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
+            "attention_bias": bool(values.get("attention_bias", False)),
+            "mlp_bias": bool(values.get("mlp_bias", False)),
+        }
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees; None: all."""
+        return None
+
+
+class Attention(Module):
+    def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
+        super().__init__()
+        width, dim = config.hidden_size, config.head_dim
+        sizes = [dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        self.qkv_proj = Linear(
+            width,
+            dict(zip(MERGED["qkv_proj"], sizes, strict=True)),
+            bias=config.attention_bias,
+            shard="column",
+            unit=dim,
+            replicate=("k_proj", "v_proj"),
+            ranks=ranks,
+        )
+        self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", unit=dim, ranks=ranks)
+        self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
+        self.rope, self.window = config.rope, config.window(layer)
+        self.scale = dim**-0.5 * config.rope.softmax_scale_correction
+        self.spec = CacheSpec(num_kv_heads=self.num_kv_heads, head_dim=dim, window=self.window)
+
+    def heads(self, qkv: Tensor) -> Sequence[Tensor]:
+        """q, k and v [T, heads, D] as views of the packed projection."""
+        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        return qkv.unflatten(-1, (sum(counts), -1)).split(counts, 1)
+
+    def rotate(self, qkv: Tensor, rotary: Tensor) -> Sequence[Tensor]:
+        q, k, v = self.heads(qkv)
+        q, k = ops.rope(q, k, rotary, style=self.rope.style, where=self.rope.where)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
+        q, k, v = self.rotate(self.qkv_proj(x, step.rows), rotary)
+        y = attend(q, k, v, step, cache, scale=self.scale, window=self.window)
+        return self.o_proj(y.flatten(1), step.rows)
+
+
+class MLP(Module):
+    def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        merged = dict.fromkeys(MERGED["gate_up_proj"], inner)
+        self.gate_up_proj = Linear(width, merged, bias=config.mlp_bias, shard="column", ranks=ranks)
+        self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x, rows)), rows)
+
+
+class Layer(Module):
+    def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self.attention(config, layer, ranks)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = self.feed_forward(config, layer, ranks)
+
+    def attention(self, config: Any, layer: int, ranks: Ranks) -> Attention:
+        return Attention(config, layer, ranks)
+
+    def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Module:
+        return MLP(config, layer, ranks)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotary: Tensor, step: Step, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The residual travels beside x and is added by the next norm, which reads both anyway."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotary, step, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x, step.rows), residual
+
+
+class Decoder(Module):
+    def __init__(self, config: LlamaConfig, layer_class: type[Layer], ranks: Ranks) -> None:
+        super().__init__()
+        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+        self.layers = ModuleList(layer_class(config, i, ranks) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(Module):
+    config_class: type[LlamaConfig] = LlamaConfig
+    layer_class: type[Layer] = Layer
+    merged = MERGED
+    # In some checkpoints, and computed here.
+    ignored = ("rotary_emb.inv_freq",)
+
+    def __init__(self, config: LlamaConfig, *, ranks: Ranks = ONE, max_length: int | None = None) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, config.vocab_size
+        self.rope = Rope(config.rope, max_length)
+        self.max_length = self.rope.max_length
+        self.model = Decoder(config, self.layer_class, ranks)
+        if not config.tie_word_embeddings:
+            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [layer.self_attn.spec for layer in self.model.layers]  # type: ignore[union-attr,misc]
+
+    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        rotary = self.rope.rows(step)
+        x, residual = self.model.embed_tokens(step.token_ids), None
+        for layer, cache in zip(self.model.layers, caches, strict=True):
+            x, residual = layer(x, residual, rotary, step, cache)
+        return self.model.norm(x, residual)[0]
+
+    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return head.logits(hidden, rows)
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """A config.json small enough for tests."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            **changes,
+        }

@@ -1,0 +1,132 @@
+"""Qwen3, dense and mixture of experts: Llama with an RMSNorm of every query and key head, and sliding windows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from whorl import ops
+from whorl.models import llama
+from whorl.nn import Experts, Linear, Ranks, RMSNorm, Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    layers: tuple[int, ...]  # layers that have experts; the others are dense
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3Config(llama.LlamaConfig):
+    """`experts` is None for the dense model. Every Qwen3 has qk_norm; without it this is Llama, or Llama of experts."""
+
+    windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None = None
+    qk_norm: bool = True
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        is_sparse = values.get("model_type") == "qwen3_moe"
+        if not is_sparse:
+            values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
+        experts = _experts(values) if is_sparse else None
+        return llama.LlamaConfig.read(values) | {"windows": _windows(values, is_sparse), "experts": experts}
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer]
+
+
+def _windows(values: Mapping[str, Any], is_sparse: bool) -> tuple[int | None, ...]:
+    """Layers from max_window_layers on have the window, or those layer_types names; the sparse model's all have it."""
+    count, size = values["num_hidden_layers"], values.get("sliding_window")
+    if not values.get("use_sliding_window") or not size:
+        return (None,) * count
+    first = 0 if is_sparse else values.get("max_window_layers", 28)
+    kinds = None if is_sparse else values.get("layer_types")
+    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
+    if len(kinds) != count or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"config.json: layer_types is {kinds}, expected {count} of sliding_attention, full_attention")
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
+    num_experts = values.get("num_experts") or values.get("num_local_experts") or 0
+    sizes = {name: values.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
+    if not all(sizes.values()) or not num_experts:
+        raise ValueError(f"config.json: qwen3_moe needs num_experts and {', '.join(sizes)}; found {sorted(values)}")
+    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+    count = values["num_hidden_layers"]
+    return ExpertsConfig(
+        num_experts=num_experts,
+        norm_topk_prob=bool(values.get("norm_topk_prob", False)),
+        layers=tuple(i for i in range(count) if i not in dense and (i + 1) % step == 0),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+class Attention(llama.Attention):
+    def __init__(self, config: Qwen3Config, layer: int, ranks: Ranks) -> None:
+        super().__init__(config, layer, ranks)
+        self.is_normed, self.eps = config.qk_norm, config.rms_norm_eps
+        if self.is_normed:
+            self.q_norm = RMSNorm(config.head_dim, self.eps)
+            self.k_norm = RMSNorm(config.head_dim, self.eps)
+
+    def rotate(self, qkv: Tensor, rotary: Tensor) -> Sequence[Tensor]:
+        if not self.is_normed:
+            return super().rotate(qkv, rotary)
+        q, k, _ = ops.qk_norm_rope(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            rotary,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+            style=self.rope.style,
+            with_v=False,
+        )
+        return q, k, self.heads(qkv)[2]
+
+
+class MoE(Module):
+    """Each token goes to the few experts its router scores highest; their outputs are added by those scores."""
+
+    def __init__(self, config: Qwen3Config, experts: ExpertsConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.gate = Linear(config.hidden_size, experts.num_experts)
+        self.experts = Experts(experts.num_experts, config.hidden_size, experts.moe_intermediate_size, ranks=ranks)
+        self.k, self.renormalize = experts.num_experts_per_tok, experts.norm_topk_prob
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        weights, ids = ops.route(self.gate(x, rows), self.k, renormalize=self.renormalize)
+        return self.experts(x, weights, ids, rows)
+
+
+class Layer(llama.Layer):
+    def attention(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Attention:
+        return Attention(config, layer, ranks)
+
+    def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Module:
+        if config.experts is not None and layer in config.experts.layers:
+            return MoE(config, config.experts, ranks)
+        return llama.MLP(config, layer, ranks)
+
+
+class Qwen3(llama.Llama):
+    config_class = Qwen3Config
+    layer_class = Layer
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """A dense config.json small enough for tests; `num_experts` makes it sparse."""
+        names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+        if changes.get("num_experts"):
+            names |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+            changes = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, **changes}
+        return super().tiny(**names, **changes)

@@ -1,0 +1,114 @@
+"""The linear layer of inference, in two classes of rows whose bits do not depend on what runs beside them."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._op import Values, operator, widen
+
+TILE = 32  # rows of every matrix product in the prompt class: always as many, so that a row's bits are its own
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"linear: x is {x.dtype}, expected a floating point dtype")
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"linear: x is {list(x.shape)}, weight {list(weight.shape)}, expected [T, K] and [N, K]")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"linear: weight is {weight.dtype}, expected x's {x.dtype}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in (x.dtype, torch.float32)):
+        raise ValueError(
+            f"linear: bias is {list(bias.shape)} {bias.dtype}, expected [{weight.shape[0]}] in {x.dtype} or fp32"
+        )
+
+
+def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, one product a row: a row's bits depend on that row alone. Both in the dtype of accumulation."""
+    if x.shape[0] == 1:
+        return x @ weight.t()
+    parts = [x[i : i + 1] @ weight.t() for i in range(x.shape[0])]
+    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[0])
+
+
+def multiply_tiles(x: Tensor, weight: Tensor, tile: int = TILE) -> Tensor:
+    """x @ weight.T, always `tile` rows at a time, the last padded: how many rows there are changes no bits."""
+    count = x.shape[0]
+    if not count:
+        return x.new_zeros(0, weight.shape[0])
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile))
+    return torch.cat([part @ weight.t() for part in padded.split(tile)])[:count]
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    tensors = (values["x"], values["weight"], *outputs)
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _flops(values: Values) -> int:
+    return 2 * values["x"].shape[0] * values["weight"].numel()
+
+
+@operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Literal["prompt", "decode"] = "prompt"
+) -> Tensor:
+    """y = x @ weight.T + bias.
+
+    x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; y: [T, N] like x,
+    contiguous. Sums and bias in fp32, one rounding. A row's bits depend on the row, the weight and `rows` alone, not on
+    how many rows there are nor on its place: "decode" fixes the order of each row's sum and is for few rows, "prompt"
+    works in tiles of fixed size and is for many. The two classes differ in their last bits. No gradient.
+    """
+    multiply = multiply_rows if rows == "decode" else multiply_tiles
+    y = multiply(widen(x).contiguous(), widen(weight))
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype).contiguous()
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "size": (5, 8)},
+    {"tokens": (3,), "size": (48, 40), "bias": True},
+    {"tokens": (3,), "size": (33, 64), "rows": "decode", "scale": 0.01},
+    {"tokens": (2,), "size": (200, 576), "rows": "decode", "bias": True},
+    {"tokens": (0,), "size": (16, 32)},
+    {"tokens": (0,), "size": (16, 32), "rows": "decode"},
+    {"tokens": (35,), "size": (70, 100), "sliced": True, "bias": True},
+    {"tokens": (17,), "size": (9, 136), "sliced": True, "rows": "decode"},
+    {"tokens": (5,), "size": (64, 64), "bias": True, "bias_dtype": torch.float32},
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "size": size, "rows": rows}
+    for rows, counts in (("decode", (1, 8)), ("prompt", (4096,)))
+    for tokens in counts
+    for size in ((5120, 2048), (2048, 4096), (151936, 2048))
+    if rows == "decode" or size[0] < 100000
+]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    size: tuple[int, int],
+    bias: bool = False,
+    bias_dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    sliced: bool = False,
+    rows: str = "prompt",
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    x = (scale * torch.randn(tokens[0], size[1] + 8 * sliced, **more))[:, : size[1]]
+    weight = (torch.randn(size[0], size[1] + 8 * sliced, **more) / size[1] ** 0.5)[:, : size[1]]
+    wide = torch.float64 if dtype == torch.float64 else bias_dtype or dtype
+    added = torch.randn(size[0], dtype=wide, device=device) if bias else None
+    return {"x": x, "weight": weight, "bias": added, "rows": rows}
+
+
+linear.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,0 +1,193 @@
+"""Choosing the next token on the device: penalties, then sampling whose noise belongs to the request alone."""
+
+import torch
+from torch import Tensor
+
+from ._op import Values, operator
+
+_MASK = 0xFFFFFFFF
+
+
+def _check(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+) -> None:
+    if logits.dim() != 2 or not logits.shape[1] or logits.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] fp32, V > 0")
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds, "steps": steps}
+    for name, value in given.items():
+        if value.shape != logits.shape[:1]:
+            raise ValueError(f"sample: {name} is {list(value.shape)}, expected [{logits.shape[0]}]")
+        if value.is_floating_point() != (name in ("temperature", "top_p", "min_p")):
+            raise ValueError(f"sample: {name} is {value.dtype}")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A permutation of 32-bit numbers in which every input bit reaches every output bit; x: int64 below 2^32."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)
+
+
+def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit keys of all 64 bits of the seed and of the step."""
+    low, high = _mix(seed & _MASK), (seed >> 32) & _MASK
+    first = _mix(_mix(low ^ high) ^ (step & _MASK))
+    second = _mix(_mix((low + 0x9E3779B9) & _MASK ^ high) ^ ((step >> 32) & _MASK) ^ _mix(first ^ 0x85EBCA6B))
+    return first, second
+
+
+def gumbel(seed: Tensor, step: Tensor, size: int) -> Tensor:
+    """[size] fp32: standard Gumbel noise for every token id, a function of seed and step (both []) alone."""
+    first, second = _keys(seed.long(), step.long())
+    ids = torch.arange(size, device=seed.device)
+    uniform = ((_mix(_mix(ids ^ first) ^ second).float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
+    # -log(1 - u) near 0 by its series: that is where the winner is, and where 1 - u has no digits left.
+    series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform / 4)))
+    exponential = torch.where(uniform < 1 / 64, series, -torch.log(1 - uniform))
+    return -torch.log(exponential)
+
+
+def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """`scaled` [V], its maximum 0, with minus infinity where the token is not to be chosen."""
+    if 0 < top_k < scaled.shape[0]:
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1:
+        found = scaled[scaled > -torch.inf].sort(descending=True).values
+        weights = torch.exp(found)
+        above = weights.cumsum(0) - weights  # mass of what stands before each, equals included
+        reached = above >= top_p * weights.sum()
+        reached[0] = False
+        last = found[int(reached.int().argmax()) - 1] if bool(reached.any()) else found[-1]
+        scaled = scaled.masked_fill(scaled < last, -torch.inf)
+    if min_p > 0:
+        scaled = scaled.masked_fill(torch.exp(scaled) < min_p, -torch.inf)
+    return scaled
+
+
+def _fake(logits: Tensor, **_: object) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+@operator(check=_check, forward_only=True, fake=_fake)
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+) -> Tensor:
+    """One token id for each row.
+
+    logits: [B, V] fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B] int; result: [B] int64.
+    Temperature 0 takes the highest logit, the lowest id on ties. Otherwise the softmax of logits / temperature is
+    sampled among the tokens that pass, in this order: `top_k` (0: all) keeps those no lower than the k-th highest;
+    `top_p` (1: all) keeps a token when those before it in falling order hold less than top_p of what is left, and
+    tokens equal to the last one kept; `min_p` (0: all) keeps those at least min_p times as likely as the likeliest.
+    Some token always passes. The noise is a hash of seed, step and token id, so a row's choice depends on that row
+    alone, in any batch. Logits of minus infinity are never chosen while another is finite. No gradient.
+    """
+    chosen = logits.argmax(-1)
+    warm = [b for b, t in enumerate(temperature.tolist()) if t > 0]
+    ks, ps, ms = top_k.tolist(), top_p.tolist(), min_p.tolist()
+    for b in warm:
+        row = logits[b].contiguous()
+        scaled = _cut((row - row.amax()) / temperature[b], ks[b], ps[b], ms[b])
+        chosen[b] = (scaled + gumbel(seeds[b], steps[b], row.shape[0])).argmax()
+    return chosen
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    counts: Tensor,
+    *,
+    repetition: Tensor | None = None,
+    presence: Tensor | None = None,
+    frequency: Tensor | None = None,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """New logits [B, V] after the penalties and biases of each request.
+
+    logits: [B, V] fp32; tokens: [B, M] int64, the token ids of row b that something is to be done about, each once,
+    then -1; counts: [B, M], how often each was generated (0: it stands in the prompt, or only has a bias, and then
+    below 0). `repetition` [B] (1: none) divides positive logits and multiplies negative ones of tokens with
+    counts >= 0 (Hugging Face); `presence` [B] is subtracted once and `frequency` [B] as often as generated, from
+    tokens with counts > 0 (OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a model's
+    table may be longer than its tokenizer's.
+    """
+    out = logits.clone()
+    if tokens.shape[1]:
+        # Padding repeats the row's first entry: the same value is then written twice.
+        is_real = tokens >= 0
+        at = torch.where(is_real, tokens, tokens[:, :1]).clamp_min(0)
+        counts = torch.where(is_real, counts, torch.where(is_real[:, :1], counts[:, :1], -1))
+        values = _penalized(logits.gather(1, at), counts, repetition, presence, frequency)
+        if bias is not None:
+            bias = torch.where(is_real, bias, torch.where(is_real[:, :1], bias[:, :1], 0))
+            values = values + bias
+        out.scatter_(1, at, values)
+    if vocab_size is not None:
+        out[:, vocab_size:] = -torch.inf
+    return out
+
+
+def _penalized(
+    values: Tensor, counts: Tensor, repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None
+) -> Tensor:
+    if repetition is not None:
+        rate = repetition.unsqueeze(1)
+        values = torch.where(counts >= 0, torch.where(values > 0, values / rate, values * rate), values)
+    times = counts.clamp_min(0).to(values.dtype)
+    if frequency is not None:
+        values = values - times * frequency.unsqueeze(1)
+    if presence is not None:
+        values = values - (times > 0) * presence.unsqueeze(1)
+    return values
+
+
+_SIZES = ({"tokens": (1,), "vocab": 8}, {"tokens": (5,), "vocab": 100}, {"tokens": (3,), "vocab": 1030, "scale": 0.01})
+_CASES: list[Values] = [
+    *_SIZES,
+    {"tokens": (0,), "vocab": 32},
+    {"tokens": (4,), "vocab": 50, "temperature": 0.0},
+    {"tokens": (4,), "vocab": 70, "sliced": True, "top_k": 5},
+    {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_p": 0.8},
+    {"tokens": (4,), "vocab": 200, "scale": 3.0, "min_p": 0.2, "top_p": 0.5, "top_k": 20, "temperature": 1.7},
+    {"tokens": (3,), "vocab": 5000, "scale": 2.0, "top_p": 0.9, "top_k": 50, "temperature": 0.3},
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "vocab": 151936, "scale": 3.0, **more}
+    for tokens in (1, 64)
+    for more in ({"temperature": 0.0}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6})
+]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    vocab: int,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    count = tokens[0]
+    logits = (scale * torch.randn(count, vocab + 3 * sliced, device=device)).to(wide)[:, :vocab]
+
+    def full(value: float, kind: torch.dtype) -> Tensor:
+        return torch.full((count,), value, dtype=kind, device=device)
+
+    return {
+        "logits": logits,
+        "temperature": full(temperature, wide),
+        "top_k": full(top_k, torch.int32),
+        "top_p": full(top_p, wide),
+        "min_p": full(min_p, wide),
+        "seeds": torch.arange(count, device=device) * 7919 + 2**40,
+        "steps": torch.arange(count, device=device) + 11,
+    }
+
+
+sample.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,0 +1,1 @@
+"""What people and programs talk to: `chat` in a terminal. Built on `whorl.engine`."""

@@ -1,0 +1,90 @@
+"""A chat with memory: which tokens the next turn starts from, and which of them the cache still holds."""
+
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The sequence of the last turn: its text, its ids and which of them were generated."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    generated: tuple[range, ...] = ()
+
+
+class Conversation:
+    """Messages, and one sequence that grows with them.
+
+    The next turn goes on from the ids of the last one where its text does, so answers keep the tokens they were
+    generated with, their role and their cached blocks. Where the template rewrites history, as Qwen3's drops earlier
+    thinking, ids are reused up to the change. Without `is_chat` each text is a prompt by itself.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        system: str | None = None,
+        is_chat: bool = True,
+        has_memory: bool = True,
+        enable_thinking: bool | None = None,
+    ) -> None:
+        assert isinstance(llm.tokenizer, Tokenizer)
+        self.llm, self.tokenizer, self.is_chat = llm, llm.tokenizer, is_chat
+        self.system, self.has_memory, self.enable_thinking = system, has_memory and is_chat, enable_thinking
+        self.messages: list[dict[str, Any]] = []
+        self.prompt = ""  # the latest, as the template wrote it
+        self._generated: list[range] = []
+        self._seen = _Seen()
+
+    def check(self) -> None:
+        """Raise ValueError now if the model's template does not take such a conversation."""
+        self._render([{"role": "user", "content": "?"}])
+
+    def ask(self, text: str, params: SamplingParams, *, fit: bool = False) -> Sequence:
+        """Queue the answer to a message; `record` it when it is finished. Nothing is remembered of one refused.
+
+        fit: shorten `max_tokens` to the room there is, instead of refusing.
+        """
+        history = self.messages if self.has_memory else []
+        question = {"role": "user", "content": text}
+        prompt = self._render([*history, question]) if self.is_chat else text
+        token_ids, generated = self._continue(prompt)
+        room = self.llm.max_model_len - len(token_ids)
+        if fit and params.max_tokens is not None and params.max_tokens > room > 0:
+            params = replace(params, max_tokens=room)
+        (seq,) = self.llm.add(token_ids, params, generated=generated)
+        self.messages, self.prompt, self._generated = [*history, question], prompt, generated
+        return seq
+
+    def record(self, seq: Sequence) -> None:
+        """Remember an answer, whole or stopped."""
+        self.messages.append({"role": "assistant", "content": seq.text.value})
+        answer = self.tokenizer.decode(seq.output_ids, skip_special=False)
+        spans = (*self._generated, range(seq.prompt_len, len(seq.token_ids)))
+        self._seen = _Seen(self.prompt + answer, tuple(seq.token_ids), spans)
+
+    def forget(self) -> None:
+        self.messages = []
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self.tokenizer.apply_chat_template([*system, *messages], enable_thinking=self.enable_thinking)
+
+    def _continue(self, prompt: str) -> tuple[list[int], list[range]]:
+        """The ids of a prompt and which of them this engine generated."""
+        seen = self._seen
+        if seen.text and self.is_chat and prompt.startswith(seen.text):
+            rest = self.tokenizer.encode(prompt[len(seen.text) :], add_special=False)
+            return [*seen.token_ids, *rest], list(seen.generated)
+        token_ids = self.tokenizer.encode(prompt, add_special=not self.is_chat)
+        common = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, seen.token_ids, strict=False))
+        )
+        return token_ids, [range(s.start, min(s.stop, common)) for s in seen.generated if s.start < common]

@@ -1,0 +1,261 @@
+"""The engine on a thread of its own: prompts come from the event loop, what each step added goes back to it.
+
+Only this thread touches the engine. The event loop counts the requests, so a limit on them needs no lock.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
+
+from .metrics import Metrics
+
+_LOG = logging.getLogger("whorl.serve")
+_STOP_SECONDS = 30.0  # a step that takes longer is stuck
+
+
+class Engine(Protocol):
+    """What the server needs of `whorl.engine.llm.LLM`."""
+
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, prompt: List[int], params: SamplingParams) -> list[Sequence]: ...
+    def step(self) -> list[Any]: ...
+    def abort(self, seq: Sequence) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+
+
+class EngineError(RuntimeError):
+    """The engine cannot serve: it failed, or it is shutting down."""
+
+
+class QueueFull(RuntimeError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one of a request's sequences."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob]
+    finish_reason: FinishReason | None
+
+
+@dataclass(eq=False)
+class Job:
+    """The prompts of one request and the sequences made of them."""
+
+    prompts: List[List[int]]
+    params: List[SamplingParams]
+    loop: asyncio.AbstractEventLoop
+    events: "asyncio.Queue[Piece | Exception]" = field(default_factory=asyncio.Queue)
+    accepted: "asyncio.Future[None] | None" = None
+    sequences: list[Sequence] = field(default_factory=list)
+    has_begun: bool = False
+
+    async def pieces(self, deadline: float) -> AsyncIterator[Piece]:
+        """Until every sequence is finished; TimeoutError at the deadline, on the loop's clock."""
+        left = len(self.sequences)
+        while left:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    event = await self.events.get()
+            except TimeoutError:
+                raise TimeoutError("the request took longer than this server allows") from None
+            if isinstance(event, Exception):
+                raise event
+            left -= event.finish_reason is not None
+            yield event
+
+
+class EngineThread:
+    """Steps the engine while there is work. max_queue: requests without a token yet that may wait."""
+
+    def __init__(self, llm: Engine, metrics: Metrics, *, max_queue: int = 1024) -> None:
+        self.llm, self.metrics, self.max_queue = llm, metrics, max_queue
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._owners: dict[Sequence, tuple[Job, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
+        self._is_stopping = False
+        self._refusal: str | None = None  # why nothing is taken any more
+        self._queued: set[Sequence] = set()  # not in a step yet
+        self._num_waiting = 0
+        self._step_started: float | None = None
+
+    # ---- on the event loop
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort what is left and end the thread."""
+        self._is_stopping = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+
+    async def submit(self, prompts: List[List[int]], params: List[SamplingParams]) -> Job:
+        """Queue all prompts or none. ValueError: the engine refuses one; QueueFull and EngineError: it is not the
+        request's fault."""
+        self.check()
+        if self._num_waiting >= self.max_queue:
+            raise QueueFull(f"{self._num_waiting} requests wait already")
+        loop = asyncio.get_running_loop()
+        job = Job(prompts, params, loop, accepted=loop.create_future())
+        self._num_waiting += 1
+        self._commands.put(lambda: self._add(job))
+        try:
+            self.check()  # again: a thread that ended in between has not seen the command
+            assert job.accepted is not None
+            await job.accepted
+        except BaseException:
+            self.close(job)
+            raise
+        return job
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise EngineError(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
+        if self._is_stopping:
+            raise EngineError("the server is shutting down")
+
+    def close(self, job: Job) -> None:
+        """The request is over, one way or another: its blocks are free soon after. May be called again."""
+        self._begin(job)
+        self._commands.put(lambda: self._abort(job))
+
+    def stalled_for(self) -> float:
+        """Seconds that the current step has run; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.perf_counter() - started
+
+    def _begin(self, job: Job) -> None:
+        if not job.has_begun:
+            job.has_begun = True
+            self._num_waiting -= 1
+
+    def _deliver(self, pieces: list[tuple[Job, Piece | Exception]]) -> None:
+        for job, piece in pieces:
+            self._begin(job)
+            job.events.put_nowait(piece)
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_commands()
+                if self._owners:
+                    started = self._step_started = time.perf_counter()
+                    deltas = self.llm.step()
+                    self._step_started = None
+                    self._note_admissions(started, deltas)
+                    self._publish(deltas)
+        except BaseException as error:
+            _LOG.exception("the engine failed")
+            self.failure = error
+            self._give_up(f"the engine failed: {type(error).__name__}: {error}")
+            self.on_failure()
+        else:
+            self._give_up("the server is shutting down")
+
+    def _take_commands(self) -> None:
+        """Whatever has come in; waits for something when there is nothing to step."""
+        is_idle = not self._owners
+        while True:
+            try:
+                self._commands.get(block=is_idle)()
+            except queue.Empty:
+                return
+            is_idle = False
+
+    def _add(self, job: Job) -> None:
+        assert job.accepted is not None
+        if self._refusal is not None:
+            self._call(job.loop, _settle, job.accepted, EngineError(self._refusal))
+            return
+        if job.accepted.cancelled():
+            return
+        try:
+            for prompt, params in zip(job.prompts, job.params, strict=True):
+                job.sequences += self.llm.add(prompt, params)
+        except ValueError as error:
+            self._abort(job)
+            self._call(job.loop, _settle, job.accepted, error)
+            return
+        for index, seq in enumerate(job.sequences):
+            self._owners[seq] = job, index
+            self._queued.add(seq)
+        self._call(job.loop, _settle, job.accepted, None)
+
+    def _abort(self, job: Job) -> None:
+        if self.failure is not None:  # its state is unknown
+            return
+        for seq in job.sequences:
+            self._queued.discard(seq)
+            if self._owners.pop(seq, None) is not None:
+                self.metrics.finished(seq, FinishReason.ABORT)
+            self.llm.abort(seq)
+
+    def _note_admissions(self, started: float, deltas: List[Any]) -> None:
+        done = {delta.sequence for delta in deltas}
+        for seq in [seq for seq in self._queued if seq.block_table or seq in done]:
+            self._queued.remove(seq)
+            self.metrics.admitted(seq, started)
+
+    def _publish(self, deltas: List[Any]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Piece | Exception]]] = {}
+        for delta in deltas:
+            seq = delta.sequence
+            owner = self._owners.get(seq)
+            if owner is None:
+                continue
+            job, index = owner
+            end = seq.num_outputs
+            logprobs = seq.logprobs[end - len(delta.token_ids) : end] if seq.logprobs else []
+            piece = Piece(index, delta.text, delta.token_ids, logprobs, delta.finish_reason)
+            by_loop.setdefault(job.loop, []).append((job, piece))
+            self.metrics.progressed(seq, len(delta.token_ids))
+            if delta.finish_reason is not None:
+                del self._owners[seq]
+                self.metrics.finished(seq, delta.finish_reason)
+        for loop, pieces in by_loop.items():
+            self._call(loop, self._deliver, pieces)
+
+    def _give_up(self, reason: str) -> None:
+        """Tell everybody who still waits, and those whose command has not been taken yet."""
+        self._refusal, self._step_started = reason, None
+        jobs = {job for job, _ in self._owners.values()}
+        for job in jobs:
+            self._abort(job)
+            self._call(job.loop, self._deliver, [(job, EngineError(reason))])
+        while not self._commands.empty():
+            self._commands.get()()
+
+    @staticmethod
+    def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,155 @@
+"""What every request passes first: its number, the key, the size of its body. And the shape of every error."""
+
+import asyncio
+import hmac
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .engine_thread import EngineError, QueueFull
+
+_LOG = logging.getLogger("whorl.serve")
+# Probes and scrapers have no key.
+_OPEN = ("/health", "/metrics")
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """What an error of the engine or of a check means to a client."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, QueueFull):
+            return cls(429, f"{error}. Try again later.", code="queue_full", headers={"Retry-After": "1"})
+        if isinstance(error, EngineError):
+            return cls(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
+        if isinstance(error, TimeoutError):
+            return cls(503, str(error) or "the request took too long", code="timeout")
+        if isinstance(error, UnicodeError):
+            return cls(400, "the text is not valid Unicode")
+        if isinstance(error, ValueError | RecursionError):
+            return cls(400, str(error))
+        _LOG.error("a request failed", exc_info=error)
+        return cls(500, f"{type(error).__name__}: see the server's log", code="internal_error")
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        # Half a surrogate pair may come in by JSON, and cannot go out.
+        message = self.message.encode("utf-8", "replace").decode()
+        param = self.param and self.param.encode("utf-8", "replace").decode()
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=dict(self.headers or {}))
+
+
+class Gate:
+    """ASGI middleware. The body is read here, whole: within its size and time, or not at all."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body: int, body_seconds: float) -> None:
+        self.app, self.max_body, self.body_seconds = app, max_body, body_seconds
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        number = Headers(scope=scope).get("x-request-id", "")
+        number = number if number.isascii() and number.isprintable() and 0 < len(number) <= 128 else uuid.uuid4().hex
+        has_begun = False
+
+        async def send_numbered(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(scope=message)["x-request-id"] = number
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            body = await self._read(scope, receive)
+            await self.app(scope, _replay(body, receive), send_numbered)
+        except Exception as error:
+            if has_begun:
+                raise
+            await ApiError.of(error).response()(scope, receive, send_numbered)
+
+    def _check_key(self, scope: Scope) -> None:
+        # A browser asks without a key whether it may ask with one.
+        if self._key is None or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+            return
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+            what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY"
+            header = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, f"the API key {what}", code="invalid_api_key", headers=header)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit():
+            self._check_size(int(announced))
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return bytes(body)
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self.body_seconds:g} seconds") from None
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_body:
+            raise ApiError(413, f"the body has {size} bytes; up to {self.max_body} are taken", code="body_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body in one message, then whatever follows: the end of the connection."""
+    is_given = False
+
+    async def replayed() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def validation_error(errors: Any) -> ApiError:
+    """FastAPI's list of what is wrong, as one error: the first that names a field."""
+    first = errors[0]
+    where = [str(step) for step in first.get("loc", ()) if step != "body"]
+    if first.get("type") == "json_invalid":
+        reason = json.dumps(str(first.get("ctx", {}).get("error", "")))
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    param = ".".join(where) or None
+    message = str(first.get("msg", "invalid")).removeprefix("Value error, ")
+    if first.get("type") == "extra_forbidden":
+        message = "is not a parameter that this server knows"
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return ApiError(400, f"{param}: {message}{more}" if param else f"{message}{more}", param=param)

@@ -1,0 +1,119 @@
+"""What the server counts, for Prometheus: vLLM's names with the prefix `whorl:`, so that its dashboards fit."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from whorl.engine.sequence import FinishReason, Sequence
+
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
+    ("inter_token_latency_seconds", "Between a sequence's tokens.", _BETWEEN),
+    ("request_time_per_output_token_seconds", "A finished sequence's mean time for a token.", _BETWEEN),
+    ("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE),
+    ("request_queue_time_seconds", "From arrival to the first step with it.", _WHOLE),
+    ("request_prefill_time_seconds", "From the first step to the first token.", _WHOLE),
+    ("request_decode_time_seconds", "From the first token to the last.", _WHOLE),
+    ("request_inference_time_seconds", "From the first step to the last token.", _WHOLE),
+    ("request_prompt_tokens", "Prompt tokens of a finished sequence.", _TOKENS),
+    ("request_generation_tokens", "Generated tokens of a finished sequence.", _TOKENS),
+)
+# Name, help, kind, and the value from the engine's `stats()`.
+_FROM_STATS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
+    ("num_requests_running", "Sequences that hold blocks.", "gauge", lambda s: s["num_running"]),
+    ("num_requests_waiting", "Sequences that wait for blocks.", "gauge", lambda s: s["num_waiting"]),
+    ("kv_cache_usage_perc", "Share of the blocks in use; 1 is all.", "gauge", lambda s: _share(s)),
+    ("num_preemptions", "Sequences put back to make room.", "counter", lambda s: s["num_preemptions"]),
+    ("prefix_cache_queries", "Tokens looked up.", "counter", lambda s: s["num_tokens_queried"]),
+    ("prefix_cache_hits", "Tokens found.", "counter", lambda s: s["num_tokens_hit"]),
+    ("spec_decode_num_draft_tokens", "Tokens drafted.", "counter", lambda s: s["num_drafted"]),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "counter", lambda s: s["num_accepted"]),
+)
+
+
+def _share(stats: Mapping[str, int]) -> float:
+    return stats["num_blocks_used"] / stats["num_blocks"]
+
+
+class Metrics:
+    """Counters of one server. `stats` reads the engine's own when somebody asks."""
+
+    def __init__(self, model: str, stats: Callable[[], Mapping[str, int]]) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram
+
+        self._registry = CollectorRegistry()
+        self._stats, self._model = stats, model
+        self._admitted: dict[Sequence, float] = {}
+        self._latest: dict[Sequence, float] = {}
+
+        def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:
+            made = kind(f"whorl:{name}", text, ["model_name"], registry=self._registry, **options)
+            return made.labels(model)
+
+        self._seconds = {name: labelled(Histogram, name, text, buckets=to) for name, text, to in _HISTOGRAMS}
+        self._prompt_tokens = labelled(Counter, "prompt_tokens", "Prompt tokens of sequences that began.")
+        self._tokens = labelled(Counter, "generation_tokens", "Tokens generated.")
+        names = ["model_name", "finished_reason"]
+        self._finished = Counter("whorl:request_success", "Finished sequences.", names, registry=self._registry)
+        for reason in FinishReason:
+            self._finished.labels(model, reason.value)
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the registry: what the engine counts itself."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        stats = self._stats()
+        for name, text, kind, value in _FROM_STATS:
+            family = kinds[kind](f"whorl:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value(stats))
+            yield family
+
+    def render(self) -> tuple[bytes, str]:
+        """The text format and its content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    # ---- on the engine's thread
+
+    def admitted(self, seq: Sequence, at: float) -> None:
+        """The step that began at `at` is the first with the sequence."""
+        self._admitted[seq] = at
+        self._prompt_tokens.inc(seq.prompt_len)
+        self._observe("request_queue_time_seconds", at - seq.timings.added)
+
+    def progressed(self, seq: Sequence, num_tokens: int) -> None:
+        now = time.perf_counter()
+        self._tokens.inc(num_tokens)
+        latest = self._latest.get(seq)
+        if latest is None:
+            self._observe("time_to_first_token_seconds", now - seq.timings.added)
+            self._observe("request_prefill_time_seconds", now - self._admitted.get(seq, now))
+        else:
+            for _ in range(num_tokens):  # a step that accepts a draft gives several at once
+                self._observe("inter_token_latency_seconds", (now - latest) / num_tokens)
+        self._latest[seq] = now
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        latest, admitted = self._latest.pop(seq, None), self._admitted.pop(seq, None)
+        self._finished.labels(self._model, reason.value).inc()
+        if reason is FinishReason.ABORT or latest is None or admitted is None:
+            return
+        timings = seq.timings
+        decode = latest - (timings.first_token or latest)
+        self._observe("e2e_request_latency_seconds", latest - timings.added)
+        self._observe("request_decode_time_seconds", decode)
+        self._observe("request_inference_time_seconds", latest - admitted)
+        self._observe("request_prompt_tokens", seq.prompt_len)
+        self._observe("request_generation_tokens", seq.num_outputs)
+        if seq.num_outputs > 1:
+            self._observe("request_time_per_output_token_seconds", decode / (seq.num_outputs - 1))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._seconds[name].observe(max(value, 0.0))

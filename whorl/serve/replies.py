@@ -1,0 +1,243 @@
+"""From what the engine adds, step by step, to OpenAI's objects: chunks of a stream, or one whole answer.
+
+A reply consumes pieces; the whole answer is made of what the stream would have carried, so the two cannot differ.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from whorl import __version__
+from whorl.engine.sequence import Logprob, Sequence
+
+from .engine_thread import Job, Piece
+from .logprobs import TokenTexts, for_chat, for_completion
+from .prepare import Prepared
+from .schemas import ChatRequest, CompletionRequest, Sampling
+from .tools import Call, Parts, ReplyParser
+
+
+class Reply:
+    """What chat and plain completions share: one request, its sequences in the order of its choices."""
+
+    kind = chunk_kind = prefix = ""
+
+    def __init__(self, request: Sampling, prepared: Prepared, job: Job, model: str, texts: TokenTexts) -> None:
+        self.prepared, self.job, self.texts, self.num_copies = prepared, job, texts, request.n or 1
+        options = request.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._has_running_usage = options is not None and options.continuous_usage_stats
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"whorl-{__version__}",
+        }
+
+    async def whole(self, deadline: float) -> dict[str, Any]:
+        async for piece in self.job.pieces(deadline):
+            self.collect(piece)
+        choices = [self.choice(index) for index in range(len(self.job.sequences))]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    async def chunks(self, deadline: float) -> AsyncIterator[dict[str, Any]]:
+        for choice in self.opening():
+            yield self._chunk([choice])
+        async for piece in self.job.pieces(deadline):
+            for choice in self.advance(piece):
+                yield self._chunk([choice])
+        if self._has_usage:
+            yield self._chunk([]) | {"usage": self.usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._has_running_usage:
+            return chunk | {"usage": self.usage()}
+        return chunk | ({"usage": None} if self._has_usage else {})
+
+    def usage(self) -> dict[str, Any]:
+        sequences = self.job.sequences
+        firsts = sequences[:: self.num_copies]  # copies share a prompt
+        num_prompt = sum(seq.prompt_len for seq in firsts)
+        num_output = sum(self.num_outputs(seq) for seq in sequences)
+        num_drafted, num_accepted = (sum(getattr(s, n) for s in sequences) for n in ("num_drafted", "num_accepted"))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(seq.num_cached for seq in firsts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(self.num_thought(seq) for seq in sequences),
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_drafted - num_accepted,
+            },
+        }
+
+    def num_outputs(self, seq: Sequence) -> int:
+        return seq.num_outputs
+
+    def num_thought(self, seq: Sequence) -> int:
+        return 0
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """What a stream starts with."""
+        raise NotImplementedError
+
+    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a stream carries of a piece."""
+        raise NotImplementedError
+
+    def collect(self, piece: Piece) -> None:
+        raise NotImplementedError
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """The whole one, of everything collected."""
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatRequest, *others: Any, end_think: int | None) -> None:
+        super().__init__(request, *others)
+        self._has_logprobs, self._end_think = bool(request.logprobs), end_think
+        count = len(self.job.sequences)
+        self._parsers = [
+            ReplyParser(
+                may_think=self.prepared.may_think,
+                is_thinking=self.prepared.is_thinking,
+                has_tools=request.uses_tools,
+                is_parallel=request.parallel_tool_calls is not False,
+            )
+            for _ in range(count)
+        ]
+        self._whole = [Parts() for _ in range(count)]
+        self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
+        self._reasons: list[str | None] = [None] * count
+
+    def num_thought(self, seq: Sequence) -> int:
+        ids = seq.output_ids
+        return ids.index(self._end_think) if self._end_think in ids else 0
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self._parsers)):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._logprobs[piece.index] += piece.logprobs
+        num_calls = self._parsers[piece.index].num_calls
+        for delta in _deltas(self._parse(piece), num_calls):
+            yield self._delta(piece.index, delta)
+        if piece.finish_reason is not None:
+            yield self._delta(piece.index, {}, self._reason(piece))
+
+    def collect(self, piece: Piece) -> None:
+        self._logprobs[piece.index] += piece.logprobs
+        parts, whole = self._parse(piece), self._whole[piece.index]
+        whole.reasoning += parts.reasoning
+        whole.content += parts.content
+        whole.calls += parts.calls
+        if piece.finish_reason is not None:
+            self._reasons[piece.index] = self._reason(piece)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        parts = self._whole[index]
+        has_content = bool(parts.content) or not parts.calls
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content if has_content else None}
+        message["refusal"] = None
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["tool_calls"] = [_call(call, call.arguments) for call in parts.calls]
+        logprobs = self._take_logprobs(index)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+
+    def _parse(self, piece: Piece) -> Parts:
+        return self._parsers[piece.index].add(piece.text, is_last=piece.finish_reason is not None)
+
+    def _reason(self, piece: Piece) -> str:
+        has_calls = self._parsers[piece.index].num_calls > 0 and piece.finish_reason == "stop"
+        return "tool_calls" if has_calls else str(piece.finish_reason)
+
+    def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        is_opening = "role" in delta
+        logprobs = None if is_opening else self._take_logprobs(index)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _take_logprobs(self, index: int) -> dict[str, Any] | None:
+        found, self._logprobs[index] = self._logprobs[index], []
+        return for_chat(self.texts, found) if found else None
+
+
+def _deltas(parts: Parts, num_calls: int) -> Iterator[dict[str, Any]]:
+    if parts.reasoning:
+        yield {"reasoning_content": parts.reasoning}
+    if parts.content:
+        yield {"content": parts.content}
+    for index, call in enumerate(parts.calls, start=num_calls):
+        yield {"tool_calls": [{"index": index} | _call(call, "")]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]}
+
+
+def _call(call: Call, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+class CompletionReply(Reply):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, *others: Any) -> None:
+        super().__init__(request, *others)
+        self._num_top, self._echo = request.logprobs, request.echo
+        self._only_scores = request.max_tokens == 0
+        count = len(self.job.sequences)
+        self._whole = [""] * count
+        self._logprobs: list[list[Logprob | int]] = [[] for _ in range(count)]
+        self._offsets = [0] * count  # of the next token that gets logprobs
+        self._reasons: list[str | None] = [None] * count
+        self._has_begun = [False] * count
+
+    def num_outputs(self, seq: Sequence) -> int:
+        return 0 if self._only_scores else seq.num_outputs
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        self.collect(piece)
+        index = piece.index
+        text, self._whole[index] = self._whole[index], ""
+        if text or self._reasons[index] is not None:
+            yield self._choice(index, text)
+
+    def collect(self, piece: Piece) -> None:
+        index = piece.index
+        if self._echo and not self._has_begun[index]:
+            self._whole[index] += self.prepared.texts[index // self.num_copies]
+            seq = self.job.sequences[index]
+            if self._num_top is not None:
+                self._logprobs[index] += [seq.token_ids[0], *seq.prompt_logprobs]
+        self._has_begun[index] = True
+        if not self._only_scores:
+            self._whole[index] += piece.text
+            self._logprobs[index] += piece.logprobs
+        if piece.finish_reason is not None:
+            self._reasons[index] = "length" if self._only_scores else str(piece.finish_reason)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        return self._choice(index, self._whole[index])
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": self._take(index), "finish_reason": self._reasons[index]}
+
+    def _take(self, index: int) -> dict[str, Any] | None:
+        found, self._logprobs[index] = self._logprobs[index], []
+        if self._num_top is None:
+            return None
+        start = self._offsets[index]
+        self._offsets[index] += sum(
+            len(self.texts.text(one if isinstance(one, int) else one.token_id)) for one in found
+        )
+        return for_completion(self.texts, found, start=start, num_top=self._num_top)

@@ -1,0 +1,231 @@
+"""What clients may send. A field that is not here is refused by name: none is ignored without a word.
+
+Fields marked "no effect" are OpenAI's and change nothing that this server answers.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
+Stop = Annotated[str, Field(min_length=1)]
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # no effect
+
+
+class Sampling(Strict):
+    """What both ways of asking share."""
+
+    model: str | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Count = 0
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all")] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = Field(None, description="no effect")
+    user: str | None = Field(None, description="no effect")
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream = true")
+        return self
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Strict):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # Clients send an assistant's answer back as they got it; both are null in what this server gives.
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Strict):
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: type json_schema and a field json_schema go together")
+        return self
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=16384)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="none turns thinking off; the others leave it to the template"
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = Field(None, description="no effect: drafts come from the text itself")
+    prompt_cache_key: str | None = Field(None, description="no effect: every prompt is looked up")
+    prompt_cache_retention: str | None = Field(None, description="no effect")
+    safety_identifier: str | None = Field(None, description="no effect")
+    service_tier: str | None = Field(None, description="no effect")
+    store: bool | None = Field(None, description="no effect: nothing is stored")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="no effect")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only with logprobs = true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tools: a name comes twice in {names}")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required, and there are no tools")
+        if self.forces_a_tool and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("response_format: JSON and a forced tool call exclude each other")
+        return self
+
+    @property
+    def forces_a_tool(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=4096)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096)]
+    )
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Count | None = Field(16, description="0 with echo: only score the prompt")
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}; only n itself ({self.n or 1}) is supported")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 is allowed only with echo = true")
+        return self
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody

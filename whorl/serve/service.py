@@ -1,0 +1,151 @@
+"""What the server does for each address. `openai.create_app` says which address that is."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from whorl import __version__
+
+from .engine_thread import EngineThread
+from .gate import ApiError
+from .logprobs import TokenTexts
+from .metrics import Metrics
+from .openai import Settings
+from .prepare import Prepared, Preparer
+from .replies import ChatReply, CompletionReply, Reply
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from .stream import EventStream, unless_gone
+from .tools import END_THINK
+
+if TYPE_CHECKING:
+    from whorl.engine.llm import LLM
+    from whorl.engine.tokenizer import Tokenizer
+
+
+class Service:
+    """One model, asked over HTTP."""
+
+    def __init__(self, llm: "LLM", settings: Settings) -> None:
+        tokenizer: Any = llm.tokenizer  # the engine asks less of it than the server
+        if tokenizer is None:
+            raise ValueError("serve: the model has no tokenizer")
+        self.settings = settings
+        self.tokenizer: Tokenizer = tokenizer
+        self.metrics = Metrics(settings.names[0], llm.stats)
+        self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
+        self._preparer = Preparer(tokenizer, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size)
+        self._texts = TokenTexts(tokenizer)
+        self._created = int(time.time())
+
+    # ---- generating
+
+    async def chat_completions(self, request: ChatRequest, http: Request) -> Response:
+        """A reply to a conversation."""
+        end_think = self.tokenizer.token_id(END_THINK)
+
+        def reply(prepared: Prepared, job: Any, model: str) -> Reply:
+            return ChatReply(request, prepared, job, model, self._texts, end_think=end_think)
+
+        return await self._generate(request, http, self._preparer.chat, reply)
+
+    async def completions(self, request: CompletionRequest, http: Request) -> Response:
+        """What comes after a text or after token ids; one prompt or several."""
+
+        def reply(prepared: Prepared, job: Any, model: str) -> Reply:
+            return CompletionReply(request, prepared, job, model, self._texts)
+
+        return await self._generate(request, http, self._preparer.completion, reply)
+
+    async def _generate(self, request: Sampling, http: Request, prepare: Any, make_reply: Any) -> Response:
+        model = self._model(request.model)
+        self.engine.check()
+        deadline = asyncio.get_running_loop().time() + self.settings.timeout
+        prepared: Prepared = await asyncio.to_thread(prepare, request)
+        job = await self.engine.submit(prepared.prompts, [prepared.params] * len(prepared.prompts))
+        reply = make_reply(prepared, job, model)
+        if request.stream:
+            return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
+
+        async def whole() -> Response:
+            return JSONResponse(await reply.whole(deadline))
+
+        try:
+            return await unless_gone(http, whole())
+        finally:
+            self.engine.close(job)
+
+    def _model(self, asked: str | None) -> str:
+        """The name that the client used."""
+        names = self.settings.names
+        if asked is not None and asked not in names:
+            has = ", ".join(names)
+            raise ApiError(404, f"the model {asked!r} is not here. Has: {has}", param="model", code="model_not_found")
+        return asked or names[0]
+
+    # ---- tokens
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """The ids of a text or of a conversation."""
+        self._model(request.model)
+        ids = await asyncio.to_thread(self._encode, request)
+        found = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
+        return found | ({"token_strs": [self._texts.name(i) for i in ids]} if request.return_token_strs else {})
+
+    def _encode(self, request: TokenizeRequest) -> list[int]:
+        if request.messages is None:
+            assert request.prompt is not None
+            return self.tokenizer.encode(request.prompt, add_special=request.add_special_tokens)
+        variables = dict(request.chat_template_kwargs or {})
+        text = self._preparer.render(request.messages, request.tools, request.add_generation_prompt, variables)
+        return self.tokenizer.encode(text, add_special=False)
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """The text of ids."""
+        self._model(request.model)
+        return {"prompt": self.tokenizer.decode(request.tokens, skip_special=False)}
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """What a client needs to know to cut texts as this model does."""
+        eos_id, bos_id = next(iter(self.tokenizer.eos_ids), None), self.tokenizer.bos_id
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            "eos_token": None if eos_id is None else self.tokenizer.token(eos_id),
+            "bos_token": None if bos_id is None else self.tokenizer.token(bos_id),
+            "pad_token": None,
+            "chat_template": self.tokenizer.template.sources.get("default"),
+            "model_max_length": self._preparer.max_model_len,
+        }
+
+    # ---- the server itself
+
+    async def models(self) -> dict[str, Any]:
+        """The model, by each of its names."""
+        return {"object": "list", "data": [self._card(name) for name in self.settings.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One model."""
+        return self._card(self._model(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
+        return about | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
+
+    async def health(self) -> dict[str, str]:
+        """200 while the engine answers."""
+        self.engine.check()
+        seconds = self.engine.stalled_for()
+        if seconds > self.settings.stall_seconds:
+            raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
+        return {"status": "ok"}
+
+    async def prometheus(self) -> Response:
+        """Counters in Prometheus's text format."""
+        text, kind = self.metrics.render()
+        return Response(text, media_type=kind)
+
+    async def version(self) -> dict[str, str]:
+        """The server's version."""
+        return {"version": __version__}

@@ -1,0 +1,64 @@
+"""Server-sent events, and ways to notice that nobody listens any more."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from .gate import ApiError
+
+_DONE = "data: [DONE]\n\n"
+# Proxies must neither keep an answer nor collect it before passing it on.
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_CLIENT_CLOSED = 499  # nginx's number; nobody reads it
+
+
+class EventStream(StreamingResponse):
+    """Chunks as events. `close` runs when the answer is over, however it ends."""
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+        super().__init__(_events(chunks), media_type="text/event-stream", headers=_HEADERS)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except Exception as error:  # the status is out: the error travels in the stream
+        yield _event(ApiError.of(error).body())
+    yield _DONE
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of the work, which is cancelled when the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=_CLIENT_CLOSED)
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
