@@ -36,6 +36,8 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 
 {% endif %}{% if opens_thinking %}<think>
 {% endif %}{% endif %}"""
+NO_THINKING, THINKING = "<think>\n\n</think>\n\n", "<think>\n"
+OPENS = "open "  # how a question begins whose prompt opens a think tag
 MODEL = "told"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -96,14 +98,17 @@ class Told:
     def next_id(self, ids: list[int]) -> int:
         text = self.tokenizer.decode(ids, skip_special=False)
         head, mark, said = text.rpartition("<|im_start|>assistant\n")
-        if mark:
-            said = said.removeprefix("<think>\n\n</think>\n\n")
-            question = head.removesuffix("<|im_end|>\n").rpartition("\n")[2]
-            answer = self.answers.get(question, self.tokenizer.encode(ALPHABET))
-            num_said = len(self.tokenizer.encode(said))
-            return answer[num_said] if num_said < len(answer) else self.tokenizer.eos_ids[0]
-        letter = ALPHABET[(ALPHABET.find(text[-1:]) + 1) % len(ALPHABET)]
-        return self.tokenizer.encode(letter)[0]
+        if not mark:
+            letter = ALPHABET[(ALPHABET.find(text[-1:]) + 1) % len(ALPHABET)]
+            return self.tokenizer.encode(letter)[0]
+        opening = NO_THINKING if said.startswith(NO_THINKING) else ""
+        question = head.removesuffix("<|im_end|>\n").rpartition("\n")[2]
+        if question.startswith(OPENS):
+            opening = THINKING
+        # Counted in ids: half a character has no text.
+        num_said = len(ids) - len(self.tokenizer.encode(head + mark + opening))
+        answer = self.answers.get(question, self.tokenizer.encode(ALPHABET))
+        return answer[num_said] if num_said < len(answer) else self.tokenizer.eos_ids[0]
 
 
 def told(answers: dict[str, str] | None = None, *, delay: float = 0.0, **options: Any) -> LLM:

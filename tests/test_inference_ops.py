@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from test_ops import backends_here
 from torch import Tensor
 
@@ -66,7 +65,7 @@ def test_the_plain_product_would_fail() -> None:
     x, weight = torch.randn(77, 768), torch.randn(1536, 768)
     if torch.equal(torch.nn.functional.linear(x[:1], weight), torch.nn.functional.linear(x, weight)[:1]):
         pytest.skip("this machine's BLAS is row-invariant")
-    with pytest.raises(AssertionError, match="rows .* differ"):
+    with pytest.raises(AssertionError, match=r"rows .* differ"):
         assert_rows_stand_alone(lambda i: torch.nn.functional.linear(x[i], weight), 77, subsets(77))
 
 
@@ -127,11 +126,11 @@ def dense(p: SimpleNamespace, b: int, window: int = 0) -> Tensor:
 
 
 SHAPES = [
-    dict(heads=4, kv_heads=4, dim=32),
-    dict(heads=9, kv_heads=3, dim=64),
-    dict(heads=8, kv_heads=1, dim=40, block=16),
-    dict(heads=4, kv_heads=2, dim=128, block=4),
-    dict(heads=16, kv_heads=2, dim=16, block=1),
+    {"heads": 4, "kv_heads": 4, "dim": 32},
+    {"heads": 9, "kv_heads": 3, "dim": 64},
+    {"heads": 8, "kv_heads": 1, "dim": 40, "block": 16},
+    {"heads": 4, "kv_heads": 2, "dim": 128, "block": 4},
+    {"heads": 16, "kv_heads": 2, "dim": 16, "block": 1},
 ]
 
 
@@ -189,7 +188,8 @@ def test_padding_rows_are_zero(rows: str, backend: str, device: str) -> None:
     q = torch.cat([p.qs[0], torch.randn(3, 4, 32)])
     tensors = [q, p.k_cache, p.v_cache, p.tables, *(torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [5]))]
     out = paged_attention(*(t.to(device) for t in tensors), scale=1.0, rows=rows, backend=backend)
-    assert out[:2].abs().min() > 0 and not out[2:].any()
+    assert out[:2].abs().min() > 0
+    assert not out[2:].any()
 
 
 def test_attention_is_hugging_faces() -> None:
@@ -379,6 +379,20 @@ def test_which_tokens_may_be_chosen(backend: str, given: dict[str, Any], expecte
     assert found <= expected if is_slow(backend) else found == expected
 
 
+def chi_square(seen: Tensor, expected: Tensor) -> float:
+    """Probability of counts at least this far from the expected ones."""
+    distance = ((seen - expected).square() / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2).double(), distance / 2).item()
+
+
+def is_gumbel(x: Tensor) -> bool:
+    """Kolmogorov-Smirnov at one in ten thousand."""
+    found = torch.exp(-torch.exp(-x.sort().values))
+    steps = torch.arange(len(x) + 1) / len(x)
+    distance = torch.maximum((found - steps[:-1]).abs(), (found - steps[1:]).abs()).max()
+    return distance.item() * len(x) ** 0.5 < 2.225
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vary", ["seeds", "steps"])
 def test_the_distribution(temperature: float, vary: str, device: str) -> None:
@@ -398,18 +412,19 @@ def test_the_distribution(temperature: float, vary: str, device: str) -> None:
         seen = torch.bincount(got, minlength=12)
         assert not seen[expected == 0].any()
         inside = expected > 0
-        assert stats.chisquare(seen[inside].numpy(), (expected[inside] * count).numpy()).pvalue > 1e-4
+        assert chi_square(seen[inside], expected[inside] * count) > 1e-4
 
 
 def test_the_noise_is_gumbel_and_independent() -> None:
     step = torch.tensor(3)
     noise = [gumbel(torch.tensor(seed), step, 40000).double() for seed in (0, 1, 2**40, 2**40 + 1, -5)]
     for one in noise:
-        assert stats.kstest(one.numpy(), "gumbel_r").pvalue > 1e-4
+        assert is_gumbel(one)
     for other in [*noise[1:], gumbel(torch.tensor(0), step + 1, 40000).double(), noise[0].roll(1)]:
         assert abs(np.corrcoef(noise[0].numpy(), other.numpy())[0, 1]) < 0.02
     rows = torch.stack([gumbel(torch.tensor(seed), step, 2) for seed in range(4000)]).double()
-    assert stats.kstest(rows[:, 0].numpy(), "gumbel_r").pvalue > 1e-4
+    assert is_gumbel(rows[:, 0])
+    assert not is_gumbel(rows[:, 0] * 1.1)
     assert abs(np.corrcoef(rows.numpy().T)[0, 1]) < 0.06
 
 

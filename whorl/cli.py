@@ -111,52 +111,91 @@ def doctor(
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
 
 
+_SAMPLING, _CHAT, _MODEL, _LOOKUP = "Sampling", "Chat", "Model", "Prompt lookup decoding"
+
+
+def _number(*names: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
+    return typer.Option(*names, min=least, max=most, metavar="N", help=text, rich_help_panel=panel)
+
+
+def _flag(*names: str, panel: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="A folder, a .gguf file or a Hugging Face id. Default: SmolLM2-135M-Instruct."
+        metavar="MODEL", help="A folder, a .gguf file or a Hugging Face id. Default: SmolLM2-135M-Instruct."
     ),
 ]
-ModelDir = Annotated[str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.")]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "--n-predict", "-n", min=1, help="Longest answer.", show_default=False)
+ModelDir = Annotated[
+    str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.", rich_help_panel=_MODEL)
 ]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", "-t", min=0.0, help="0: greedy. Default: what the model advises, or 0.")
-]
-TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K likeliest tokens; 0: all.")]
-TopP = Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from this much probability.")]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", min=0.0, max=1.0, help="Leave out what is this much less likely than the top."),
-]
-Seed = Annotated[int, typer.Option("--seed", "-s", help="0: another one each time.")]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of a chat.")]
-Reset = Annotated[bool, typer.Option("--reset", help="No memory: each message of the chat is the first.")]
-NoStream = Annotated[bool, typer.Option("--no-stream", help="Print an answer when it is whole.")]
-Think = Annotated[
-    bool | None, typer.Option("--think/--no-think", help="Whether a model that can think first does. Default: its own.")
-]
+ModelDevice = Annotated[Device | None, _flag("--device", panel=_MODEL, text="Default: the best this machine has.")]
+ModelDtype = Annotated[Dtype | None, _flag("--dtype", panel=_MODEL, text="Of the weights. Default: the model's.")]
 MaxSeq = Annotated[
-    int | None, typer.Option("--max-seq", min=2, help="Longest prompt and answer together. Default: the model's.")
+    int | None,
+    _number("--max-seq", panel=_MODEL, least=2, text="Longest prompt and answer together. Default: what fits."),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tp", "--tp-size", envvar="TP_SIZE", min=1, help="Devices to share the model among.")
+    int,
+    typer.Option(
+        *("--tp", "--tp-size"),
+        envvar="TP_SIZE",
+        min=1,
+        metavar="N",
+        help="Devices to share the model among.",
+        rich_help_panel=_MODEL,
+    ),
 ]
-ModelDevice = Annotated[Device | None, typer.Option("--device", help="Default: the best this machine has.")]
-ModelDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights. Default: the model's.")]
-Lookup = Annotated[bool, typer.Option("--pld", help="Prompt lookup: draft from what was said. Same text, sooner.")]
-LookupK = Annotated[int | None, typer.Option("--pld-k", min=1, help="Longest draft (10).")]
-LookupNgram = Annotated[int | None, typer.Option("--pld-ngram", min=1, help="Shortest match that may draft (1).")]
-LookupMinHist = Annotated[int | None, typer.Option("--pld-min-hist", min=0, help="Tokens before the first draft (20).")]
-LookupNoGuard = Annotated[bool, typer.Option("--pld-no-guard", help="Draft repetitions too.")]
+Temperature = Annotated[
+    float | None,
+    _number("--temperature", "-t", panel=_SAMPLING, least=0, text="0: greedy. Default: what the model advises, or 0."),
+]
+TopK = Annotated[
+    int | None, _number("--top-k", panel=_SAMPLING, least=0, text="Sample from the N likeliest tokens; 0: all.")
+]
+TopP = Annotated[
+    float | None,
+    _number("--top-p", panel=_SAMPLING, least=0, most=1, text="Sample from the likeliest that make up N; 1: all."),
+]
+MinP = Annotated[
+    float | None,
+    _number("--min-p", panel=_SAMPLING, least=0, most=1, text="Leave out what is under N of the likeliest; 0: none."),
+]
+Seed = Annotated[int, _number("--seed", "-s", panel=_SAMPLING, text="0: another one each time.")]
+MaxTokens = Annotated[
+    int | None, _number("--max-tokens", "--n-predict", "-n", panel=_SAMPLING, least=1, text="Longest answer.")
+]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="The system message.", rich_help_panel=_CHAT)
+]
+Reset = Annotated[bool, _flag("--reset", panel=_CHAT, text="No memory: each message is the first.")]
+NoStream = Annotated[bool, _flag("--no-stream", panel=_CHAT, text="Print an answer when it is whole.")]
+Think = Annotated[
+    bool | None,
+    _flag("--think/--no-think", panel=_CHAT, text="Whether a model that can think first does. Default: its own."),
+]
+Lookup = Annotated[bool, _flag("--pld", panel=_LOOKUP, text="Draft from what was said: the same text, sooner.")]
+LookupK = Annotated[int | None, _number("--pld-k", panel=_LOOKUP, least=1, text="Longest draft (10).")]
+LookupNgram = Annotated[
+    int | None, _number("--pld-ngram", panel=_LOOKUP, least=1, text="Shortest match that may draft (1).")
+]
+LookupMinHist = Annotated[
+    int | None, _number("--pld-min-hist", panel=_LOOKUP, least=0, text="Tokens before the first draft (20).")
+]
+LookupNoGuard = Annotated[bool, _flag("--pld-no-guard", panel=_LOOKUP, text="Draft repetitions too.")]
 LookupDistinct = Annotated[
-    int | None, typer.Option("--pld-guard-distinct", min=0, help="Fewest different tokens of a draft (3).")
+    int | None,
+    _number("--pld-guard-distinct", panel=_LOOKUP, least=0, text="Fewest different tokens of a draft (3)."),
 ]
 LookupTail = Annotated[
-    int | None, typer.Option("--pld-guard-tail", min=1, help="Equal tokens after which their like is not drafted (6).")
+    int | None,
+    _number("--pld-guard-tail", panel=_LOOKUP, least=1, text="Equal tokens after which their like is not drafted (6)."),
 ]
-LookupWarn = Annotated[int | None, typer.Option("--pld-loop-warn", min=1, help="Equal tokens to warn of (8).")]
+LookupWarn = Annotated[
+    int | None, _number("--pld-loop-warn", panel=_LOOKUP, least=1, text="Equal tokens in a row to warn of (8).")
+]
 
 
 def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
@@ -193,12 +232,13 @@ def generate(
     min_p: MinP = None,
     seed: Seed = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", "-c", help="The prompt is a message: write it with the model's chat template.")
+        bool,
+        _flag("--chat", "-c", panel=_CHAT, text="The prompt is a message: write it with the model's chat template."),
     ] = False,
     system: System = None,
     think: Think = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Read prompts line by line; with --chat a conversation.")
+        bool, _flag("--interactive", "-i", panel=_CHAT, text="Read prompts line by line; with --chat a conversation.")
     ] = False,
     reset: Reset = False,
     no_stream: NoStream = False,

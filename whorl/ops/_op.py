@@ -102,9 +102,11 @@ class Op:
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             # Always called with every argument by name, so names are the contract; defaults and types stand once,
-            # in the reference.
-            names = list(inspect.signature(function).parameters)
-            if names != self._names:
+            # in the reference. `**rest` takes those a backend only hands on.
+            parameters = inspect.signature(function).parameters.values()
+            names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            has_rest = len(names) < len(parameters)
+            if not set(names) <= set(self._names) or not (has_rest or names == self._names):
                 raise TypeError(f"{self.name}/{backend} takes {names}, the reference {self._names}")
             self.impls[backend] = Impl(backend, function, accepts)
             return function

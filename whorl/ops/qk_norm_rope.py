@@ -178,38 +178,17 @@ def _triton_reason(qkv: Tensor, num_heads: int, num_kv_heads: int, **_: object) 
 
 
 @qk_norm_rope.impl("triton", accepts=_triton_reason)
-def _(  # type: ignore[no-untyped-def]
-    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style, with_v
-):
+def _(**values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     from .qk_norm_rope_triton import forward
 
-    heads = (num_heads, num_kv_heads)
-    return forward(qkv, q_weight, k_weight, cos_sin, positions, heads, eps, plus_one, sections, layout, style, with_v)
+    return forward(**values)
 
 
 @qk_norm_rope_backward.impl("triton", accepts=_triton_reason)
-def _(  # type: ignore[no-untyped-def]
-    dq,
-    dk,
-    dv,
-    qkv,
-    q_weight,
-    k_weight,
-    cos_sin,
-    positions,
-    num_heads,
-    num_kv_heads,
-    eps,
-    plus_one,
-    sections,
-    layout,
-    style,
-):
+def _(**values: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .qk_norm_rope_triton import backward
 
-    heads = (num_heads, num_kv_heads)
-    grads = (dq, dk, dv)
-    return backward(grads, qkv, q_weight, k_weight, cos_sin, positions, heads, eps, plus_one, sections, layout, style)
+    return backward(**values)
 
 
 def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
@@ -218,36 +197,42 @@ def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int,
 
 
 @qk_norm_rope.impl("torch_npu", accepts=_npu_reason)
-def _(  # type: ignore[no-untyped-def]
-    qkv, q_weight, k_weight, cos_sin, positions, num_heads, num_kv_heads, eps, plus_one, sections, layout, style, with_v
-):
+def _(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    plus_one: bool,
+    with_v: bool,
+    **how: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     norm = rms_norm.impls["torch_npu"].function
-    how = {"sections": sections, "layout": layout, "style": style}
     q, k, v = _heads(qkv, num_heads, num_kv_heads)
     q, k = norm(q, q_weight, eps, plus_one), norm(k, k_weight, eps, plus_one)
     return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), _copied(v) if with_v else None
 
 
 @qk_norm_rope_backward.impl("torch_npu", accepts=_npu_reason)
-def _(  # type: ignore[no-untyped-def]
-    dq,
-    dk,
-    dv,
-    qkv,
-    q_weight,
-    k_weight,
-    cos_sin,
-    positions,
-    num_heads,
-    num_kv_heads,
-    eps,
-    plus_one,
-    sections,
-    layout,
-    style,
-):
+def _(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor | None,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    plus_one: bool,
+    **how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     backward = rms_norm_backward.impls["torch_npu"].function
-    how = {"sections": sections, "layout": layout, "style": style}
     q, k, _ = _heads(qkv, num_heads, num_kv_heads)
     dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, cos_sin, positions, how, "torch_npu")
     dq, dq_weight = backward(dq, q, q_weight, None, eps, plus_one)

@@ -334,7 +334,8 @@ def forward(
     k_weight: Tensor,
     cos_sin: Tensor,
     positions: Tensor | None,
-    heads: tuple[int, int],
+    num_heads: int,
+    num_kv_heads: int,
     eps: float,
     plus_one: bool,
     sections: Sequence[int] | None,
@@ -342,7 +343,8 @@ def forward(
     style: str,
     with_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows, (hq, hk), dim = _rows(qkv), heads, qkv.shape[-1] // (heads[0] + 2 * heads[1])
+    heads = hq, hk = num_heads, num_kv_heads
+    rows, dim = _rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     q, k = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk))
     v = torch.empty_like(k) if with_v else None
     if not rows.shape[0]:
@@ -372,21 +374,25 @@ def forward(
 
 
 def backward(
-    grads: tuple[Tensor, Tensor, Tensor | None],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor | None,
     qkv: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     cos_sin: Tensor,
     positions: Tensor | None,
-    heads: tuple[int, int],
+    num_heads: int,
+    num_kv_heads: int,
     eps: float,
     plus_one: bool,
     sections: Sequence[int] | None,
     layout: str,
     style: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, (hq, hk), dim = _rows(qkv), heads, qkv.shape[-1] // (heads[0] + 2 * heads[1])
-    dq, dk, dv = _readable(grads[0]), _readable(grads[1]), None if grads[2] is None else _readable(grads[2])
+    heads = hq, hk = num_heads, num_kv_heads
+    rows, dim = _rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
+    dq, dk, dv = _readable(dq), _readable(dk), None if dv is None else _readable(dv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if dv is None:
         dqkv[..., (hq + hk) * dim :] = 0

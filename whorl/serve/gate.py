@@ -86,6 +86,7 @@ class Gate:
 
         try:
             self._check_key(scope)
+            _check_kind(scope)
             body = await self._read(scope, receive)
             await self.app(scope, _replay(body, receive), send_numbered)
         except Exception as error:
@@ -124,6 +125,14 @@ class Gate:
     def _check_size(self, size: int) -> None:
         if size > self.max_body:
             raise ApiError(413, f"the body has {size} bytes; up to {self.max_body} are taken", code="body_too_large")
+
+
+def _check_kind(scope: Scope) -> None:
+    """A web page of anybody's may send a form or plain text to any address, but JSON only where it is let."""
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if scope["method"] == "POST" and kind != "application/json":
+        found = f"is {kind}" if kind else "is missing"
+        raise ApiError(415, f"the header Content-Type {found}: send application/json", code="unsupported_media_type")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

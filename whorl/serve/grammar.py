@@ -35,8 +35,7 @@ class Grammars:
         if matcher.is_error():
             reason = matcher.get_error().splitlines()[0]
             raise ValueError(f"the JSON schema cannot be followed: {reason}")
-        think = self._tokenizer.token_id(THINK), self._tokenizer.token_id(END_THINK)
-        return Allow(matcher, self._vocab_size, think, is_thinking=is_thinking, num_copies=num_copies)
+        return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking, num_copies=num_copies)
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":
@@ -53,14 +52,15 @@ class Allow:
     def __init__(
         self,
         matcher: "LLMatcher",
+        tokenizer: "Tokenizer",
         vocab_size: int,
-        think: tuple[int | None, int | None],
         *,
         is_thinking: bool,
         num_copies: int,
     ) -> None:
         self._vocab_size, self._num_copies = vocab_size, num_copies
-        self._open, self._close = think
+        self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+        self._eos_ids = list(tokenizer.eos_ids)
         self._is_thinking = is_thinking
         self._blank = matcher
         self._followed: list[tuple[list[int], LLMatcher]] = []
@@ -73,6 +73,8 @@ class Allow:
         if matcher is None:  # a draft that leaves the grammar: it is refused before its successor matters
             return None
         mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
+        if not mask.any():  # the library gave up: its limits are for grammars that would take for ever
+            mask[self._eos_ids] = True
         if not output_ids and not self._is_thinking and self._open is not None and self._close is not None:
             mask[self._open] = True
         return mask

@@ -111,7 +111,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
     def refusing(*codes: int) -> dict[int | str, dict[str, Any]]:
         return {code: {"model": ErrorResponse} for code in codes}
 
-    generating, reading = refusing(400, 401, 404, 408, 413, 429, 503), refusing(400, 401, 404, 408, 413)
+    generating, reading = refusing(400, 401, 404, 408, 413, 415, 429, 503), refusing(400, 401, 404, 408, 413, 415)
     for path, method, function, responses in (
         ("/v1/chat/completions", "POST", service.chat_completions, generating),
         ("/v1/completions", "POST", service.completions, generating),

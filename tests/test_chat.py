@@ -1,0 +1,429 @@
+"""The terminal chat: its commands, its memory and what that saves, thinking, Ctrl-C; then all of it in a terminal."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from default_model import Scripted, mock_llm
+from default_model import tokenizer as smollm2
+from tokenizers import Tokenizer as Backend
+from typer.testing import CliRunner
+
+from whorl.cli import app
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.tokenizer import Tokenizer
+from whorl.serve import chat as chat_module
+from whorl.serve import command
+from whorl.serve.chat import Chat, Screen, describe
+from whorl.serve.conversation import Conversation
+from whorl.serve.thinking import ThinkingSplitter
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def talk(llm: Any, *lines: str, out: io.StringIO | None = None, params: SamplingParams = GREEDY, **options: Any) -> str:
+    """What the screen shows after these lines."""
+    screen = Screen(out or io.StringIO())
+    told: Iterator[str] = iter(lines)
+
+    def read(prompt: str) -> str:
+        for line in told:
+            return line
+        raise EOFError
+
+    stream = options.pop("is_streaming", True)
+    assert Chat(Conversation(llm, **options), params, screen=screen, read=read, is_streaming=stream).run() == 0
+    return screen.out.getvalue()
+
+
+def prompts(llm: Any) -> list[str]:
+    return [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False) for seq in llm.asked]
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+OPEN = "<|im_start|>assistant\n"
+SMOL = turn("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+
+
+# ---- a conversation
+
+
+def test_it_remembers() -> None:
+    llm = Scripted("Hello Bob.", "Bob.")
+    assert talk(llm, "I am Bob.", "", "   ", "Who am I?") == "Hello Bob.\nBob.\n"
+    first = SMOL + turn("user", "I am Bob.") + OPEN
+    assert prompts(llm) == [first, f"{first}Hello Bob.<|im_end|>\n" + turn("user", "Who am I?") + OPEN]
+
+
+def test_reset_forgets() -> None:
+    llm = Scripted("Hello Bob.", "No idea.")
+    assert "(conversation forgotten)" in talk(llm, "I am Bob.", "/reset", "Who am I?")
+    assert prompts(llm)[1] == SMOL + turn("user", "Who am I?") + OPEN
+
+
+def test_without_memory_each_message_is_the_first() -> None:
+    llm = Scripted("Hello Bob.", "No idea.")
+    talk(llm, "I am Bob.", "Who am I?", has_memory=False)
+    assert prompts(llm)[1] == SMOL + turn("user", "Who am I?") + OPEN
+
+
+def test_without_a_template_each_line_is_a_prompt() -> None:
+    llm = Scripted(" there", " you")
+    assert talk(llm, "Hello", "/system x", "How are", is_chat=False).startswith(" there\nwhorl: /system needs a chat")
+    assert prompts(llm) == ["Hello", "How are"]
+
+
+def test_system() -> None:
+    llm = Scripted("a", "b", "c")
+    talk(llm, "Hi", "/system Be brief.", "Hi", "/system", "Hi", system="Be kind.")
+    hi = turn("user", "Hi") + OPEN
+    assert prompts(llm) == [turn("system", "Be kind.") + hi, turn("system", "Be brief.") + hi, SMOL + hi]
+
+
+def test_several_lines() -> None:
+    llm = Scripted("ok")
+    talk(llm, '"""', "def f():", "    /reset", '"""')
+    assert prompts(llm) == [SMOL + turn("user", "def f():\n    /reset") + OPEN]
+
+
+def test_save(tmp_path: Path) -> None:
+    asked = ["/save", f"/save {tmp_path}/a.json", f"/save {tmp_path}/a.txt", f"/save {tmp_path}/a.txt"]
+    shown = talk(Scripted("Caf\u00e9."), "Where?", *asked, system="Be kind.")
+    messages = [("system", "Be kind."), ("user", "Where?"), ("assistant", "Caf\u00e9.")]
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert [(m["role"], m["content"]) for m in found] == messages
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8").startswith("system:\nBe kind.\n\nuser:\nWhere?\n\nassist")
+    assert "whorl: /save: expected a file name" in shown
+    assert "File exists" in shown, "a file is never written over"
+
+
+def test_stats() -> None:
+    shown = talk(Scripted("Hello world"), "/stats", "Hi", "/stats")
+    assert shown.startswith("no answer yet\nHello world\n3 tokens at ")
+    assert "first after 0.0" in shown
+
+
+def test_stats_tell_cache_and_drafts() -> None:
+    llm = Scripted("Hello world")
+    seq = Conversation(llm).ask("Hi", GREEDY)  # type: ignore[arg-type]
+    assert describe(seq).startswith("0 tokens; no token; prompt of ")
+    seq.num_cached, seq.num_drafted, seq.num_accepted = 16, 8, 6
+    assert describe(seq).endswith(", 16 from the cache; 6 of 8 drafted tokens accepted (75%)")
+
+
+def test_help_and_unknown_commands() -> None:
+    shown = talk(Scripted(), "/help", "/wrong x", "/think maybe", "/exit", "never read")
+    for name in ("/reset", "/system", "/save", "/stats", "/help", "/exit", "/think"):
+        assert f"{name} " in shown
+    assert "whorl: /wrong is not a command. Has: /reset, " in shown
+    assert "whorl: /think maybe: expected on, off or auto" in shown
+
+
+def test_a_space_sends_what_looks_like_a_command() -> None:
+    llm = Scripted("a path")
+    talk(llm, " /etc/fstab?")
+    assert prompts(llm)[0].endswith(turn("user", " /etc/fstab?") + OPEN)
+
+
+def test_no_stream_shows_the_same() -> None:
+    assert talk(Scripted("Hello world"), "Hi", is_streaming=False) == talk(Scripted("Hello world"), "Hi")
+
+
+def test_a_full_context_is_an_error_of_one_message() -> None:
+    llm = Scripted("unheard", "Yes.")
+    shown = talk(llm, "word " * 500, "/reset", "Hi")
+    assert shown.startswith("whorl: prompt: ")
+    assert shown.endswith("\nunheard\n")
+    assert len(llm.asked) == 1
+
+
+def test_a_long_answer_is_fitted_and_cut() -> None:
+    llm = Scripted("one two three four five", "word " * 500)
+    shown = talk(llm, "Count", params=SamplingParams(temperature=0, max_tokens=2))
+    assert shown == "one two\n[cut off after 2 tokens]\n"
+    talk(llm, "Go", params=SamplingParams(temperature=0, max_tokens=10_000))
+    assert len(llm.asked[1].token_ids) == llm.max_model_len
+
+
+# ---- memory reuses the cache
+
+
+def test_the_next_turn_goes_on_from_the_tokens_generated() -> None:
+    """Also where the text would be cut into other tokens: a model may spell a word in an unusual way."""
+    llm = Scripted("unused")
+    conversation = Conversation(llm)  # type: ignore[arg-type]
+    seq = conversation.ask("Hi", GREEDY)
+    odd = [llm.tokenizer.token_id(letter) for letter in "Hello"]
+    for token_id in [*odd, 2]:
+        seq.append(token_id)
+    conversation.record(seq)
+    assert llm.tokenizer.encode("Hello") != odd
+    llm.answers.append("x")
+    after = conversation.ask("And?", GREEDY)
+    assert after.token_ids[: len(seq.token_ids)] == seq.token_ids
+    assert [i for i, role in enumerate(after.roles) if role] == [*range(seq.prompt_len, len(seq.token_ids))]
+    assert prompts(llm)[1] == prompts(llm)[0] + "Hello<|im_end|>\n" + turn("user", "And?") + OPEN
+
+
+def test_roles_end_where_history_was_rewritten() -> None:
+    llm = Scripted("one two three", "x", "y")
+    conversation = Conversation(llm)  # type: ignore[arg-type]
+    seq = conversation.ask("Count", GREEDY)
+    chat_module.stream(llm, seq, lambda text: None)  # type: ignore[arg-type]
+    conversation.record(seq)
+    conversation.messages[-1]["content"] = "one two four"
+    after = conversation.ask("And?", GREEDY)
+    kept = seq.prompt_len + 2
+    assert after.token_ids[:kept] == seq.token_ids[:kept]
+    assert after.token_ids[kept] != seq.token_ids[kept]
+    assert [i for i, role in enumerate(after.roles) if role] == [seq.prompt_len, seq.prompt_len + 1]
+    conversation.forget()
+    assert not any(conversation.ask("Else", GREEDY).roles)
+
+
+def test_cached_turns_say_what_uncached_ones_do() -> None:
+    """Roles are kept, so the cache gives the very numbers that computing again would."""
+    said: dict[bool, list[list[int]]] = {}
+    for use_cache in (True, False):
+        llm = mock_llm(use_prefix_cache=use_cache)
+        conversation = Conversation(llm)
+        said[use_cache] = []
+        for text in ("Hi", "And then?", "Why?"):
+            seq = conversation.ask(text, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+            chat_module.stream(llm, seq, lambda text: None)
+            before = len(conversation._seen.token_ids)
+            assert seq.num_cached == max(before - 1, 0) // 4 * 4 * use_cache
+            conversation.record(seq)
+            said[use_cache].append(seq.output_ids)
+    assert said[True] == said[False]
+
+
+# ---- thinking
+
+
+def thinks() -> Tokenizer:
+    """SmolLM2's words with Qwen3's think tokens, and a template that strips earlier thinking and can switch it off."""
+    backend = Backend.from_str(smollm2().to_json())
+    backend.add_tokens(["<think>", "</think>"])
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}A: "
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    return Tokenizer(backend, eos_ids=[2], roles={}, templates={"default": source})
+
+
+THOUGHT = "<think>\nHm.\n\nYes.\n</think>\n\nParis."
+
+
+def test_thinking_is_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal())
+    dim, said = shown.rsplit("\x1b[0m", 1)
+    assert dim.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Hm.\n\nYes.\n"
+    assert dim.count("\x1b[2m") > 1
+    assert said == "\nParis.\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal()) == "Hm.\n\nYes.\n\nParis.\n"
+    assert talk(Scripted(THOUGHT, words=thinks()), "Where?") == "Hm.\n\nYes.\n\nParis.\n"
+
+
+def test_thinking_is_kept_apart_in_memory() -> None:
+    llm = Scripted(THOUGHT, "ok", "ok", words=thinks())
+    talk(llm, "Where?", "/think off", "Sure?", "/think auto", "Now?")
+    assert prompts(llm)[1:] == [
+        "user: Where?<|im_end|>assistant: \n\nParis.<|im_end|>user: Sure?<|im_end|>A: <think>\n\n</think>\n\n",
+        "user: Where?<|im_end|>assistant: \n\nParis.<|im_end|>user: Sure?<|im_end|>assistant: ok<|im_end|>"
+        "user: Now?<|im_end|>A: ",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_marks_are_found_however_text_is_cut(size: int) -> None:
+    text = "<thin<think>\n\na < b</thin </think>\n\nanswer <think>more"
+    splitter = ThinkingSplitter()
+    pieces = [p for i in range(0, len(text), size) for p in splitter.add(text[i : i + size])] + splitter.finish()
+    joined: list[tuple[bool, str]] = []
+    for is_thinking, piece in pieces:
+        if joined and joined[-1][0] == is_thinking:
+            joined[-1] = (is_thinking, joined[-1][1] + piece)
+        else:
+            joined.append((is_thinking, piece))
+    assert joined == [(False, "<thin"), (True, "a < b</thin "), (False, "answer "), (True, "more")]
+
+
+def test_a_template_may_open_the_thinking() -> None:
+    assert ThinkingSplitter.after("assistant\n<think>\n").add("hm") == [(True, "hm")]
+    assert ThinkingSplitter.after("assistant\n<think>\n\n</think>\n\n").add("hm") == [(False, "hm")]
+
+
+def test_what_steers_a_terminal_does_not_reach_it() -> None:
+    text = "a\x1b[2Jb\x07\tc\x9b1m\n"
+    screens = Terminal(), io.StringIO()
+    for screen in screens:
+        Screen(screen).write(text)
+    assert screens[0].getvalue() == "a[2Jb\tc1m\n"
+    assert screens[1].getvalue() == text
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    llm = Scripted("one two three four", "Fine.")
+    steps = iter([None, None, signal.SIGINT])
+    llm.on_step = lambda: (number := next(steps, None)) and os.kill(os.getpid(), number)
+    handler = signal.getsignal(signal.SIGINT)
+    assert talk(llm, "Count", "And you?") == "one two three\n[stopped]\nFine.\n"
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "one two three<|im_end|>" in prompts(llm)[1], "what was said is remembered"
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    llm = Scripted("one two three four", "Fine.")
+
+    def twice() -> None:
+        llm.on_step = lambda: None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    llm.on_step = twice
+    assert "(Ctrl-D ends the chat)" in talk(llm, "Count", "And you?")
+    assert llm.asked[0].is_finished, "nothing keeps running"
+
+
+def test_ctrl_c_at_the_prompt_does_nothing() -> None:
+    screen = Screen(io.StringIO())
+    events = iter([KeyboardInterrupt, EOFError])
+
+    def read(prompt: str) -> str:
+        raise next(events)
+
+    Chat(Conversation(Scripted()), GREEDY, screen=screen, read=read).run()  # type: ignore[arg-type]
+    assert screen.out.getvalue() == "(Ctrl-D ends the chat)\n"
+
+
+# ---- the command
+
+
+def test_lines_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = Scripted("Hello Bob.", "Bob.", "ok")
+    monkeypatch.setattr(command, "load", lambda options: llm)
+    done = CliRunner().invoke(app, ["chat", "--system", "Be brief."], input="I am Bob.\nWho am I?\n")
+    assert (done.exit_code, done.stdout) == (0, "Hello Bob.\nBob.\n")
+    assert prompts(llm)[1].startswith(turn("system", "Be brief.") + turn("user", "I am Bob."))
+    done = CliRunner().invoke(app, ["generate", "--interactive", "--chat", "--reset", "--no-stream"], input="Hi")
+    assert (done.exit_code, done.stdout) == (0, "ok\n")
+    assert prompts(llm)[2] == SMOL + turn("user", "Hi") + OPEN
+
+
+def test_a_base_model_cannot_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = Tokenizer(Backend.from_str(smollm2().to_json()), eos_ids=[2], roles={}, templates={})
+    monkeypatch.setattr(command, "load", lambda options: Scripted("x", words=words))
+    done = CliRunner().invoke(app, ["chat"], input="Hi\n")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is this a base model?" in done.stderr
+
+
+SCRIPTED = """
+import sys, time
+sys.path.insert(0, "tests")
+from default_model import Scripted
+from whorl.cli import app
+from whorl.serve import command
+llm = Scripted("The capital of France is Paris.", "I said Paris.", "word " * 200, "I do not know.")
+llm.on_step = lambda: time.sleep(0.02)
+command.load = lambda options: llm
+app()
+"""
+
+
+class Session:
+    """`whorl chat` in a pseudo-terminal of its own."""
+
+    def __init__(self, *python: str) -> None:
+        self._master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[1]
+        arguments = [sys.executable, *python, "chat", "--temperature", "0", "--max-tokens", "60"]
+        self.process = subprocess.Popen(arguments, cwd=root, env=environment, preexec_fn=lambda: os.login_tty(slave))
+        os.close(slave)
+        self.shown = ""
+
+    def until(self, text: str, seconds: float = 90) -> str:
+        """What is shown up to and with `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.shown:
+            assert select.select([self._master], [], [], max(0, deadline - time.monotonic()))[0], self.shown
+            self.shown += os.read(self._master, 4096).decode(errors="replace")
+        before, mark, self.shown = self.shown.partition(text)
+        return before + mark
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.mark.parametrize(
+    "python", [("-c", SCRIPTED), pytest.param(("-m", "whorl.cli"), marks=pytest.mark.slow)], ids=["scripted", "real"]
+)
+def test_in_a_terminal(python: tuple[str, str], tmp_path: Path) -> None:
+    """The flow of a chat: a question, another that needs the first, Ctrl-C, the commands, an old line, Ctrl-D."""
+    session = Session(*python)
+    try:
+        follow(session, tmp_path / "chat.json")
+    finally:
+        session.close()
+    messages = json.loads((tmp_path / "chat.json").read_text())
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 3
+
+
+def follow(session: Session, file: Path) -> None:
+    session.until("Ctrl-D ends.")
+    session.until("> ")
+    session.send("What is the capital of France?\n")
+    assert "The capital of France is Paris." in session.until("> ")
+    session.send("Repeat that.\n")
+    assert "Paris" in session.until("> ")
+    session.send("/stats\n")
+    assert " tok/s; first after " in session.until("> ")
+    session.send("Write a very long story about the sea.\n")
+    session.until("sea.\r\n")  # the echo
+    session.until(" ")  # the answer has begun
+    session.send("\x03")
+    session.until("[stopped]")
+    session.until("> ")
+    session.send(f"/save {file}\n")
+    session.until("6 messages written")
+    session.until("> ")
+    session.send("/reset\n")
+    session.until("(conversation forgotten)")
+    session.until("> ")
+    session.send("\x1b[A\x1b[A\x1b[A\n")  # three lines up in the history
+    assert "about the sea" in session.until("\n")
+    session.send("\x03")
+    session.until("> ")
+    session.send("\x04")
+    assert session.process.wait(timeout=30) == 0
