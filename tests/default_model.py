@@ -54,6 +54,8 @@ class Scripted:
     def add(self, prompt: Sequence[int], params: SamplingParams, *, generated: Iterable[range] = ()) -> list[Seq]:
         if len(prompt) >= self.max_model_len:
             raise ValueError(f"prompt: {len(prompt)} tokens leave no room for an answer")
+        if params.max_tokens is not None and len(prompt) + params.max_tokens > self.max_model_len:
+            raise ValueError(f"max_tokens {params.max_tokens} are too many")
         self._left = [*self.tokenizer.encode(self.answers.pop(0), add_special=False), self.tokenizer.eos_ids[0]]
         ends, detokenizer = self.tokenizer.eos_ids, self.tokenizer.detokenizer()
         seq = Seq(

@@ -296,6 +296,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     assert "one two three<|im_end|>" in prompts(llm)[1], "what was said is remembered"
 
 
+def test_a_character_cut_by_ctrl_c_is_shown_as_such() -> None:
+    llm = Scripted("\U0001f600")
+    llm.on_step = lambda: os.kill(os.getpid(), signal.SIGINT)
+    assert talk(llm, "Smile") == "\ufffd\n[stopped]\n"
+
+
 def test_a_second_ctrl_c_interrupts_at_once() -> None:
     llm = Scripted("one two three four", "Fine.")
 

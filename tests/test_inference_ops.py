@@ -247,7 +247,7 @@ def test_routed_rows_stand_alone(backend: str, options: dict[str, Any], device: 
 @pytest.mark.parametrize("backend", backends("route"))
 def test_routing_is_hugging_faces(backend: str, device: str) -> None:
     from transformers import DeepseekV3Config, Qwen3MoeConfig
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     for renormalize in (True, False):
@@ -264,14 +264,15 @@ def test_routing_is_hugging_faces(backend: str, device: str) -> None:
     config = DeepseekV3Config(
         hidden_size=16, n_routed_experts=32, num_experts_per_tok=6, n_group=8, topk_group=3, moe_intermediate_size=8
     )
-    block = DeepseekV3MoE(config)
-    block.gate.e_score_correction_bias.copy_(torch.rand(32))
-    logits = torch.randn(13, 32)
-    ids, expected = block.route_tokens_to_experts(logits)
+    router = DeepseekV3TopkRouter(config)
+    router.weight.data.normal_()
+    router.e_score_correction_bias.copy_(torch.rand(32))
+    with torch.no_grad():
+        logits, expected, ids = router(torch.randn(13, 16))
     got = route(
         logits.to(device),
         6,
-        block.gate.e_score_correction_bias.to(device),
+        router.e_score_correction_bias.to(device),
         scoring="sigmoid",
         num_groups=8,
         top_groups=3,
@@ -347,7 +348,7 @@ def test_greedy_takes_the_lowest_of_equals(backend: str, device: str) -> None:
 
 def allowed_tokens(backend: str, device: str, probabilities: list[float], **given: Any) -> set[int]:
     """All the tokens that many draws give."""
-    count = 60 if is_slow(backend) else 2000
+    count = 60 if is_slow(backend) else 300
     logits = torch.tensor(probabilities, device=device).log().expand(count, -1)
     return set(sample(logits, **settings(count, device, seeds=torch.arange(count), **given), backend=backend).tolist())
 
@@ -380,7 +381,10 @@ def test_which_tokens_may_be_chosen(backend: str, given: dict[str, Any], expecte
 
 
 def chi_square(seen: Tensor, expected: Tensor) -> float:
-    """Probability of counts at least this far from the expected ones."""
+    """Probability of counts at least this far from the expected ones; the rarest are counted together."""
+    rare = expected < 8
+    seen, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, expected))
+    seen, expected = seen[expected > 0], expected[expected > 0]
     distance = ((seen - expected).square() / expected).sum()
     return torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2).double(), distance / 2).item()
 
@@ -393,11 +397,10 @@ def is_gumbel(x: Tensor) -> bool:
     return distance.item() * len(x) ** 0.5 < 2.225
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("vary", ["seeds", "steps"])
+@pytest.mark.parametrize(("temperature", "vary"), [(0.5, "seeds"), (2.0, "steps")])
 def test_the_distribution(temperature: float, vary: str, device: str) -> None:
     """Chi-square against the softmax in fp64; with top-k and top-p, against what is left of it."""
-    count, logits = 20000, torch.randn(12) * 1.5
+    count, logits = 4000, torch.randn(12) * 0.8
     draws = {vary: torch.arange(count), "temperature": temperature}
     for cut in ({}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.15}):
         expected = torch.softmax(logits.double() / temperature, 0)
@@ -416,15 +419,15 @@ def test_the_distribution(temperature: float, vary: str, device: str) -> None:
 
 
 def test_the_noise_is_gumbel_and_independent() -> None:
-    step = torch.tensor(3)
-    noise = [gumbel(torch.tensor(seed), step, 40000).double() for seed in (0, 1, 2**40, 2**40 + 1, -5)]
+    step = torch.tensor([3])
+    noise = [gumbel(torch.tensor([seed]), step, 40000)[0].double() for seed in (0, 1, 2**40, 2**40 + 1, -5)]
     for one in noise:
         assert is_gumbel(one)
-    for other in [*noise[1:], gumbel(torch.tensor(0), step + 1, 40000).double(), noise[0].roll(1)]:
+    for other in [*noise[1:], gumbel(step * 0, step + 1, 40000)[0].double(), noise[0].roll(1)]:
         assert abs(np.corrcoef(noise[0].numpy(), other.numpy())[0, 1]) < 0.02
-    rows = torch.stack([gumbel(torch.tensor(seed), step, 2) for seed in range(4000)]).double()
+    rows = gumbel(torch.arange(4000), step.expand(4000), 2).double()
     assert is_gumbel(rows[:, 0])
-    assert not is_gumbel(rows[:, 0] * 1.1)
+    assert not is_gumbel(rows[:, 0] * 1.2)
     assert abs(np.corrcoef(rows.numpy().T)[0, 1]) < 0.06
 
 

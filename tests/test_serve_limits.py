@@ -72,7 +72,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tools"),
         (CHAT, {"messages": MESSAGES, "tools": [TOOL, TOOL]}, "twice"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 1200}]}, "tokens"),
         (COMPLETIONS, {}, "prompt"),
@@ -88,7 +88,10 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "a", "logprobs": 50}, "logprobs"),
         (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "n": 2}, "n = 1"),
         (COMPLETIONS, {"prompt": ["a", "x" * 2000]}, "tokens"),
+        (COMPLETIONS, {"prompt": "a\udfff"}, "Unicode"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, "template failed"),
         ("/tokenize", {}, "prompt or messages"),
+        ("/tokenize", {"prompt": "\ud800"}, "Unicode"),
         ("/detokenize", {"tokens": [10**6]}, "vocabulary"),
     ],
 )
@@ -196,7 +199,7 @@ def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Threa
 
 def test_a_full_queue() -> None:
     with serving(told(delay=0.02, max_num_seqs=1), max_queue=2) as served:
-        body = {"prompt": "a", "max_tokens": 60}
+        body = {"prompt": "a", "max_tokens": 30}
         threads = []
         for count in range(1, 4):  # one runs, two wait
             threads.append(in_background(served, body))

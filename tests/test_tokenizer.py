@@ -286,6 +286,8 @@ def test_no_half_characters(smollm2: Tokenizer) -> None:
 
 def test_any_ids_stream_to_what_they_decode_to(smollm2: Tokenizer) -> None:
     """Bytes that never become characters too, and a U+FFFD that the model means."""
+    continuation = smollm2.token_id("\u0122")  # byte 0x80
+    assert stream(smollm2, [continuation] * 9)[-1] == "\ufffd" * 3
     by_byte = [smollm2.token_id(c) for c in map(chr, range(0x100, 0x144))]
     ids = [i for i in by_byte if i is not None]
     for n in range(len(ids)):

@@ -418,6 +418,63 @@ def bench_rope_lookup(
     sys.exit(rope_lookup.main([*where, *counts, *(["--json"] if as_json else [])]))
 
 
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WHORL_API_KEY", metavar="KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--name", help="What clients may call the model; default: its own name.")
+    ] = None,
+    max_seq: MaxSeq = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; one more gets 429.")] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 16 << 20,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
+    drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
+    origins: Annotated[
+        list[str] | None, typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS). Default: none.")
+    ] = None,
+    model_dir: ModelDir = None,
+    device: ModelDevice = None,
+    dtype: ModelDtype = None,
+    pld: Lookup = False,
+    pld_k: LookupK = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's interface, until Ctrl-C or SIGTERM."""
+    _need_torch()
+    _need_engine("serve")
+    from whorl.serve import openai
+
+    with _asking():
+        openai.need_extra()
+        if model is not None and model_dir is not None:
+            raise ValueError(f"serve: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
+        if pld_k is not None and not pld:
+            raise ValueError("serve: --pld-k needs --pld")
+        run = openai.prepare(
+            model or model_dir,
+            host=host,
+            port=port,
+            names=names or (),
+            device=device.value if device else None,
+            dtype=dtype.value if dtype else None,
+            max_model_len=max_seq,
+            max_num_seqs=max_num_seqs,
+            lookup=(pld_k or 10) if pld else None,
+            api_key=api_key,
+            origins=tuple(origins or ()),
+            max_queue=max_queue,
+            max_body=max_body,
+            timeout=timeout,
+            drain_seconds=drain,
+        )
+    run()
+
+
 def main() -> None:
     app()
 

@@ -60,13 +60,6 @@ class Batch:
         self.samples: list[Sample] = []
         self.scores: list[Score] = []
 
-    def __len__(self) -> int:
-        return len(self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length + len(chunk.draft) for chunk in self.chunks)
-
     def calls(self, block_size: int, device: torch.device | str) -> list[Call]:
         self.samples, self.scores = [], []
         found = []
@@ -77,7 +70,7 @@ class Batch:
     def _call(self, chunks: Sequence[Chunk], role: int, block_size: int, device: torch.device | str) -> Call:
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[np.ndarray] = []
+        slots: list[int] = []
         lengths, contexts, tables = [], [], []
         sample_rows: list[int] = []
         score_rows: list[int] = []
@@ -86,9 +79,8 @@ class Batch:
             end = chunk.start + chunk.length
             token_ids += seq.token_ids[chunk.start : end] + chunk.draft
             end += len(chunk.draft)
-            where = np.arange(chunk.start, end)
-            positions += where.tolist()
-            slots.append(np.asarray(seq.block_table)[where // block_size] * block_size + where % block_size)
+            positions += range(chunk.start, end)
+            slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)]
             for start, stop in _entries(chunk.start, end, role):
                 lengths.append(stop - start)
                 contexts.append(stop)
@@ -102,7 +94,7 @@ class Batch:
         step = Step(
             token_ids=_tensor(token_ids, device),
             positions=_tensor(positions, device),
-            slots=_tensor(np.concatenate(slots), device),
+            slots=_tensor(slots, device),
             block_tables=_tensor(_pad(tables), device, torch.int32),
             query_starts=_tensor(np.cumsum([0, *lengths]), device, torch.int32),
             context_lens=_tensor(contexts, device, torch.int32),
@@ -125,13 +117,17 @@ def _entries(start: int, end: int, role: int) -> Iterator[tuple[int, int]]:
 def _scored(chunk: Chunk) -> range:
     """Positions of the chunk whose logits the request wants and has not got."""
     seq = chunk.sequence
+    if not seq.num_unscored:
+        return range(0)
     first = seq.prompt_len - 1 - seq.num_unscored
     return range(max(chunk.start, first), min(chunk.start + chunk.length, seq.prompt_len - 1))
 
 
 def _pad(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    width = max(map(len, tables))
-    return np.array([[*table, *[0] * (width - len(table))] for table in tables])
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
 
 
 def _tensor(values: Sequence[int] | np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:

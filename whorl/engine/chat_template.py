@@ -43,7 +43,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=False, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception

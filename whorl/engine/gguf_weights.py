@@ -4,6 +4,7 @@ Blocks are dequantised by the `gguf` package, one tensor at a time and only the 
 """
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from whorl.device import is_installed
-from whorl.engine.gguf_metadata import _Cursor, read_metadata
+from whorl.engine.gguf_metadata import _Cursor
 from whorl.engine.weights import Checkpoint, Source
 from whorl.nn import Index
 
@@ -83,50 +84,63 @@ class Blocks:
 def open_gguf(path: Path) -> Checkpoint:
     if not is_installed("gguf"):
         raise ValueError(f"{path}: reading GGUF needs a package: pip install gguf")
-    metadata, stored = read_metadata(path), _read_tensors(path)
-    config = _config(path, metadata, stored)
-    sources = dict(_sources(config, stored))
-    return Checkpoint(path=path, config=config, sources=sources)
+    header = _read_header(path)
+    stored = _tensors(path, header)
+    config = _config(path, header.metadata, stored)
+    return Checkpoint(path=path, config=config, sources=dict(_sources(config, stored)))
 
 
-def _read_tensors(path: Path) -> dict[str, Blocks]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    metadata: dict[str, Any]
+    tensors: list[tuple[str, tuple[int, ...], int, int]]  # name, dims (innermost first), type, offset
+    start: int  # of the data
+    data: mmap
+
+
+def _read_header(path: Path) -> Header:
+    """Keys and tensors in one pass: a vocabulary makes the keys long."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file: it does not start with 'GGUF'")
+        data = mmap(file.fileno(), 0, access=ACCESS_READ)
+    cursor = _Cursor(data)
+    cursor.at = 4
+    try:
+        (version,) = cursor.scalars("I", 1)
+        if version not in (2, 3):
+            raise ValueError(f"{path}: GGUF version {version}; versions 2 and 3, little-endian, can be read")
+        num_tensors, num_keys = cursor.scalars("Q", 2)
+        metadata = {cursor.string(): cursor.value(*cursor.scalars("I", 1)) for _ in range(num_keys)}
+        tensors = []
+        for _ in range(num_tensors):
+            name, (num_dims,) = cursor.string(), cursor.scalars("I", 1)
+            dims, (kind,), (offset,) = cursor.scalars("Q", num_dims), cursor.scalars("I", 1), cursor.scalars("Q", 1)
+            tensors.append((name, dims, kind, offset))
+    except struct.error as error:
+        raise ValueError(f"{path}: the GGUF header is cut off or damaged: {error}") from error
+    alignment = metadata.get("general.alignment", 32)
+    return Header(metadata=metadata, tensors=tensors, start=-(-cursor.at // alignment) * alignment, data=data)
+
+
+def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
     """Tensors by llama.cpp's names, as views of the mapped file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    with path.open("rb") as file:
-        data = mmap(file.fileno(), 0, access=ACCESS_READ)
-    headers, start = _headers(data)
     found, cut = {}, []
-    for name, dims, number, offset in headers:
+    for name, dims, number, offset in header.tensors:
         shape, kind = tuple(reversed(dims)), GGMLQuantizationType(number)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row = shape[-1] // block * block_bytes
-        count = prod(shape[:-1]) * row
-        if start + offset + count > len(data):
+        count, start = prod(shape[:-1]) * row, header.start + offset
+        if start + count > len(header.data):
             cut.append(name)
             continue
-        stored = np.frombuffer(data, np.uint8, count, start + offset)
-        found[name] = Blocks(shape=shape, kind=kind, data=stored.reshape(*shape[:-1], row))
+        stored = np.frombuffer(header.data, np.uint8, count, start).reshape(*shape[:-1], row)
+        found[name] = Blocks(shape=shape, kind=kind, data=stored)
     if cut:
         raise ValueError(f"{path}: truncated, which cuts {len(cut)} tensors: {', '.join(cut[:8])}")
     return found
-
-
-def _headers(data: mmap) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Name, dims (innermost first), type and offset of each tensor; and where the data begins."""
-    cursor = _Cursor(data)
-    cursor.at = 8
-    num_tensors, num_keys = cursor.scalars("Q", 2)
-    alignment = 32
-    for _ in range(num_keys):
-        key, value = cursor.string(), cursor.value(*cursor.scalars("I", 1))
-        alignment = value if key == "general.alignment" else alignment
-    headers = []
-    for _ in range(num_tensors):
-        name, (num_dims,) = cursor.string(), cursor.scalars("I", 1)
-        dims, (kind,), (offset,) = cursor.scalars("Q", num_dims), cursor.scalars("I", 1), cursor.scalars("Q", 1)
-        headers.append((name, dims, kind, offset))
-    return headers, -(-cursor.at // alignment) * alignment
 
 
 def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Source]]:

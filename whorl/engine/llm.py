@@ -1,7 +1,7 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,7 @@ class LLM:
         num_blocks: int | None = None,
         memory: int | None = None,
         use_prefix_cache: bool = True,
+        use_graphs: bool = True,
         seed: int | None = None,
     ) -> None:
         device = require(device or default_device())
@@ -101,7 +102,15 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=use_prefix_cache)
         self.max_model_len = _at_most(max_model_len, min(max_len, num_blocks * block_size), "the cache")
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = Runner(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.runner = Runner(
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_len=self.max_model_len,
+            dtype=dtype,
+            device=device,
+            use_graphs=use_graphs,
+        )
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
@@ -116,6 +125,7 @@ class LLM:
         if self.proposer is not None:
             self._propose(self.proposer, batch)
         if not batch.chunks:
+            assert not self.has_work, f"nothing scheduled, and {self.stats()}"
             return []
         sampled, scored = self.runner.run(batch)
         tokens = self.sampler.accept(batch, sampled, scored)
@@ -176,8 +186,7 @@ class LLM:
         """Outputs in the order of the prompts, the `n` of a prompt side by side."""
         sequences = self._add_all(_as_prompts(prompts), params)
         try:
-            for seq in self._run(sequences, progress):
-                assert seq.is_finished
+            self._run(sequences, progress)
         finally:  # after an error or Ctrl-C nothing of this call stays behind
             for seq in sequences:
                 self.abort(seq)
@@ -300,24 +309,21 @@ class LLM:
             raise
         return sequences
 
-    def _run(self, sequences: List[Sequence], progress: bool) -> Iterator[Sequence]:
-        """Step until all are done, yielding each as it finishes."""
+    def _run(self, sequences: List[Sequence], progress: bool) -> None:
+        """Step until all are done, under a progress bar."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress)
-        left = set(sequences)
         with bar:
             task = bar.add_task("", total=len(sequences), speed="")
-            while left:
-                for delta in self.step():
-                    if delta.sequence in left and delta.finish_reason is not None:
-                        left.remove(delta.sequence)
-                        yield delta.sequence
+            while (num_done := sum(seq.is_finished for seq in sequences)) < len(sequences):
+                self.step()
                 num_tokens = sum(seq.num_outputs for seq in sequences)
                 elapsed = bar.tasks[task].elapsed or 1e-9
-                bar.update(task, completed=len(sequences) - len(left), speed=f"{num_tokens / elapsed:.1f} tok/s")
+                bar.update(task, completed=num_done, speed=f"{num_tokens / elapsed:.1f} tok/s")
+            bar.update(task, completed=len(sequences))
 
 
 def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:

@@ -1,9 +1,11 @@
-"""Runs a batch: the caches, the forward calls, the rows that are wanted. Everything it returns stays on the device."""
+"""Runs a batch: the caches, the forward calls, the rows that are wanted.
+
+Everything it returns stays on the device. The host first waits in `Sampler.accept`, where it reads the step's tokens.
+"""
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +64,13 @@ class Runner:
         if accelerator(self.device) is None:
             return None
         graph = _Graph(self._blank(rows, num_keys=self.max_len))
-        graph.record(self.device, lambda step: self.model.forward(step, self.caches))
-        return graph
+        self.model.forward(graph.step, self.caches)  # kernels are compiled and chosen before recording
+
+        def run() -> None:
+            graph.hidden = self.model.forward(graph.step, self.caches)
+
+        graph.replay = record_graph(self.device, run)
+        return None if graph.replay is None else graph
 
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int = 5) -> dict[int, float]:
@@ -102,16 +109,11 @@ class _Graph:
     Rows past the last sequence write no keys and attend to nothing; sequences past the last have no rows.
     """
 
+    replay: Callable[[], None] | None
+    hidden: Tensor
+
     def __init__(self, step: Step) -> None:
         self.step = step
-
-    def record(self, device: str, forward: Callable[[Step], Tensor]) -> None:
-        forward(self.step)  # kernels are compiled and chosen before recording
-
-        def run() -> None:
-            self.hidden = forward(self.step)
-
-        self._replay = record_graph(device, run)
 
     def __call__(self, step: Step) -> Tensor:
         mine, rows, count = self.step, len(step.token_ids), len(step.context_lens)
@@ -123,7 +125,8 @@ class _Graph:
         mine.query_starts[count + 1 :].fill_(rows)
         mine.context_lens[:count].copy_(step.context_lens)
         mine.context_lens[count:].zero_()
-        self._replay()
+        assert self.replay is not None
+        self.replay()
         return self.hidden[:rows]
 
 

@@ -82,12 +82,12 @@ class Sampler:
         if not rows:
             return found
         all_logprobs = logits[rows].log_softmax(-1)
-        own = all_logprobs.gather(1, ids[rows, None]).squeeze(1).tolist()
+        own, own_ids = all_logprobs.gather(1, ids[rows, None]).squeeze(1).tolist(), ids.tolist()
         count = min(max(wanted[row] or 0 for row in rows), self.vocab_size)
         values, tops = (t.tolist() for t in all_logprobs[:, : self.vocab_size].topk(count))
         for i, row in enumerate(rows):
             top = tuple(zip(tops[i], values[i], strict=True))[: wanted[row]]
-            found[row] = Logprob(int(ids[row]), own[i], top)
+            found[row] = Logprob(own_ids[row], own[i], top)
         return found
 
 
@@ -138,17 +138,17 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
+    if all(sample.chunk.sequence.params.allow is None for sample in samples):
+        return logits
+    keep = torch.ones_like(logits, dtype=torch.bool)
     for row, sample in enumerate(samples):
         seq = sample.chunk.sequence
-        if seq.params.allow is None:
-            continue
-        mask = seq.params.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
+        mask = seq.params.allow and seq.params.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
         if mask is not None:
-            keep = mask[: logits.shape[1]].to(logits.device)
-            logits = logits.clone()
-            logits[row, : len(keep)].masked_fill_(~keep, -math.inf)
-            logits[row, len(keep) :] = -math.inf
-    return logits
+            size = min(len(mask), keep.shape[1])
+            keep[row, size:] = False
+            keep[row, :size] = mask[:size].to(keep.device)
+    return logits.masked_fill(~keep, -math.inf)
 
 
 def _column(values: list[float] | list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -234,7 +234,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = _bpe(tokens, found["merges"], found.get("pre"), path)
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         chosen = [token for token, role in zip(tokens, types, strict=True) if role == kind]
-        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in chosen])
+        add([AddedToken(token, normalized=False) for token in chosen])
     if found.get("add_bos_token", found.get("pre") in _LLAMA_3) and bos_id is not None:
         bos = (tokens[bos_id], bos_id)
         backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])

@@ -187,6 +187,30 @@ def paged_attention(
     return torch.cat(found).flatten(1, 2).to(q.dtype).contiguous()
 
 
+def _triton_write_reason(k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
+    return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes channels that lie side by side only"
+
+
+@write_kv.impl("triton", accepts=_triton_write_reason)
+def _(k, v, k_cache, v_cache, slots):  # type: ignore[no-untyped-def]
+    from . import attention_triton
+
+    attention_triton.write_kv(k, v, k_cache, v_cache, slots)
+
+
+def _triton_reason(q: Tensor, k_cache: Tensor, **_: object) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
+
+
+@paged_attention.impl("triton", accepts=_triton_reason)
+def _(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rows):  # type: ignore[no-untyped-def]
+    from .attention_triton import attention
+
+    return attention(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rows)
+
+
 _HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (5,), "heads": 1, "kv_heads": 1, "dim": 16},

@@ -71,6 +71,17 @@ def linear(
     return y.to(x.dtype).contiguous()
 
 
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+@linear.impl("triton", accepts=_triton_reason)
+def _(x, weight, bias, rows):  # type: ignore[no-untyped-def]
+    from .linear_triton import forward
+
+    return forward(x, weight, bias, rows)
+
+
 _CASES: list[Values] = [
     {"tokens": (1,), "size": (5, 8)},
     {"tokens": (3,), "size": (48, 40), "bias": True},

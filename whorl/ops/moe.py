@@ -190,6 +190,30 @@ def experts(
     return y.to(x.dtype).contiguous()
 
 
+def _triton_route_reason(logits: Tensor, **_: object) -> str | None:
+    if logits.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if logits.shape[1] <= 4096 else f"{logits.shape[1]} experts do not fit one program (4096)"
+
+
+@route.impl("triton", accepts=_triton_route_reason)
+def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # type: ignore[no-untyped-def]
+    from . import moe_triton
+
+    return moe_triton.route(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+@experts.impl("triton", accepts=_triton_reason)
+def _(x, gate_up, down, weights, ids, rows):  # type: ignore[no-untyped-def]
+    from . import moe_triton
+
+    return moe_triton.experts(x, gate_up, down, weights, ids, rows)
+
+
 _ROUTES: list[Values] = [
     {"tokens": (1,), "experts": 4, "k": 1},
     {"tokens": (5,), "experts": 16, "k": 4},

@@ -36,10 +36,10 @@ def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def gumbel(seed: Tensor, step: Tensor, size: int) -> Tensor:
-    """[size] fp32: standard Gumbel noise for every token id, a function of seed and step (both []) alone."""
-    first, second = _keys(seed.long(), step.long())
-    ids = torch.arange(size, device=seed.device)
+def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
+    """[B, size] fp32: standard Gumbel noise for every token id, in row b a hash of seeds[b] and steps[b]."""
+    first, second = (key.unsqueeze(1) for key in _keys(seeds.long(), steps.long()))
+    ids = torch.arange(size, device=seeds.device)
     uniform = ((_mix(_mix(ids ^ first) ^ second).float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
     # -log(1 - u) near 0 by its series: that is where the winner is, and where 1 - u has no digits left.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform / 4)))
@@ -83,13 +83,27 @@ def sample(
     alone, in any batch. Logits of minus infinity are never chosen while another is finite. No gradient.
     """
     chosen = logits.argmax(-1)
-    warm = [b for b, t in enumerate(temperature.tolist()) if t > 0]
-    ks, ps, ms = top_k.tolist(), top_p.tolist(), min_p.tolist()
-    for b in warm:
-        row = logits[b].contiguous()
-        scaled = _cut((row - row.amax()) / temperature[b], ks[b], ps[b], ms[b])
-        chosen[b] = (scaled + gumbel(seeds[b], steps[b], row.shape[0])).argmax()
+    warm = (temperature > 0).nonzero().flatten()
+    if len(warm):
+        rows = logits[warm]
+        scaled = (rows - rows.amax(-1, keepdim=True)) / temperature[warm].unsqueeze(1)
+        cuts = zip(*(x[warm].tolist() for x in (top_k, top_p, min_p)), strict=True)
+        for b, (k, p, m) in enumerate(cuts):
+            if 0 < k < rows.shape[1] or p < 1 or m > 0:
+                scaled[b] = _cut(scaled[b], k, p, m)
+        chosen[warm] = (scaled + gumbel(seeds[warm], steps[warm], rows.shape[1])).argmax(-1)
     return chosen
+
+
+def _triton_reason(logits: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
+
+
+@sample.impl("triton", accepts=_triton_reason)
+def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[no-untyped-def]
+    from .sample_triton import forward
+
+    return forward(logits, temperature, top_k, top_p, min_p, seeds, steps)
 
 
 def penalize(

@@ -37,7 +37,7 @@ class Conversation:
     ) -> None:
         assert isinstance(llm.tokenizer, Tokenizer)
         self.llm, self.tokenizer, self.is_chat = llm, llm.tokenizer, is_chat
-        self.system, self.has_memory, self.enable_thinking = system, has_memory and is_chat, enable_thinking
+        self.system, self.has_memory, self.enable_thinking = system, has_memory, enable_thinking
         self.messages: list[dict[str, Any]] = []
         self.prompt = ""  # the latest, as the template wrote it
         self._generated: list[range] = []

@@ -5,7 +5,7 @@ FastAPI and what comes with it are imported inside: without the extra, this modu
 
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,47 +127,65 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         app.add_api_route(path, function, methods=[method], responses=responses)
 
 
-def run(
+def prepare(
     model: str | Path | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     names: Sequence[str] = (),
-    log_level: str = "info",
+    dtype: str | None = None,
+    lookup: int | None = None,
     llm: "LLM | None" = None,
-    llm_options: dict[str, Any] | None = None,
+    device: str | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
     **settings: Any,
-) -> None:
-    """Serve until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
+) -> Callable[[], None]:
+    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it.
 
+    It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
-    settings: fields of `Settings`. llm_options: of `LLM`.
+    lookup: longest draft of prompt lookup; None: no speculation. settings: fields of `Settings`.
     """
     need_extra()
-    import uvicorn
-
     chosen = Settings(names=tuple(names) or _names(model), **settings)
     if llm is None:
-        from whorl.engine.llm import LLM
+        import torch
 
-        llm = LLM(model, **(llm_options or {}))
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        from whorl.engine.llm import LLM
+        from whorl.engine.speculate.prompt_lookup import PromptLookup
+
+        llm = LLM(
+            model,
+            device=device,
+            dtype=getattr(torch, dtype) if dtype else None,
+            speculate=None if lookup is None else PromptLookup(k=lookup),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(2048, max_num_seqs),
+        )
     app = create_app(llm, chosen)
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level=log_level,
-        timeout_graceful_shutdown=max(1, round(chosen.drain_seconds)),
-    )
-    server = uvicorn.Server(config)
+    return lambda: _serve(app, chosen, host, port)
+
+
+def run(model: str | Path | None = None, **options: Any) -> None:
+    """`prepare`, then serve."""
+    prepare(model, **options)()
+
+
+def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> None:
+    import uvicorn
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # as uvicorn writes
+    drain = max(1, round(settings.drain_seconds))
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=drain))
     engine = app.state.service.engine
 
     def end() -> None:
         server.should_exit = True
 
     engine.on_failure = end
-    _LOG.info("%s at http://%s:%d/v1", chosen.names[0], host, port)
+    _LOG.info("serving %s", settings.names[0])
     server.run()
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure

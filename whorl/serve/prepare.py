@@ -48,7 +48,7 @@ class Preparer:
             variables.setdefault("enable_thinking", False)
         tools = request.tools if request.uses_tools else None
         text = self.render(request.messages, tools, request.add_generation_prompt, variables)
-        prompt = self.tokenizer.encode(text, add_special=False)
+        prompt = self.encode(text, add_special=False)
         is_thinking = self._may_think and text.rstrip().endswith(THINK)
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
@@ -68,7 +68,7 @@ class Preparer:
         texts: list[str] = []
         for prompt in _each(request.prompt):
             if isinstance(prompt, str):
-                ids = self.tokenizer.encode(prompt, add_special=request.add_special_tokens)
+                ids = self.encode(prompt, add_special=request.add_special_tokens)
             else:
                 ids = list(prompt)
             self._check_ids(ids)
@@ -94,12 +94,18 @@ class Preparer:
     ) -> str:
         if bad := [name for name in _OWN if name in variables]:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
-        return self.tokenizer.apply_chat_template(
-            [_message(message) for message in messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        given = [_message(message) for message in messages]
+        listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+        try:
+            return self.tokenizer.apply_chat_template(
+                given, tools=listed, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:  # a template is a program, and its variables come from the client
+            raise ApiError(400, f"the chat template failed: {error}", param="messages") from error
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        text.encode()  # half a surrogate pair raises here
+        return self.tokenizer.encode(text, add_special=add_special)
 
     def _params(self, request: Sampling, **others: Any) -> SamplingParams:
         """The request's own, else what the model's authors recommend, else the engine's defaults."""

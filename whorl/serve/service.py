@@ -97,10 +97,10 @@ class Service:
     def _encode(self, request: TokenizeRequest) -> list[int]:
         if request.messages is None:
             assert request.prompt is not None
-            return self.tokenizer.encode(request.prompt, add_special=request.add_special_tokens)
+            return self._preparer.encode(request.prompt, add_special=request.add_special_tokens)
         variables = dict(request.chat_template_kwargs or {})
         text = self._preparer.render(request.messages, request.tools, request.add_generation_prompt, variables)
-        return self.tokenizer.encode(text, add_special=False)
+        return self._preparer.encode(text, add_special=False)
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of ids."""

@@ -1,0 +1,153 @@
+"""Sampling kernels: the maximum of each row by all processors, then one program a row for those that draw."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from ._rows import ceil_div, power_of_2
+from .linear_triton import unit_stride
+from .sample import _keys
+
+CHUNK = 4096
+
+
+@triton.jit
+def _top_kernel(logits_ptr, top_ptr, id_ptr, stride, V, CHUNK: tl.constexpr):
+    """Maximum of one chunk of one row, and the first id that has it."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < V, other=float("-inf"))
+    top = tl.max(logits, 0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(top_ptr + at, top)
+    tl.store(id_ptr + at, tl.min(tl.where((logits == top) & (ids < V), ids, 2147483647), 0))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _gumbel(ids, first, second):
+    """The noise of sample.py's `gumbel`."""
+    hashed = _mix(_mix(ids.to(tl.uint32) ^ first) ^ second)
+    uniform = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = uniform * (1 + uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25)))
+    return -tl.log(tl.where(uniform < 0.015625, series, -tl.log(1 - uniform)))
+
+
+@triton.jit
+def _below(logits_ptr, V, top, temperature, ids):
+    """How far each token lies below the highest, at this temperature; infinity past the end."""
+    logits = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
+    return (top - logits) / temperature
+
+
+@triton.jit
+def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens, or how much weight, lie no further below the highest than `limit`."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        below = _below(logits_ptr, V, top, temperature, ids)
+        part = 1.0 if COUNT else tl.exp(-below)
+        total += tl.where((below <= limit) & (ids < V), part, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _nearest(logits_ptr, V, top, temperature, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest distance within which `wanted` is reached. Floats from 0 on are ordered as their bits are."""
+    low, high = 0, 0x7F800000
+    while low < high:
+        middle = low + (high - low) // 2
+        limit = middle.to(tl.float32, bitcast=True)
+        is_enough = _within(logits_ptr, V, top, temperature, limit, COUNT, BLOCK) >= wanted
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, middle + 1)
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    top_ptr,
+    id_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    keys_ptr,
+    chosen_ptr,
+    stride,
+    V,
+    chunks,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    tops = tl.load(top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    firsts = tl.load(id_ptr + row * chunks + chunk, mask=chunk < chunks, other=2147483647)
+    top = tl.max(tops, 0)
+    chosen = tl.min(tl.where(tops == top, firsts, 2147483647), 0)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        logits_ptr += row * stride
+        limit = float("inf")
+        k, p, least = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        if (k > 0) & (k < V):
+            limit = _nearest(logits_ptr, V, top, temperature, k.to(tl.float32), True, BLOCK)
+        if p < 1:
+            wanted = p * _within(logits_ptr, V, top, temperature, limit, False, BLOCK)
+            limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, wanted, False, BLOCK))
+        first, second = tl.load(keys_ptr + row * 2).to(tl.uint32), tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        best_id = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, V, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            below = _below(logits_ptr, V, top, temperature, ids)
+            is_kept = (ids < V) & (below <= limit) & (tl.exp(-below) >= least)
+            score = tl.where(is_kept, _gumbel(ids, first, second) - below, float("-inf"))
+            best_id = tl.where(score > best, ids, best_id)
+            best = tl.maximum(score, best)
+        highest = tl.max(best, 0)
+        chosen = tl.min(tl.where(best == highest, best_id, 2147483647), 0)
+    tl.store(chosen_ptr + row, chosen.to(tl.int64))
+
+
+def forward(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+) -> Tensor:
+    logits = unit_stride(logits)
+    rows, vocab = logits.shape
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return chosen
+    chunk = 256 if is_interpreting() else CHUNK
+    chunks = ceil_div(vocab, chunk)
+    top = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    _top_kernel[(rows, chunks)](logits, top, ids, logits.stride(0), vocab, CHUNK=chunk, num_warps=4)
+    keys = torch.stack(_keys(seeds.long(), steps.long()), 1)
+    _draw_kernel[(rows,)](
+        logits,
+        top,
+        ids,
+        *(t.contiguous() for t in (temperature, top_k, top_p, min_p)),
+        keys,
+        chosen,
+        logits.stride(0),
+        vocab,
+        chunks,
+        CHUNKS=power_of_2(chunks),
+        BLOCK=chunk,
+        num_warps=8,
+    )
+    return chosen
