@@ -68,7 +68,7 @@ def inspect(cubin: bytes) -> dict[str, Any]:
         "registers": int(numbers["REG"]),
         "stack": int(numbers["STACK"]),
         "spills": sass.count("LDL") + sass.count("STL"),
-        "wide_loads": sass.count("LDG.E.128"),
+        "wide_loads": sass.count("LDG.E.128") + sass.count("LDGSTS.E.BYPASS.128") + sass.count("LDGSTS.E.128"),
         "wide_stores": sass.count("STG.E.128"),
     }
 

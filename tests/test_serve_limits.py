@@ -199,12 +199,12 @@ def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Threa
 
 def test_a_full_queue() -> None:
     with serving(told(delay=0.02, max_num_seqs=1), max_queue=2) as served:
-        body = {"prompt": "a", "max_tokens": 30}
-        threads = []
+        body = {"prompt": "a", "max_tokens": 40}
+        assert "room for 2" in refused(served.http.post(COMPLETIONS, json=body | {"n": 3}), 400)["message"]
+        threads, engine = [], served.app.state.service.engine
         for count in range(1, 4):  # one runs, two wait
             threads.append(in_background(served, body))
-            wait_until(lambda count=count: len(served.app.state.service.engine._owners) == count)
-        wait_until(lambda: served.llm.stats()["num_running"] == 1)
+            wait_until(lambda count=count: (len(engine._owners), engine._num_waiting) == (count, count - 1))
         response = served.http.post(COMPLETIONS, json=body)
         assert refused(response, 429)["code"] == "queue_full"
         assert response.headers["retry-after"] == "1"
@@ -263,6 +263,16 @@ def test_a_step_that_hangs_is_unhealthy() -> None:
         assert refused(served.http.get("/health"), 503)["code"] == "engine_stalled"
         thread.join()
         assert served.http.get("/health").status_code == 200
+
+
+def test_a_request_waits_no_longer_than_its_time_for_a_step_that_hangs() -> None:
+    with serving(told(delay=1.5), timeout=0.2) as served:
+        thread, _ = in_background(served, {"prompt": "a", "max_tokens": 1})
+        wait_until(lambda: served.llm.pool.num_used > 0)
+        started = time.monotonic()
+        refused(served.http.post(COMPLETIONS, json={"prompt": "a"}), 503)
+        assert time.monotonic() - started < 1
+        thread.join()
 
 
 def test_shutdown_lets_running_requests_finish() -> None:

@@ -13,7 +13,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
-class _Cursor:
+class Cursor:
     def __init__(self, data: mmap) -> None:
         self.data, self.at = data, 0
 
@@ -49,7 +49,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file: it does not start with 'GGUF'")
         with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            cursor = _Cursor(data)
+            cursor = Cursor(data)
             cursor.at = 4
             try:
                 (version,) = cursor.scalars("I", 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from whorl.device import is_installed
-from whorl.engine.gguf_metadata import _Cursor
+from whorl.engine.gguf_metadata import Cursor
 from whorl.engine.weights import Checkpoint, Source
 from whorl.nn import Index
 
@@ -104,7 +104,7 @@ def _read_header(path: Path) -> Header:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file: it does not start with 'GGUF'")
         data = mmap(file.fileno(), 0, access=ACCESS_READ)
-    cursor = _Cursor(data)
+    cursor = Cursor(data)
     cursor.at = 4
     try:
         (version,) = cursor.scalars("I", 1)

@@ -341,7 +341,7 @@ def _decode(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 
 def _prompt(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
-    pairs, (number, _, width), channels = ids.numel(), gate_up.shape, x.shape[1]
+    pairs, (number, channels, width) = ids.numel(), down.shape
     flat = ids.flatten().long()
     order = torch.sort(flat, stable=True).indices.int()
     counts = torch.zeros(number, dtype=torch.int32, device=x.device)

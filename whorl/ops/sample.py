@@ -164,7 +164,7 @@ _CASES: list[Values] = [
     {"tokens": (4,), "vocab": 70, "sliced": True, "top_k": 5},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_p": 0.8},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "min_p": 0.2, "top_p": 0.5, "top_k": 20, "temperature": 1.7},
-    {"tokens": (3,), "vocab": 5000, "scale": 2.0, "top_p": 0.9, "top_k": 50, "temperature": 0.3},
+    {"tokens": (2,), "vocab": 600, "scale": 2.0, "top_p": 0.9, "top_k": 50, "temperature": 0.3},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "vocab": 151936, "scale": 3.0, **more}

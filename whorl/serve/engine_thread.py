@@ -60,6 +60,7 @@ class Job:
 
     prompts: List[List[int]]
     params: List[SamplingParams]
+    size: int  # how many sequences
     loop: asyncio.AbstractEventLoop
     events: "asyncio.Queue[Piece | Exception]" = field(default_factory=asyncio.Queue)
     accepted: "asyncio.Future[None] | None" = None
@@ -82,7 +83,7 @@ class Job:
 
 
 class EngineThread:
-    """Steps the engine while there is work. max_queue: requests without a token yet that may wait."""
+    """Steps the engine while there is work. max_queue: sequences, of requests without a token yet."""
 
     def __init__(self, llm: Engine, metrics: Metrics, *, max_queue: int = 1024) -> None:
         self.llm, self.metrics, self.max_queue = llm, metrics, max_queue
@@ -112,11 +113,14 @@ class EngineThread:
         """Queue all prompts or none. ValueError: the engine refuses one; QueueFull and EngineError: it is not the
         request's fault."""
         self.check()
-        if self._num_waiting >= self.max_queue:
-            raise QueueFull(f"{self._num_waiting} requests wait already")
+        size = sum(each.n for each in params)
+        if size > self.max_queue:
+            raise ValueError(f"{size} sequences in one request: the queue has room for {self.max_queue}")
+        if self._num_waiting + size > self.max_queue:
+            raise QueueFull(f"{self._num_waiting} sequences wait already; up to {self.max_queue} may")
         loop = asyncio.get_running_loop()
-        job = Job(prompts, params, loop, accepted=loop.create_future())
-        self._num_waiting += 1
+        job = Job(prompts, params, size, loop, accepted=loop.create_future())
+        self._num_waiting += size
         self._commands.put(lambda: self._add(job))
         try:
             self.check()  # again: a thread that ended in between has not seen the command
@@ -146,7 +150,7 @@ class EngineThread:
     def _begin(self, job: Job) -> None:
         if not job.has_begun:
             job.has_begun = True
-            self._num_waiting -= 1
+            self._num_waiting -= job.size
 
     def _deliver(self, pieces: list[tuple[Job, Piece | Exception]]) -> None:
         for job, piece in pieces:
@@ -193,7 +197,7 @@ class EngineThread:
         try:
             for prompt, params in zip(job.prompts, job.params, strict=True):
                 job.sequences += self.llm.add(prompt, params)
-        except ValueError as error:
+        except Exception as error:  # of this request alone: nothing has run
             self._abort(job)
             self._call(job.loop, _settle, job.accepted, error)
             return

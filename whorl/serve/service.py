@@ -63,8 +63,9 @@ class Service:
         model = self._model(request.model)
         self.engine.check()
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
-        prepared: Prepared = await asyncio.to_thread(prepare, request)
-        job = await self.engine.submit(prepared.prompts, [prepared.params] * len(prepared.prompts))
+        async with asyncio.timeout_at(deadline):
+            prepared: Prepared = await asyncio.to_thread(prepare, request)
+            job = await self.engine.submit(prepared.prompts, [prepared.params] * len(prepared.prompts))
         reply = make_reply(prepared, job, model)
         if request.stream:
             return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
