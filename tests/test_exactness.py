@@ -15,7 +15,7 @@ import torch
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
 
 from whorl.device import is_installed
-from whorl.engine import runner
+from whorl.engine import batch, runner
 from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
@@ -182,6 +182,15 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
     for seed in range(6 if name == "mock" else 2):
         sizes |= check(name, seed)[0].runner._graphs.keys()
     assert len(sizes) > 3
+
+
+@pytest.mark.parametrize("name", ["mock", "qwen3"])
+def test_long_runs_are_laid_out_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As runs of more than 16 generated tokens are, with pieces short enough to be met often."""
+    setting(name)
+    monkeypatch.setattr(batch, "MAX_DECODE_ROWS", 3)
+    for seed in range(20 if name == "mock" else 3):
+        check(name, seed)
 
 
 @pytest.mark.slow

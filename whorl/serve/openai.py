@@ -25,8 +25,8 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 class Settings:
     """names: what clients may call the model, the first is its own. Sizes in bytes, times in seconds.
 
-    max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests after SIGTERM.
-    stall: a step this long makes the server unhealthy. origins: whose web pages may ask; none by default.
+    max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests
+    after SIGTERM. stall: a step this long makes the server unhealthy. origins: whose web pages may ask.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)

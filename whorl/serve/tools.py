@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .schemas import NamedTool, Tool
+from .thinking import END as END_THINK
+from .thinking import START as THINK
 
-THINK, END_THINK = "<think>", "</think>"
 CALL, _END_CALL = "<tool_call>", "</tool_call>"
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end to it a weak model finds none
 
