@@ -1,5 +1,6 @@
 """The operators of inference: bits that do not depend on neighbours, and parity with code that we did not write."""
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -159,12 +160,10 @@ def test_a_prompt_may_be_cut_anywhere(backend: str, window: int, dtype: torch.dt
     p = paged([length, 7], [length, 20], heads=6, kv_heads=2, dim=32, dtype=dtype)
     options = {"window": window, "rows": "prompt", "backend": backend}
     whole = attend(p, [(0, 0, length)], device, **options)[0]
-    for chunk in (11,) if is_slow(backend) else (7, 32, 50, 256):
-        found = [
-            attend(p, [(1, 0, 7), (0, i, min(chunk, length - i))], device, **options)[1]
-            for i in range(0, length, chunk)
-        ]
-        assert_equal_bits(torch.cat(found), whole, f"chunks of {chunk}")
+    for cuts in ([1, 12],) if is_slow(backend) else ([1, 2, 40, 41, 200, 289], [32, 256], range(50, length, 50)):
+        bounds = [0, *cuts, length]
+        found = [attend(p, [(1, 0, 7), (0, i, end - i)], device, **options)[1] for i, end in itertools.pairwise(bounds)]
+        assert_equal_bits(torch.cat(found), whole, f"cut at {list(cuts)}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -48,7 +48,8 @@ def swiglu(x: Tensor, *, interleaved: bool = False) -> Tensor:
     the odd channels (gpt-oss). y: [..., F], x's dtype, contiguous. fp32 inside, one rounding. Differentiable.
     """
     gate, up = _split(widen(x), interleaved)
-    return (gate * torch.sigmoid(gate) * up).to(x.dtype).contiguous()
+    # Not torch.sigmoid: on a CPU its bits depend on an element's place, and a row's bits must not.
+    return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype).contiguous()
 
 
 @operator(check=_check_backward, sharding=_row_wise)

@@ -43,7 +43,7 @@ class Grammars:
     def _native(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        text = self._tokenizer._backend.to_str()  # as tokenizer.json
+        text = self._tokenizer.to_json()
         return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_ids))
 
 
