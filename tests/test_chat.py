@@ -429,7 +429,6 @@ def follow(session: Session, file: Path) -> None:
     session.until("> ")
     session.send("\x1b[A\x1b[A\x1b[A\n")  # three lines up in the history
     assert "about the sea" in session.until("\n")
-    session.send("\x03")
     session.until("> ")
     session.send("\x04")
     assert session.process.wait(timeout=30) == 0

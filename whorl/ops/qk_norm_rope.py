@@ -207,10 +207,13 @@ def _(
     num_kv_heads: int,
     eps: float,
     plus_one: bool,
+    sections: Sequence[int] | None,
+    layout: str,
+    style: str,
     with_v: bool,
-    **how: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     norm = rms_norm.impls["torch_npu"].function
+    how: Values = {"sections": sections, "layout": layout, "style": style}
     q, k, v = _heads(qkv, num_heads, num_kv_heads)
     q, k = norm(q, q_weight, eps, plus_one), norm(k, k_weight, eps, plus_one)
     return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), _copied(v) if with_v else None
@@ -230,9 +233,12 @@ def _(
     num_kv_heads: int,
     eps: float,
     plus_one: bool,
-    **how: Any,
+    sections: Sequence[int] | None,
+    layout: str,
+    style: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = rms_norm_backward.impls["torch_npu"].function
+    how: Values = {"sections": sections, "layout": layout, "style": style}
     q, k, _ = _heads(qkv, num_heads, num_kv_heads)
     dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, cos_sin, positions, how, "torch_npu")
     dq, dq_weight = backward(dq, q, q_weight, None, eps, plus_one)
