@@ -1,7 +1,7 @@
 """Triton's interpreter with the rounding of the hardware.
 
-The interpreter cuts fp32 to bf16 where a GPU rounds to nearest even: twice the error, which the tests' rule would
-blame on the kernel.
+The interpreter cuts fp32 to bf16, and rounds ties in fp8 up, where a GPU rounds to nearest even: up to twice the error,
+which the tests' rule would blame on the kernel.
 """
 
 import numpy as np
@@ -13,11 +13,13 @@ def round_bfloat16_to_nearest() -> None:
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
+    narrow = {tl.bfloat16: (torch.bfloat16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, np.uint8)}
 
     def rounded(input, input_dtype, output_dtype, rounding_mode):
-        if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
+        if input_dtype != tl.float32 or output_dtype not in narrow:
             return convert(input, input_dtype, output_dtype, rounding_mode)
+        kind, bits = narrow[output_dtype]
         wide = torch.from_numpy(np.ascontiguousarray(input).view(np.float32).reshape(input.shape))
-        return wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return wide.to(kind).view(torch.int16 if bits is np.uint16 else torch.uint8).numpy().view(bits)
 
     interpreter._convert_float = rounded

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from whorl.engine.batch import Call
 from whorl.engine.llm import LLM
+from whorl.engine.runner import Result
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.speculate import Draft, Proposer
 from whorl.nn import CacheSpec, KVCache, Rows, Step
 
 EOS, OTHER_EOS, SPECIAL = 256, 257, 258
@@ -81,6 +84,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def token(self, token_id: int) -> str:
+        return repr(bytes([token_id])) if token_id < EOS else f"<{token_id}>"
+
     def detokenizer(self) -> "ByteDetokenizer":
         return ByteDetokenizer()
 
@@ -130,14 +136,14 @@ class Script:
         return out
 
 
-class Oracle:
+class Oracle(Proposer):
     """Drafts what it is told comes next, with every `wrong`-th token spoilt."""
 
     def __init__(self, texts: Sequence[Sequence[int]], *, k: int = 4, wrong: int = 5) -> None:
         self.k, self.texts, self.wrong = k, [list(text) for text in texts], wrong
 
-    def propose(self, sequences: Sequence[Seq]) -> list[list[int]]:
-        return [self._draft(seq.token_ids) for seq in sequences]
+    def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:
+        return [Draft(self._draft(seq.token_ids)[:k]) for seq in sequences]
 
     def _draft(self, tokens: list[int]) -> list[int]:
         at = len(tokens)
@@ -150,15 +156,16 @@ class Oracle:
 def record(llm: LLM) -> dict[int, Logits]:
     """By sequence id: the logits that each output token was sampled from, before anything is done to them."""
     found: dict[int, Logits] = {}
-    sample = llm.sampler.sample
+    run_call = llm.runner.run_call
 
-    def recording(logits: Tensor, samples: Sequence) -> Tensor:
-        for row, each in zip(logits, samples, strict=True):
+    def recording(call: Call) -> Result:
+        result = run_call(call)
+        for row, each in zip(result.logits, result.samples, strict=True):
             seq = each.chunk.sequence
-            found.setdefault(seq.id, {})[seq.num_outputs + each.num_drafted] = row.clone()
-        return sample(logits, samples)
+            found.setdefault(seq.id, {})[seq.num_outputs + seq.num_unread + each.num_drafted] = row.clone()
+        return result
 
-    llm.sampler.sample = recording  # type: ignore[method-assign]
+    llm.runner.run_call = recording  # type: ignore[method-assign]
     return found
 
 

@@ -300,10 +300,6 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_every_name_has_a_limit() -> None:
-    assert {*BEYOND, "limits"} == set(ascend.__all__)
-
-
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_limit_is_an_error_until_it_is_lifted(name: str) -> None:
     call, says = BEYOND[name]

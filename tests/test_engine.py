@@ -16,6 +16,7 @@ PROMPT = list(b"once upon a time")
 
 def engine(model: object | None = None, **options: object) -> LLM:
     settings = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 64}
+    settings |= {"draft_length": "fixed"}
     return LLM(model=model or MockModel(), tokenizer=ByteTokenizer(), **{**settings, **options})  # type: ignore[arg-type]
 
 

@@ -16,7 +16,6 @@ from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
 
 from whorl.device import is_installed
 from whorl.engine import batch, runner
-from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
@@ -111,7 +110,8 @@ def random_engine(rng: random.Random, given: Setting) -> LLM:
         max_model_len=LONGEST,
         use_prefix_cache=rng.random() < 0.8,
         speculate=proposer,
-        draft_length=DraftLength({1: 1.0, 8: 1.3, 64: 4.0}) if rng.random() < 0.3 else None,
+        run_ahead=rng.random() < 0.7,
+        draft_length=DraftLength({1: 1.0, 8: 1.3, 64: 4.0}) if rng.random() < 0.3 else "fixed",
     )
 
 
@@ -125,7 +125,7 @@ def run_at_random(rng: random.Random, llm: LLM, given: Setting) -> list[tuple[in
             added.append((index, llm.add(*given.requests[index])[0]))
         llm.step()
         for seq in llm.scheduler.running:
-            assert len(seq.block_table) <= llm.pool.blocks_for(len(seq.token_ids)), "a rejected draft keeps its blocks"
+            assert len(seq.block_table) <= llm.pool.blocks_for(seq.length), "a rejected draft keeps its blocks"
         if added and rng.random() < 0.03:
             llm.abort(rng.choice(added)[1])
     return added
@@ -171,7 +171,7 @@ def test_logits_do_not_depend_on_many_schedules(name: str) -> None:
 def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a replay is the same Python again: padding and copying are what is tested."""
 
-    def record_graph(_: str, function: Callable[[], None]) -> Callable[[], None]:
+    def record_graph(_: str, function: Callable[[], None], *, pool: object) -> Callable[[], None]:
         function()
         return function
 
@@ -202,7 +202,7 @@ def test_real_language() -> None:
         "What is the capital of France?",
         "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",
     )
-    llm = LLM(device="cpu", num_blocks=64)
+    llm = LLM(device="cpu", num_blocks=64, draft_length="fixed")
     found, rounds = record(llm), []
     for proposer in (None, PromptLookup()):
         llm.proposer = proposer
@@ -285,7 +285,7 @@ def share_across_prefixes(patch: pytest.MonkeyPatch) -> None:
 
 def sample_by_row(patch: pytest.MonkeyPatch) -> None:
     """Noise that belongs to the batch and not to the request."""
-    patch.setattr(Sample, "place", property(lambda self: self.num_drafted))
+    patch.setattr(batch, "_places", lambda chunk: range(len(chunk.draft) + 1))
 
 
 FAULTS = [

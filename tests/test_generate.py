@@ -36,9 +36,12 @@ def with_llm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 REFUSED = {
     "": "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive",
-    "--prompt x --tp 2": "--tp 2: tensor parallelism does not run yet",
-    "--prompt x --tp-size 4": "--tp 4: tensor parallelism does not run yet",
+    "--prompt x --tp-size 10 --device cpu": "query heads: 9 cannot be shared by 10 ranks: take 9 or fewer",
     "--prompt x --pld-k 4": "--pld-k needs --pld",
+    "--prompt x --draft-k 4": "--draft-k needs --draft-model",
+    "--prompt x --draft-fixed": "--draft-fixed needs --pld or --draft-model",
+    "--prompt x --pld --draft-model y": "--draft-model and --pld: say one of them",
+    "--prompt x --draft-model no-such-model": "no-such-model: no such file or folder",
     "--prompt x --pld-no-guard": "--pld-no-guard needs --pld",
     "--prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
     "--prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
@@ -70,7 +73,7 @@ def test_values_that_cannot_be(arguments: str) -> None:
 
 
 def test_tensor_parallelism_by_environment() -> None:
-    assert "--tp 8: tensor parallelism" in run("--prompt", "x", env={"TP_SIZE": "8"}).stderr
+    assert "shared by 11 ranks" in run("--prompt", "x", "--device", "cpu", env={"TP_SIZE": "11"}).stderr
 
 
 def test_prompts_the_engine_refuses(with_llm: Any) -> None:
@@ -119,7 +122,8 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     assert isinstance(proposer, PromptLookup)
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
-    expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1}
+    expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1, "tp": 1}
+    expected |= {"draft_length": "measured"}
     assert made == [{"path": "some/folder", **expected}]
     run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
     assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
@@ -224,7 +228,7 @@ def test_lookup_does_not_change_the_text(with_llm: Any) -> None:
     text = "one two three four one two three four one two three four one two"
     with_llm(default_llm())
     plain = json.loads(run("-p", text, "-n", "8", "--json").stdout)
-    llm = default_llm(speculate=PromptLookup(min_hist=4))
+    llm = default_llm(speculate=PromptLookup(min_hist=4), draft_length="fixed")
     with_llm(llm)
     drafted = json.loads(run("-p", text, "-n", "8", "--json").stdout)
     assert drafted["text"] == plain["text"]

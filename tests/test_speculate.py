@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from whorl.engine.sequence import SamplingParams, Sequence
-from whorl.engine.speculate import DraftLength, cut, make_proposer
+from whorl.engine.speculate import DraftLength, cut, make_proposer, measure_cost
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 
 
@@ -17,8 +17,12 @@ def sequence(tokens: list[int], num_outputs: int = 0) -> Sequence:
     return seq
 
 
+def guess(proposer: PromptLookup, *sequences: Sequence) -> list[list[int]]:
+    return [draft.token_ids for draft in proposer.propose(sequences, proposer.k)]
+
+
 def draft(tokens: list[int], **options: int) -> list[int]:
-    return PromptLookup(**{"min_hist": 1, **options}).propose([sequence(tokens)])[0]
+    return guess(PromptLookup(**{"min_hist": 1, **options}), sequence(tokens))[0]
 
 
 def test_defaults() -> None:
@@ -80,11 +84,11 @@ def test_guard_tail_echo() -> None:
 def test_loops_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     proposer, seq = PromptLookup(), sequence([1] * 20 + [3] * 7, num_outputs=7)
     with caplog.at_level(logging.WARNING):
-        proposer.propose([seq])
+        guess(proposer, seq)
         assert not caplog.records
         for _ in range(3):
             seq.append(3)
-            proposer.propose([seq])
+            guess(proposer, seq)
     assert [record.getMessage() for record in caplog.records] == [
         f"sequence {seq.id} repeats token 3: 8 times in a row"
     ]
@@ -93,18 +97,19 @@ def test_loops_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_index_grows_with_the_sequence() -> None:
     proposer = PromptLookup(min_hist=1, k=3)
     seq = sequence([1, 2, 3, 4, 5, 6, 7])
-    assert proposer.propose([seq]) == [[]]
+    assert guess(proposer, seq) == [[]]
     for token in (1, 2):
         seq.append(token)
-    assert proposer.propose([seq]) == [[3, 4, 5]]
+    assert guess(proposer, seq) == [[3, 4, 5]]
     for token in (3, 9, 1, 2, 3):
         seq.append(token)
-    assert proposer.propose([seq]) == PromptLookup(min_hist=1, k=3).propose([sequence(seq.token_ids)])
+    assert guess(proposer, seq) == guess(PromptLookup(min_hist=1, k=3), sequence(seq.token_ids))
+    assert proposer.propose([seq], 1)[0].token_ids == guess(proposer, seq)[0][:1]
 
 
 def test_state_goes_with_the_sequence() -> None:
     proposer = PromptLookup(min_hist=1)
-    proposer.propose([sequence([1, 2, 3])])
+    guess(proposer, sequence([1, 2, 3]))
     assert len(proposer._indices) == 0
 
 
@@ -122,7 +127,7 @@ def test_wrong_options_are_refused(option: str) -> None:
 
 def test_names() -> None:
     assert make_proposer("prompt_lookup", k=3).k == 3
-    with pytest.raises(ValueError, match="'wrong' is not one of prompt_lookup"):
+    with pytest.raises(ValueError, match="'wrong' is not one of prompt_lookup, draft_model"):
         make_proposer("wrong")
 
 
@@ -177,6 +182,38 @@ def test_many_sequences_draft_less() -> None:
     length = DraftLength(cost)
     assert length.choose(7, 1) > length.choose(7, 32)
     assert length.choose(7, 0) == 0
+
+
+def test_costs_beyond_the_table_go_on_as_they_did() -> None:
+    length = DraftLength({1: 1.0, 2: 1.1}, acceptance=0.9)
+    assert length.choose(10, 1) == DraftLength({1: 1.0, 11: 2.0}, acceptance=0.9).choose(10, 1) > 4
+    assert DraftLength({1: 1.0, 2: 2.0}, acceptance=0.9).choose(10, 1) == 0
+    assert DraftLength({1: 1.0}, acceptance=0.9).choose(10, 1) == 0
+
+
+def test_what_drafting_costs_counts() -> None:
+    assert DraftLength(FLAT, drafting={1: 0.001}).choose(10, 1) == 10
+    assert 0 < DraftLength(FLAT, drafting={1: 0.1}).choose(10, 1) < 10
+    assert DraftLength(FLAT, drafting={1: 1.0}).choose(10, 1) == 0
+    assert DraftLength(FLAT, drafting={1: 0.1, 8: 0.8}).choose(10, 8) == 0
+
+
+class Clock:
+    """Takes as many tenths of a second as there are rows."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def cost(self, counts: list[int], *, repeats: int) -> dict[int, float]:
+        self.asked += counts
+        return {count: 0.1 * count for count in counts}
+
+
+def test_measuring_ends_when_its_time_is_up() -> None:
+    clock = Clock()
+    assert measure_cost(clock, (1, 2, 4, 8), 1.0) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.4})
+    assert clock.asked == [1, 2, 4]
+    assert list(measure_cost(clock, (1, 2, 4, 8), 0.0)) == [1, 2], "one would not tell what a row costs"
 
 
 def test_a_cost_table_must_be_one() -> None:

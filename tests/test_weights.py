@@ -246,16 +246,38 @@ def test_ranks_hold_the_model_between_them(tmp_path: Path) -> None:
     assert [spec.num_kv_heads for spec in ranks[0].cache_specs()] == [1, 1]
 
 
-def test_sharing_that_cannot_be_even() -> None:
+def test_sharing_that_is_impossible() -> None:
     for config, size, message in (
-        (Llama.tiny(), 3, "q_proj: 4 cannot be shared evenly by 3 ranks"),
-        (Llama.tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), 3, "k_proj: 2 cannot be shared"),
-        (Qwen3.tiny(num_experts=4, moe_intermediate_size=6), 4, "expert size: 6 cannot be shared evenly by 4"),
+        (Llama.tiny(), 5, "query heads: 4 cannot be shared by 5 ranks: take 4 or fewer"),
+        (Qwen3.tiny(num_experts=4, moe_intermediate_size=3), 4, "expert size: 3 cannot be shared by 4 ranks"),
     ):
         with pytest.raises(ValueError, match=message):
             weights.build(config, device="meta", dtype=torch.float32, tp=nn.Ranks(size=size))
     with pytest.raises(ValueError, match="rank 2 of 2"):
         nn.Ranks(rank=2, size=2)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (9, 3), (8, 8), (14, 2), (64, 4), (5, 1)])
+def test_every_query_head_is_on_one_rank_with_its_key_head(num_heads: int, num_kv_heads: int) -> None:
+    group = num_heads // num_kv_heads
+    for size in range(1, num_heads + 1):
+        seen: list[int] = []
+        for rank in range(size):
+            q, kv = nn.Ranks(rank=rank, size=size).heads(num_heads, num_kv_heads)
+            heads = range(num_heads)[q]
+            assert heads, f"rank {rank} of {size} has nothing to do"
+            assert sorted({head // group for head in heads}) == [*range(num_kv_heads)[kv]]
+            assert len(heads) % (kv.stop - kv.start) == 0, "attention takes as many queries for each key head"
+            seen += heads
+        assert seen == [*range(num_heads)]
+
+
+def test_uneven_shares_are_cut_at_multiples_of_16() -> None:
+    parts = [nn.Ranks(rank=rank, size=5).share("x", 1536) for rank in range(5)]
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert {part.stop - part.start for part in parts} == {304, 320}
+    assert (parts[0].start, parts[-1].stop) == (0, 1536)
+    assert nn.Ranks(rank=1, size=4).share("x", 6) == slice(1, 3)
 
 
 QWEN3_235B = {

@@ -15,7 +15,7 @@ from whorl import ops
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import RopeTable, get_rope
 
-Rows = Literal["prompt", "decode"]
+Rows = Literal["prompt", "decode", "batch"]
 Index = tuple[slice, ...]
 ALL = slice(None)
 
@@ -96,16 +96,33 @@ class Ranks:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"tensor parallel: rank {self.rank} of {self.size}; expected 0 <= rank < size")
 
-    def share(self, what: str, total: int, *, unit: int = 1, replicate: bool = False) -> slice:
-        """This rank's part of `total` rows, cut between units (heads); fewer units than ranks may be replicated."""
-        units, size = total // unit, self.size
-        if units % size == 0:
-            return slice(self.rank * units // size * unit, (self.rank + 1) * units // size * unit)
-        if replicate and size % units == 0:
-            mine = self.rank * units // size
-            return slice(mine * unit, (mine + 1) * unit)
-        hint = ", nor copied evenly" if replicate else ""
-        raise ValueError(f"tensor parallel: {what}: {units} cannot be shared evenly by {size} ranks{hint}")
+    def share(self, what: str, total: int) -> slice:
+        """This rank's part of `total` rows. Parts are equal where they can be, else cut at multiples of 16 for the sake
+        of aligned reads, or where that leaves a rank nothing, anywhere."""
+        unit = 16 if total % self.size and total % 16 == 0 and total >= 16 * self.size else 1
+        units = total // unit
+        if units < self.size:
+            raise ValueError(
+                f"tensor parallel: {what}: {units} cannot be shared by {self.size} ranks: take {units} or fewer"
+            )
+        return slice(units * self.rank // self.size * unit, units * (self.rank + 1) // self.size * unit)
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
+        """This rank's query heads and the key heads they see.
+
+        Key heads are shared with all their queries. Where there are more ranks than key heads, a rank has one, several
+        ranks have the same, and those share its queries.
+        """
+        group = num_heads // num_kv_heads
+        if num_heads < self.size:
+            self.share("query heads", num_heads)  # refuses
+        if num_kv_heads >= self.size:
+            kv = self.share("key heads", num_kv_heads)
+            return slice(kv.start * group, kv.stop * group), kv
+        head = self.rank * num_kv_heads // self.size
+        first, end = (-(-each * self.size // num_kv_heads) for each in (head, head + 1))  # ranks that have this head
+        mine = Ranks(rank=self.rank - first, size=end - first).share(f"query heads of key head {head}", group)
+        return slice(head * group + mine.start, head * group + mine.stop), slice(head, head + 1)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks of x [T, N], in rank order, in fp32 and rounded once: a row's bits are its own affair.
@@ -124,18 +141,24 @@ class Ranks:
         for other in others:
             first = first + other
         out = torch.empty_like(sent)
-        distributed.all_gather_into_tensor(out, first.to(x.dtype), group=self.group)
+        _all_gather(out, first.to(x.dtype), self.group)
         return out[: x.shape[0]]
 
     def gather(self, x: Tensor) -> Tensor:
         """x [T, N] of every rank side by side: [T, size * N]."""
         if self.size == 1:
             return x
-        from torch import distributed
-
         out = x.new_empty(self.size * x.shape[0], x.shape[1])
-        distributed.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        _all_gather(out, x.contiguous(), self.group)
         return out.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+
+
+def _all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+    from torch import distributed
+
+    # torch 2.13 has given it another name and warns of the old one
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(out, x, group=group)
 
 
 ONE = Ranks()
@@ -161,8 +184,8 @@ def _parameter(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """y = x W^T + b. `outputs` may name several projections of the checkpoint, held as one weight.
 
-    shard "column": each rank holds a share of every projection's rows, cut between `unit`s; those named in `replicate`
-    are copied when there are fewer units than ranks. "row": a share of the columns, and y is summed over ranks.
+    shard "column": each rank holds a share of every projection's rows; "row": a share of the columns, and y is summed
+    over ranks. parts: this rank's rows of each projection, or its columns; default: `Ranks.share`.
     """
 
     def __init__(
@@ -172,19 +195,16 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         shard: Literal["column", "row"] | None = None,
-        unit: int = 1,
-        replicate: Sequence[str] = (),
+        parts: Sequence[slice] | None = None,
         ranks: Ranks = ONE,
     ) -> None:
         super().__init__()
         self.sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
         self.ranks = ranks if shard else ONE
-        across, along = (self.ranks, ONE) if shard == "column" else (ONE, self.ranks)
-        self.rows = [
-            across.share(name or "outputs", size, unit=unit, replicate=name in replicate)
-            for name, size in self.sizes.items()
-        ]
-        self.columns = along.share("inputs", inputs, unit=unit)
+        cut = {"inputs": inputs} if shard == "row" else self.sizes
+        shares = parts or [self.ranks.share(name or "outputs", size) for name, size in cut.items()]
+        whole = [slice(0, size) for size in self.sizes.values()]
+        self.rows, self.columns = (whole, shares[0]) if shard == "row" else (list(shares), slice(0, inputs))
         self.inputs, self.is_summed = inputs, shard == "row"
         self.splits = [rows.stop - rows.start for rows in self.rows]
         self.weight = _parameter(sum(self.splits), self.columns.stop - self.columns.start)

@@ -69,7 +69,7 @@ def _judge_output(got: Tensor, reference: Tensor, gold: Tensor, limit: float) ->
     if got.shape != reference.shape or got.dtype != reference.dtype:
         found, wanted = ((list(t.shape), t.dtype) for t in (got, reference))
         return Verdict(ratio=math.inf, problem=f"is {found}, expected {wanted}")
-    if not got.is_floating_point():
+    if not got.is_floating_point() or got.dtype.itemsize == 1:  # choices and codes are equal or wrong
         wrong = int((got != reference).sum())
         return Verdict(ratio=math.inf if wrong else 0.0, problem=f"{wrong} elements differ" if wrong else None)
     finite = reference.isfinite()

@@ -146,6 +146,21 @@ def swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor
     return dx.to(input.dtype)
 
 
+def dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    assert smooth_scales is group_index is None
+    assert (quant_mode, dst_type) in (("pertoken", None), ("pertoken", 1), ("pertoken", torch.int8))
+    scale = input.float().abs().amax(-1) / 127
+    return (input.float() / scale[..., None]).nan_to_num(0).round().to(torch.int8), scale
+
+
 KERNELS = {
     "npu_rotary_mul": rotary_mul,
     "npu_rotary_mul_backward": rotary_mul_backward,
@@ -157,5 +172,6 @@ KERNELS = {
     "npu_add_rms_norm": add_rms_norm,
     "npu_swiglu": swiglu,
     "npu_swiglu_backward": swiglu_backward,
+    "npu_dynamic_quant": dynamic_quant,
 }
 IN_PLACE = {"npu_apply_rotary_pos_emb": apply_rotary_pos_emb, "_npu_rotary_embedding": rotary_embedding}

@@ -1,37 +1,69 @@
-"""What one step computes, as the tensors of at most two forward calls. The only place that builds indices.
+"""What one step computes, as the indices of at most two forward calls. The only place that builds indices.
 
 Prompt tokens and generated tokens go through different kernels, so a mixed step makes two calls. Decode kernels take
 up to 16 rows of a sequence; a longer run is laid out as several entries over one block table, which sees the same keys
 because a layer writes every row's keys and values before any row attends.
+
+Everything here is on the host. A call's arrays lie side by side in one run of bytes, so that one copy takes them to
+the device.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from whorl.nn import Step
+from whorl.nn import Rows
 
 from .scheduler import Chunk
 from .sequence import CLASS, PROMPT
 from .sequence import Sequence as Seq
 
 MAX_DECODE_ROWS = 16  # of one sequence in one entry of a decode call
+UNREAD = -1  # a token that only the device knows: the last one sampled in its lane
+# Name, type, how many: T rows, B entries, S samples. Eight bytes first, so that all are aligned.
+_FIELDS = (
+    ("tokens", "i8", "T"),
+    ("lanes", "i8", "T"),
+    ("positions", "i8", "T"),
+    ("slots", "i8", "T"),
+    ("table_at", "i8", "T"),
+    ("entry_lanes", "i8", "B"),
+    ("sample_rows", "i8", "S"),
+    ("sample_lanes", "i8", "S"),
+    ("seeds", "i8", "S"),
+    ("places", "i8", "S"),
+    ("blocks", "i4", "T"),
+    ("query_starts", "i4", "B+1"),
+    ("context_lens", "i4", "B"),
+    ("top_k", "i4", "S"),
+    ("temperature", "f4", "S"),
+    ("top_p", "f4", "S"),
+    ("min_p", "f4", "S"),
+)
+Size = tuple[int, int, int]  # T, B, S
+Field = tuple[str, str, int, int]  # name, type, first byte, number of elements
 
 
-@dataclass(frozen=True, slots=True)
+@functools.lru_cache(maxsize=256)
+def layout(size: Size) -> tuple[tuple[Field, ...], int]:
+    """Where each field lies when a call has this size, and the bytes of all."""
+    counts = {"T": size[0], "B": size[1], "B+1": size[1] + 1, "S": size[2]}
+    found, at = [], 0
+    for name, kind, count in _FIELDS:
+        found.append((name, kind, at, counts[count]))
+        at += int(kind[1]) * counts[count]
+    return tuple(found), at
+
+
+@dataclass(slots=True, eq=False)
 class Sample:
     """A row whose logits give a token: the one behind `num_drafted` of the chunk's draft."""
 
     chunk: Chunk
     num_drafted: int
-
-    @property
-    def place(self) -> int:
-        """Of the token among the sequence's outputs."""
-        return self.chunk.sequence.num_outputs + self.num_drafted
+    place: int  # of the token among the sequence's outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,70 +74,126 @@ class Score:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One forward call, and which of its rows give `samples` and `scores`, in order."""
+    """One forward call. `samples` and `scores` say what becomes of its rows."""
 
-    step: Step
-    sample_rows: Tensor
-    score_rows: Tensor
+    rows: Rows
+    arrays: dict[str, Sequence[int] | Sequence[float] | np.ndarray]
+    num_keys: int  # that the longest sequence sees
+    tables: list[tuple[int, list[int]]]  # lanes that are new, and their blocks
+    samples: list[Sample] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    score_rows: list[int] = field(default_factory=list)
+
+    @property
+    def size(self) -> Size:
+        return len(self.arrays["tokens"]), len(self.arrays["context_lens"]), len(self.arrays["seeds"])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every row is a sample, as in decoding with or without drafts."""
+        return len(self.arrays["tokens"]) == len(self.arrays["seeds"])
+
+    def write(self, into: dict[str, np.ndarray], padding: dict[str, int]) -> None:
+        """Fill arrays of this size or larger; `padding` goes where there are no rows, entries or samples."""
+        for name, values in self.arrays.items():
+            to, count = into[name], len(values)
+            to[:count] = values
+            if count < len(to):
+                to[count:] = self.size[0] if name == "query_starts" else padding.get(name, 0)
 
 
 class Batch:
     """The chunks of a step. Drafts may be added to them until `calls` lays everything out."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
-        # Prompts before generated tokens: the order of the calls is the order of the rows.
-        self.chunks = sorted(chunks, key=lambda chunk: _role(chunk) != PROMPT)
-        self.samples: list[Sample] = []
-        self.scores: list[Score] = []
+        self.chunks = list(chunks)
 
-    def calls(self, block_size: int, device: torch.device | str) -> list[Call]:
-        self.samples, self.scores = [], []
-        found = []
-        for role in sorted({_role(chunk) for chunk in self.chunks}):
-            found.append(self._call([c for c in self.chunks if _role(c) == role], role, block_size, device))
-        return found
-
-    def _call(self, chunks: Sequence[Chunk], role: int, block_size: int, device: torch.device | str) -> Call:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        lengths, contexts, tables = [], [], []
-        sample_rows: list[int] = []
-        score_rows: list[int] = []
-        for chunk in chunks:
-            seq, first_row = chunk.sequence, len(token_ids)
-            end = chunk.start + chunk.length
-            token_ids += seq.token_ids[chunk.start : end] + chunk.draft
-            end += len(chunk.draft)
-            positions += range(chunk.start, end)
-            slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)]
-            for start, stop in _entries(chunk.start, end, role):
-                lengths.append(stop - start)
-                contexts.append(stop)
-                tables.append(seq.block_table)
-            if chunk.is_last:
-                self.samples += [Sample(chunk, i) for i in range(len(chunk.draft) + 1)]
-                sample_rows += range(first_row + chunk.length - 1, len(token_ids))
-            score = _scored(chunk)
-            self.scores += [Score(seq, position) for position in score]
-            score_rows += [first_row + position - chunk.start for position in score]
-        step = Step(
-            token_ids=_tensor(token_ids, device),
-            positions=_tensor(positions, device),
-            slots=_tensor(slots, device),
-            block_tables=_tensor(_pad(tables), device, torch.int32),
-            query_starts=_tensor(np.cumsum([0, *lengths]), device, torch.int32),
-            context_lens=_tensor(contexts, device, torch.int32),
-            rows=CLASS[role],
-            max_position=max(contexts),
-        )
-        return Call(step, _tensor(sample_rows, device), _tensor(score_rows, device))
+    def calls(self, block_size: int, table_width: int) -> list[Call]:
+        """table_width: blocks of one lane in the device's table."""
+        by_role: tuple[list[Chunk], list[Chunk]] = ([], [])
+        for chunk in self.chunks:
+            by_role[chunk.role].append(chunk)
+        return [_call(chunks, role, block_size, table_width) for role, chunks in enumerate(by_role) if chunks]
 
 
-def _role(chunk: Chunk) -> int:
-    return chunk.sequence.roles[chunk.start]
+def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int) -> Call:
+    tokens: list[int] = []
+    lanes: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    starts, contexts, entry_lanes = [0], [], []
+    samples: list[Sample] = []
+    sample_rows: list[int] = []
+    scores: list[Score] = []
+    score_rows: list[int] = []
+    tables = []
+    for chunk in chunks:
+        seq, first_row, start = chunk.sequence, len(tokens), chunk.start
+        end = start + chunk.length + len(chunk.draft)
+        tokens += _tokens(chunk)
+        positions += range(start, end)
+        lanes += [seq.lane] * (end - start)
+        blocks += _blocks(seq.block_table, start, end, block_size)
+        for _, stop in _entries(start, end, role):
+            starts.append(first_row + stop - start)
+            contexts.append(stop)
+            entry_lanes.append(seq.lane)
+        if chunk.is_new:
+            tables.append((seq.lane, seq.block_table))
+        if chunk.is_last:
+            samples += [Sample(chunk, i, place) for i, place in enumerate(_places(chunk))]
+            sample_rows += range(first_row + chunk.length - 1, len(tokens))
+        if seq.num_unscored:
+            for position in _scored(chunk):
+                scores.append(Score(seq, position))
+                score_rows.append(first_row + position - start)
+    at, block = np.array(positions), np.array(blocks)
+    lane = np.array(lanes)
+    arrays = {
+        "tokens": tokens,
+        "lanes": lane,
+        "positions": at,
+        "slots": block * block_size + at % block_size,
+        "table_at": lane * table_width + at // block_size,
+        "blocks": block,
+        "entry_lanes": entry_lanes,
+        "query_starts": starts,
+        "context_lens": contexts,
+        "sample_rows": sample_rows,
+        "sample_lanes": lane[sample_rows],
+        **_sampling(samples),
+    }
+    return Call(CLASS[role], arrays, max(contexts), tables, samples, scores, score_rows)
+
+
+def _tokens(chunk: Chunk) -> list[int]:
+    known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+    return known + [UNREAD] * (chunk.length - len(known)) + chunk.draft
+
+
+def _blocks(table: list[int], start: int, end: int, block_size: int) -> Sequence[int]:
+    """The block of each position."""
+    if end - start == 1:
+        return (table[start // block_size],)
+    return np.array(table)[np.arange(start, end) // block_size].tolist()  # type: ignore[no-any-return]
+
+
+def _places(chunk: Chunk) -> range:
+    """Of the tokens that a chunk samples, among the sequence's outputs."""
+    first = chunk.start + chunk.length - chunk.sequence.prompt_len
+    return range(first, first + len(chunk.draft) + 1)
+
+
+def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
+    sequences = [sample.chunk.sequence for sample in samples]
+    asked = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
+    return {
+        "seeds": [seq.seed for seq in sequences],
+        "places": [sample.place for sample in samples],
+        **dict(zip(("temperature", "top_k", "top_p", "min_p"), asked, strict=True)),
+    }
 
 
 def _entries(start: int, end: int, role: int) -> Iterator[tuple[int, int]]:
@@ -117,18 +205,5 @@ def _entries(start: int, end: int, role: int) -> Iterator[tuple[int, int]]:
 def _scored(chunk: Chunk) -> range:
     """Positions of the chunk whose logits the request wants and has not got."""
     seq = chunk.sequence
-    if not seq.num_unscored:
-        return range(0)
     first = seq.prompt_len - 1 - seq.num_unscored
     return range(max(chunk.start, first), min(chunk.start + chunk.length, seq.prompt_len - 1))
-
-
-def _pad(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded
-
-
-def _tensor(values: Sequence[int] | np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -75,10 +75,10 @@ class BlockPool:
             self._drop(seq.block_table.pop())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are full, computed and final."""
+        """Let others share the blocks that are full, of known tokens, and computed or about to be: steps run in order."""
         if not self.use_prefix_cache:
             return
-        for i in range(len(seq.chain), seq.num_computed // self.block_size):
+        for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):
             key, block = self._key(seq, i), seq.block_table[i]
             # Equal keys mean equal bits: a second copy stays private, and its successors join the first one's chain.
             if key not in self._prefixes:

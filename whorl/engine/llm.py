@@ -1,26 +1,32 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
+import math
 import random
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from whorl.device import default_device, require
+from whorl.device import HOST, default_device, require
 from whorl.nn import Model
 
 from .batch import Batch
 from .blocks import BlockPool
+from .launch import Place
 from .runner import Runner, block_bytes, cache_memory
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
-from .speculate import DraftLength, Proposer, cut
+from .speculate import DraftLength, Proposer, cut, measure_cost
+from .tensor_parallel import Lead, load
 
 Prompt = str | List[int]
+_COST_ROWS = 64  # of the longest decode step that is timed for `DraftLength`
+_COST_SECONDS = 0.2
 
 
 class Tokenizer(Protocol):
@@ -32,6 +38,7 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
+    def token(self, token_id: int) -> str: ...
     def detokenizer(self) -> Detokenizer: ...
 
 
@@ -64,9 +71,13 @@ class LLM:
 
     path: a folder, a file or a Hugging Face id; None is the small default. Tests and other callers may hand in
     `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
-    speculate: who drafts; draft_length: how much (None: always the proposer's k).
+    speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
+    takes a fraction of a second after the first draft; "fixed": always the proposer's k.
     num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
     max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
+    tp: ranks that share the model, started and ended with the engine; None: those that torchrun has started, else one.
+    run_ahead: launch a step before the last one's tokens are read; None: on accelerators, where it saves time. What
+    comes out is the same.
     """
 
     def __init__(
@@ -77,8 +88,9 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         device: str | None = None,
         dtype: torch.dtype | None = None,
+        tp: int | None = None,
         speculate: Proposer | None = None,
-        draft_length: DraftLength | None = None,
+        draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
@@ -87,22 +99,30 @@ class LLM:
         memory: int | None = None,
         use_prefix_cache: bool = True,
         use_graphs: bool = True,
+        run_ahead: bool | None = None,
         seed: int | None = None,
     ) -> None:
         device = require(device or default_device())
+        self._lead: Lead | None = None
         if model is None:
-            model, tokenizer = _load(path, tokenizer, device, dtype, max_model_len)
-        self.model, self.tokenizer, self.proposer, self.draft_length = model, tokenizer, speculate, draft_length
+            model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, max_model_len, tp)
+        self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
+        self._is_unmeasured = draft_length == "measured"
+        self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
+        if speculate is not None:
+            speculate.check(model, tokenizer)
         dtype = _cache_dtype(model)
         max_len = _at_most(max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
             size = block_bytes(model.cache_specs(), block_size, dtype)
             most = max_num_seqs * -(-max_len // block_size)
-            num_blocks = min(most, (cache_memory(device) if memory is None else memory) // size)
+            fit = (cache_memory(device) if memory is None else memory) // size
+            num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=use_prefix_cache)
         self.max_model_len = _at_most(max_model_len, min(max_len, num_blocks * block_size), "the cache")
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = Runner(
+        self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+        self.runner = (Runner if self._lead is None else self._lead.runner)(
             model,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -110,26 +130,33 @@ class LLM:
             dtype=dtype,
             device=device,
             use_graphs=use_graphs,
+            max_num_seqs=max_num_seqs,
+            max_rows=max_num_batched_tokens,
+            vocab_size=self.vocab_size,
         )
-        self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(seed)
+        self.run_ahead = device != HOST if run_ahead is None else run_ahead
+        self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
 
     def step(self) -> list[Delta]:
-        """One round of the engine; what it added, sequence by sequence."""
-        chunks = self.scheduler.schedule(lookahead=self.proposer.k if self.proposer else 0)
-        batch = Batch(chunks)
-        if self.proposer is not None:
-            self._propose(self.proposer, batch)
-        if not batch.chunks:
+        """One round of the engine; what it added, sequence by sequence.
+
+        Running ahead, the next round is launched before this one's tokens are read, so that the device never waits for
+        the host. What a sequence had in that round when it turns out to be finished is dropped: it costs a row.
+        """
+        if not self._flights:
+            self._launch()
+        if self._flights and self._may_run_ahead():
+            self._launch()
+        if not self._flights:
             assert not self.has_work, f"nothing scheduled, and {self.stats()}"
             return []
-        sampled, scored = self.runner.run(batch)
-        tokens = self.sampler.accept(batch, sampled, scored)
-        self.num_steps += 1
+        batch, read = self._flights.popleft()
+        tokens = read()
         return [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
 
     # ---- requests
@@ -172,6 +199,11 @@ class LLM:
             seq.finish(FinishReason.ABORT)
             self.scheduler.finish(seq)
 
+    def close(self) -> None:
+        """End the other ranks, where there are any. The end of the program does it, too."""
+        if self._lead is not None:
+            self._lead.close()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
@@ -192,10 +224,11 @@ class LLM:
                 self.abort(seq)
         return [_output(seq) for seq in sequences]
 
-    def measure_cost(self, max_rows: int = 16) -> dict[int, float]:
-        """Seconds of a decode step by number of rows, for `DraftLength`."""
+    def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
+        """Seconds of a decode step by number of rows, for `DraftLength`. It ends after about `seconds`, with a shorter
+        table; nothing is written to the cache."""
         counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_rows, 16), max_rows})
-        return self.runner.cost([count for count in counts if count <= max_rows])
+        return measure_cost(self.runner, [count for count in counts if count <= max_rows], seconds)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
@@ -214,36 +247,67 @@ class LLM:
 
     # ---- the parts of a step
 
+    def _may_run_ahead(self) -> bool:
+        """Drafts, penalties, masks and log-probabilities look at the tokens so far: these must have been read."""
+        return self.run_ahead and self.proposer is None and all(seq.is_plain for seq in self.scheduler.running)
+
+    def _launch(self) -> None:
+        """Schedule a round and start it on the device; sequences stand as they will when it has run."""
+        chunks = self.scheduler.schedule(lookahead=self.proposer.k if self.proposer else 0)
+        if not chunks:
+            return
+        batch = Batch(chunks)
+        if self.proposer is not None:
+            self._propose(self.proposer, batch)
+        self._flights.append((batch, self.sampler.start(self.runner.run(batch))))
+        for chunk in chunks:
+            seq = chunk.sequence
+            seq.num_computed = chunk.start + chunk.length
+            seq.num_unread += chunk.is_last
+            self.pool.publish(seq)
+        self.num_steps += 1
+
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
         chunks = [chunk for chunk in batch.chunks if chunk.room > 0]
-        k = proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, len(chunks))
+        k = self._draft_len(proposer, len(chunks))
         if k == 0 or not chunks:
             return
-        drafts = proposer.propose([chunk.sequence for chunk in chunks])
-        for chunk, draft in zip(chunks, drafts, strict=True):
-            draft = cut(draft[: min(k, chunk.room)], self._special_ids)
+        for chunk, draft in zip(chunks, proposer.propose([chunk.sequence for chunk in chunks], k), strict=True):
+            token_ids = draft.token_ids[: chunk.room]
+            # Not of a draft that was drawn: to let a token decide whether it is tried would change the odds.
+            if draft.probs is None:
+                token_ids = cut(token_ids, self._special_ids)
             # A draft takes free blocks; it preempts nobody.
-            while draft and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(draft)):
-                draft.pop()
-            chunk.draft = draft
+            while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
+                token_ids.pop()
+            chunk.draft = token_ids
+            chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
+
+    def _draft_len(self, proposer: Proposer, num_sequences: int) -> int:
+        if self._is_unmeasured and self.num_drafted:  # a text without drafts does not wait for this
+            self._is_unmeasured = False
+            rows = min(_COST_ROWS, self.scheduler.max_num_seqs * (proposer.k + 1))
+            cost = self.measure_cost(rows, seconds=_COST_SECONDS)
+            self.draft_length = DraftLength(cost, drafting=proposer.cost(seconds=_COST_SECONDS))
+        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
 
     def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
-        """Take over what a chunk computed; `tokens` are the accepted ones where it reached the last known token."""
+        """Take over the tokens that a chunk gave; None where it gave none, or too late."""
         seq = chunk.sequence
-        seq.num_computed += chunk.length
-        if tokens is None:
-            self.pool.publish(seq)
+        if tokens is None or seq.is_finished:
             return None
+        seq.num_unread -= 1
         first = len(seq.token_ids)
         for token in tokens:
             seq.append(token.id, token.logprob)
             if seq.is_finished:  # what the draft holds behind the end was never generated
                 break
         self._count(chunk, len(seq.token_ids) - first)
-        # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
-        seq.num_computed = len(seq.token_ids) - 1
+        if chunk.draft or seq.is_finished:
+            # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
+            seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
+            self.pool.shrink(seq)
         self.pool.publish(seq)
-        self.pool.shrink(seq)
         if seq.is_finished:
             self.scheduler.finish(seq)
         return Delta(seq, seq.token_ids[first:], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)
@@ -354,13 +418,19 @@ def _load(
     device: str,
     dtype: torch.dtype | None,
     max_length: int | None,
-) -> tuple[Model, Tokenizer]:
+    tp: int | None,
+) -> tuple[Model, Tokenizer, "Lead | None"]:
     from .tokenizer import Tokenizer as Real
     from .weights import load_model, resolve
 
     folder = resolve(path)
-    model = load_model(folder, device=device, dtype=dtype, max_length=max_length)
-    return model, tokenizer or Real.from_path(folder)
+    place = Place.find(tp)
+    if place.size == 1:
+        model = load_model(folder, device=device, dtype=dtype, max_length=max_length)
+        return model, tokenizer or Real.from_path(folder), None
+    tokenizer = tokenizer or Real.from_path(folder)
+    lead = load(folder, place, device=device, dtype=dtype, max_length=max_length)
+    return lead.model, tokenizer, lead
 
 
 def _cache_dtype(model: Any) -> torch.dtype:

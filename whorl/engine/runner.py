@@ -1,27 +1,55 @@
-"""Runs a batch: the caches, the forward calls, the rows that are wanted.
+"""Runs a batch: the caches, the forward calls, their logits and the tokens that these give.
 
-Everything it returns stays on the device. The host first waits in `Sampler.accept`, where it reads the step's tokens.
+State lives on the device: each sequence's last token and its block table, by lane. The host sends a call's indices in
+one copy and waits for nothing, so it may prepare step n + 1 while step n runs; tokens that it has not read are taken
+from the lane. Decode calls are replayed as graphs, padded to a few sizes, where the device records them.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.device import accelerator, record_graph, synchronize
-from whorl.nn import CacheSpec, KVCache, Model, Step
+from whorl import ops
+from whorl.device import accelerator, event, graph_pool, host_buffer, record_graph, synchronize
+from whorl.nn import CacheSpec, KVCache, Model, Rows, Step
 
-from .batch import Batch
+from .batch import Batch, Call, Sample, Score, Size, layout
 
 _HOST_MEMORY = 1 << 30  # bytes; where memory is the machine's own, taking most of it would be rude
 _SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
+_FEW_SEQS = 4  # up to so many, dot products read weights faster than tensor cores do
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
+_GRAPH_KEYS = 1024  # of the shortest recording; longer ones see four times as many each
+_NUM_STAGES = 4  # two calls a step, and the host is at most one step ahead
+_STRIDE = 7919  # between the ids of tokens that only cost time
+_TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    """What became of a call, on the device: logits [S, V] and tokens [S] of its samples, hidden rows of its scores.
+
+    Those of a recorded call are written over by the next one.
+    """
+
+    samples: list[Sample]
+    logits: Tensor
+    token_ids: Tensor
+    scores: list[Score]
+    scored: Tensor
 
 
 class Runner:
-    """One model and its caches on one device. Decode calls are replayed as graphs where the device records them."""
+    """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
+
+    max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be.
+    """
 
     def __init__(
         self,
@@ -33,101 +61,204 @@ class Runner:
         dtype: torch.dtype,
         device: str,
         use_graphs: bool = True,
+        max_num_seqs: int = 64,
+        max_rows: int = 2048,
+        vocab_size: int | None = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
+        self.vocab_size = vocab_size or model.vocab_size
         self.caches = [
             KVCache.empty(spec, num_blocks, block_size, dtype=dtype, device=device) for spec in model.cache_specs()
         ]
-        self._graphs: dict[int, _Graph | None] = {} if use_graphs else dict.fromkeys(_GRAPH_ROWS)
+        # A constant of the engine: which kernels run, and so a token's bits, must not depend on who else is there.
+        self._decode: Rows = "decode" if max_num_seqs <= _FEW_SEQS else "batch"
+        # The last lane is spare: rows that only fill a recorded call up belong to it.
+        width = -(-max_len // block_size)
+        self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
+        spare = max_num_seqs
+        self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
+        self._padding |= {"table_at": spare * width, "top_p": 1}
+        self._inputs = _Inputs(max(max_rows, _GRAPH_ROWS[-1]), device)
+        self._use_graphs = use_graphs and accelerator(device) is not None
+        self._graphs: dict[tuple[int, int], _Graph | None] = {}
+        self._pool = graph_pool(device) if self._use_graphs else None
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states of the batch's samples and of its scores, in the order that `batch` lists them."""
-        sampled, scored = [], []
-        for call in batch.calls(self.block_size, self.device):
-            hidden = self._forward(call.step)
-            sampled.append(hidden[call.sample_rows])
-            scored.append(hidden[call.score_rows])
-        return torch.cat(sampled), torch.cat(scored)
+    def run(self, batch: Batch) -> list[Result]:
+        return [self.run_call(call) for call in batch.calls(self.block_size, self._tables.shape[1])]
+
+    @torch.inference_mode()
+    def run_call(self, call: Call) -> Result:
+        for lane, blocks in call.tables:
+            new = torch.tensor(blocks, dtype=torch.int32)
+            self._tables[lane, : len(blocks)].copy_(new, non_blocking=True)
+        graph = self._graph(call)
+        size = call.size if graph is None else (graph.rows,) * 3
+        given = self._inputs.send(call, size, self._padding)
+        if graph is None:
+            width = -(-call.num_keys // self.block_size)
+            hidden, logits, token_ids = self._compute(given, call.rows, width, is_dense=call.is_dense)
+        else:
+            graph.replay()
+            count = call.size[0]
+            hidden, logits, token_ids = (out[:count] for out in graph.outputs)
+        return Result(call.samples, logits, token_ids, call.scores, hidden[call.score_rows] if call.scores else hidden)
+
+    def _compute(
+        self, given: dict[str, Tensor], rows: Rows, width: int, *, is_dense: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of the rows, logits and tokens of the samples: everything that a graph records.
+
+        width: blocks of a lane that the call may read.
+        """
+        if rows == "decode":  # where a row's block is new in its lane; a prompt's were sent when it was admitted
+            self._tables.view(-1).index_copy_(0, given["table_at"], given["blocks"])
+        tokens = given["tokens"]
+        step = Step(
+            token_ids=torch.where(tokens < 0, self._tokens[given["lanes"]], tokens),
+            positions=given["positions"],
+            slots=given["slots"],
+            block_tables=self._tables[:, :width].index_select(0, given["entry_lanes"]),
+            query_starts=given["query_starts"],
+            context_lens=given["context_lens"],
+            rows=self._decode if rows == "decode" else rows,
+            max_position=min(width * self.block_size, self.max_len),
+        )
+        hidden = self._forward(step)
+        logits = self.model.logits(hidden if is_dense else hidden[given["sample_rows"]], rows=self._decode)
+        sampling = (given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
+        token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
+        # Of a sequence with a draft it is any of its tokens; the host reads those before it goes on, and sends them.
+        self._tokens.index_copy_(0, given["sample_lanes"], token_ids)
+        return hidden, logits, token_ids
 
     def _forward(self, step: Step) -> Tensor:
-        rows = next((size for size in _GRAPH_ROWS if size >= len(step.token_ids)), None)
-        if step.rows == "prompt" or rows is None:
-            return self.model.forward(step, self.caches)
-        if rows not in self._graphs:
-            self._graphs[rows] = self._record(rows)
-        graph = self._graphs[rows]
-        return self.model.forward(step, self.caches) if graph is None else graph(step)
+        return self.model.forward(step, self.caches)
 
-    def _record(self, rows: int) -> "_Graph | None":
-        """None where the device records no graphs."""
-        if accelerator(self.device) is None:
+    def _graph(self, call: Call) -> "_Graph | None":
+        """The recording that fits a call; None where there is none or the call is not plain decoding."""
+        if not self._use_graphs or call.rows == "prompt" or not call.is_dense:
             return None
-        graph = _Graph(self._blank(rows, num_keys=self.max_len))
-        self.model.forward(graph.step, self.caches)  # kernels are compiled and chosen before recording
+        rows = next((size for size in _GRAPH_ROWS if size >= call.size[0]), None)
+        if rows is None or rows > self._inputs.max_rows:
+            return None
+        keys = _GRAPH_KEYS
+        while keys < call.num_keys:
+            keys *= 4
+        key = rows, min(keys, self.max_len)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(*key)
+        return self._graphs[key]
+
+    def _record(self, rows: int, keys: int) -> "_Graph | None":
+        given = self._inputs.send(self._blank(rows), (rows,) * 3, self._padding)
+        graph, width = _Graph(rows), -(-keys // self.block_size)
 
         def run() -> None:
-            graph.hidden = self.model.forward(graph.step, self.caches)
+            graph.outputs = self._compute(given, "decode", width, is_dense=True)
 
-        graph.replay = record_graph(self.device, run)
-        return None if graph.replay is None else graph
+        run()  # kernels are compiled and chosen, and tables built, before recording
+        synchronize(self.device)
+        replay = record_graph(self.device, run, pool=self._pool)
+        if replay is None:
+            return None
+        graph.replay = replay
+        return graph
 
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int = 5) -> dict[int, float]:
         """Seconds of a decode call by number of rows, head included; the caches are left as they are."""
         found = {}
         for count in counts:
-            step, times = self._blank(count, num_keys=1), []
+            call, times = self._blank(count), []
             for _ in range(repeats + 1):
                 synchronize(self.device)
                 start = time.perf_counter()
-                self.model.logits(self._forward(step))
+                self.run_call(call)
                 synchronize(self.device)
                 times.append(time.perf_counter() - start)
             found[count] = statistics.median(times[1:])  # the first one warms up
         return found
 
-    def _blank(self, rows: int, *, num_keys: int) -> Step:
-        """Sequences of one token that write nothing, with block tables for `num_keys`."""
-        width = -(-num_keys // self.block_size)
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        return Step(
-            token_ids=zeros,
-            positions=zeros.clone(),
-            slots=zeros - 1,
-            block_tables=torch.zeros(rows, width, dtype=torch.int32, device=self.device),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self.device),
-            context_lens=torch.ones(rows, dtype=torch.int32, device=self.device),
-            rows="decode",
-            max_position=num_keys,
-        )
+    def _blank(self, rows: int) -> Call:
+        """Sequences of one token in the spare lane, which write nothing."""
+        ones = np.ones(rows)
+        arrays = {name: np.full(rows, self._padding.get(name, 0)) for name, *_ in layout((rows,) * 3)[0]}
+        arrays |= {"context_lens": ones, "query_starts": np.arange(rows + 1), "sample_rows": np.arange(rows)}
+        # Different tokens: of a mixture of experts they read different weights.
+        tokens = np.arange(rows) * _STRIDE % self.vocab_size
+        return Call("decode", arrays | {"tokens": tokens}, num_keys=1, tables=[])
 
 
 class _Graph:
-    """A recorded decode call of fixed size: inputs are copied into its tensors, then everything is replayed.
+    """A recorded decode call of `rows` rows. Rows past the last sequence write no keys and attend to nothing."""
 
-    Rows past the last sequence write no keys and attend to nothing; sequences past the last have no rows.
-    """
+    replay: Callable[[], None]
+    outputs: tuple[Tensor, Tensor, Tensor]  # of the recording; every replay writes them
 
-    replay: Callable[[], None] | None
-    hidden: Tensor
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
 
-    def __call__(self, step: Step) -> Tensor:
-        mine, rows, count = self.step, len(step.token_ids), len(step.context_lens)
-        for name, padding in (("token_ids", 0), ("positions", 0), ("slots", -1)):
-            getattr(mine, name)[:rows].copy_(getattr(step, name))
-            getattr(mine, name)[rows:].fill_(padding)
-        mine.block_tables[:count, : step.block_tables.shape[1]].copy_(step.block_tables)
-        mine.query_starts[: count + 1].copy_(step.query_starts)
-        mine.query_starts[count + 1 :].fill_(rows)
-        mine.context_lens[:count].copy_(step.context_lens)
-        mine.context_lens[count:].zero_()
-        assert self.replay is not None
-        self.replay()
-        return self.hidden[:rows]
+class _Inputs:
+    """The arrays of a call, on the host and on the device, where they always lie in the same memory."""
+
+    def __init__(self, max_rows: int, device: str) -> None:
+        self.max_rows, self._device = max_rows, device
+        self._num_bytes = layout((max_rows,) * 3)[1]
+        self._there = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
+        self._stages = itertools.cycle([_Stage(self._num_bytes, device) for _ in range(_NUM_STAGES)])
+        self._views: dict[Size, dict[str, Tensor]] = {}
+
+    def send(self, call: Call, size: Size, padding: dict[str, int]) -> dict[str, Tensor]:
+        """Write a call of up to `size` and start its way to the device."""
+        if max(size) > self.max_rows:
+            raise ValueError(f"a call of {max(size)} rows; the runner was made for up to {self.max_rows}")
+        stage = next(self._stages)
+        num_bytes = stage.write(call, size, padding)
+        self._there[:num_bytes].copy_(stage.bytes[:num_bytes], non_blocking=True)
+        stage.sent = event(self._device)
+        return self._tensors(size)
+
+    def _tensors(self, size: Size) -> dict[str, Tensor]:
+        found = self._views.get(size)
+        if found is None:
+            found = {}
+            for name, kind, at, count in layout(size)[0]:
+                found[name] = self._there[at : at + int(kind[1]) * count].view(_TYPES[kind])
+            if _is_common(size):
+                self._views[size] = found
+        return found
+
+
+class _Stage:
+    """Bytes on the host from which a copy to the device may be under way."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        self.bytes = host_buffer(num_bytes, device)
+        self.sent: Callable[[], None] = lambda: None
+        self._array = self.bytes.numpy()
+        self._views: dict[Size, dict[str, np.ndarray]] = {}
+
+    def write(self, call: Call, size: Size, padding: dict[str, int]) -> int:
+        """The number of bytes written."""
+        self.sent()
+        fields, num_bytes = layout(size)
+        found = self._views.get(size)
+        if found is None:
+            found = {
+                name: self._array[at : at + int(kind[1]) * count].view(kind) for name, kind, at, count in fields
+            }
+            if _is_common(size):
+                self._views[size] = found
+        call.write(found, padding)
+        return num_bytes
+
+
+def _is_common(size: Size) -> bool:
+    """Plain decoding. Prompts and drafts have any size: what was made for theirs is not kept."""
+    return size[0] == size[1] == size[2] <= _GRAPH_ROWS[-1]
 
 
 def block_bytes(specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -5,29 +5,32 @@ So when the cache is full the sequence admitted last gives way before it has a p
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
-from .sequence import Sequence
+from .sequence import GENERATED, PROMPT, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(slots=True, eq=False)
 class Chunk:
-    """`length` tokens of one role from the sequence's first uncomputed one, and a draft of up to `room` behind them."""
+    """`length` tokens of one role from `start` on, and a draft of up to `room` behind them.
 
-    sequence: Sequence
-    length: int
-    room: int = 0
-    draft: list[int] = field(default_factory=list)
+    is_last: it reaches the sequence's last token, so that its logits give the next one; is_new: the sequence has just
+    been admitted. All is said when the chunk is made: later the sequence may be further.
+    """
 
-    @property
-    def start(self) -> int:
-        return self.sequence.num_computed
+    __slots__ = ("draft", "is_last", "is_new", "length", "probs", "role", "room", "sequence", "start")
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk reaches the last known token, so that its logits give the next one."""
-        return self.length == self.sequence.num_pending
+    def __init__(self, sequence: Sequence, length: int, *, is_new: bool = False) -> None:
+        self.sequence, self.length, self.is_new = sequence, length, is_new
+        self.start = sequence.num_computed
+        self.role = GENERATED if sequence.is_decoding else PROMPT
+        self.is_last = length == sequence.num_pending
+        self.room = 0
+        self.draft: list[int] = []
+        self.probs: Tensor | None = None  # [draft, V] that the draft's tokens were drawn from, see `speculate.Draft`
 
 
 class Scheduler:
@@ -43,6 +46,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self._lanes = list(range(max_num_seqs))[::-1]  # free ones; every running sequence has its own
         self.num_preemptions = 0
 
     @property
@@ -60,58 +64,73 @@ class Scheduler:
         for seq in self.running:
             if seq.num_pending > 1 or not seq.is_decoding:
                 budget -= self._fill(seq, budget, filling)
-        for seq in self._admissible():
-            if budget <= 0 or len(self.running) >= self.max_num_seqs:
-                break
-            # A block for each running sequence, so that admitting does not preempt in the next step.
-            if not self.pool.admit(seq, reserve=len(self.running)):
-                break
-            self.waiting.remove(seq)
-            self.running.append(seq)
-            if not seq.num_preempted:
-                seq.num_cached = seq.num_computed
-            budget -= self._fill(seq, budget, filling)
-        for i, chunk in enumerate(decoding):
-            left = chunk.sequence.max_len - len(chunk.sequence.token_ids)
-            # One token comes without a draft. Drafts take what useful work leaves, in equal parts.
-            chunk.room = max(0, min(lookahead, left - 1, -(-budget // (len(decoding) - i))))
-            budget -= chunk.room
+        self._admit(budget, filling)
+        if lookahead:
+            budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *filling))
+            for i, chunk in enumerate(decoding):
+                left = chunk.sequence.max_len - chunk.sequence.length
+                # One token comes without a draft. Drafts take what useful work leaves, in equal parts.
+                chunk.room = max(0, min(lookahead, left - 1, -(-budget // (len(decoding) - i))))
+                budget -= chunk.room
         return decoding + filling
 
     def finish(self, seq: Sequence) -> None:
         """Take a finished or aborted sequence out; what it computed stays shareable."""
-        if seq in self.running:
-            self.running.remove(seq)
-        else:
+        if seq.lane < 0:
             self.waiting.remove(seq)
-        self.pool.release(seq)
+        else:
+            self._stop(seq)
 
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         for seq in list(self.running):
-            if seq in self.running and seq.num_pending == 1 and seq.is_decoding and self._make_room(seq):
+            # One that another has just preempted has no lane. Where the last token it may have is under way, wait.
+            if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
+                continue
+            if self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
         return chunks
 
     def _make_room(self, seq: Sequence) -> bool:
-        while not self.pool.grow(seq, len(seq.token_ids)):
+        while not self.pool.grow(seq, seq.length):
             last = self.running[-1]
             self._preempt(last)
             if last is seq:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.pool.release(seq)
+        self._lanes.append(seq.lane)
+        seq.lane = -1
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._stop(seq)
         self.waiting.appendleft(seq)
         seq.num_preempted += 1
         self.num_preemptions += 1
 
-    def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        if not self.waiting or budget <= 0 or not self._lanes:
+            return
+        for seq in self._admissible():
+            if budget <= 0 or not self._lanes or seq.num_unread:  # preempted with a token under way: not known here yet
+                break
+            # A block for each running sequence, so that admitting does not preempt in the next step.
+            if not self.pool.admit(seq, reserve=len(self.running)):
+                break
+            self.waiting.remove(seq)
+            self.running.append(seq)
+            seq.lane = self._lanes.pop()
+            if not seq.num_preempted:
+                seq.num_cached = seq.num_computed
+            budget -= self._fill(seq, budget, chunks, is_new=True)
+
+    def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk], *, is_new: bool = False) -> int:
         length = min(seq.run_len(), budget)
         if length > 0:
-            chunks.append(Chunk(seq, length))
+            chunks.append(Chunk(seq, length, is_new=is_new))
         return length
 
     def _admissible(self) -> list[Sequence]:

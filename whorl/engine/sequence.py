@@ -82,6 +82,16 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"SamplingParams: min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
 
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `ops.sample` does all of it: the device goes on alone, nobody looks at the tokens before."""
+        is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return not is_adjusted and self.allow is None and self.logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -183,6 +193,8 @@ class Sequence:
             for position in span:
                 self.roles[position] = GENERATED
         self.params, self.copy, self.after = params, copy, after
+        self.is_plain = params.is_plain
+        self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
         asked = params.seed if params.seed is not None else seed
         self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
         room = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens
@@ -192,7 +204,9 @@ class Sequence:
         self.text = Text(detokenizer, params.stop, include_stop=params.include_stop)
         self.block_table: list[int] = []
         self.chain: list[int] = []  # names of the full blocks' contents, see blocks.py
+        self.lane = -1  # its place in the device's tables while it runs
         self.num_computed = 0
+        self.num_unread = 0  # tokens sampled on the device that the host has not seen
         self.num_cached = 0  # tokens that the prefix cache gave on first admission
         self.num_preempted = 0
         self.num_drafted = self.num_accepted = 0
@@ -214,9 +228,14 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def length(self) -> int:
+        """Of the sequence as the device knows it: tokens that the host has not read included."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
     def num_pending(self) -> int:
-        """Known tokens that are not in the cache; after the prompt that is the one sampled last."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that are not in the cache; after the prompt that is the one sampled last."""
+        return len(self.token_ids) + self.num_unread - self.num_computed
 
     @property
     def is_finished(self) -> bool:
@@ -224,8 +243,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next token to compute is a generated one."""
-        return self.roles[self.num_computed] == GENERATED
+        """Whether the next token to compute is a generated one; those that were not read yet are."""
+        return self.num_computed >= len(self.roles) or self.roles[self.num_computed] == GENERATED
 
     @property
     def num_unscored(self) -> int:

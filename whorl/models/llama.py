@@ -69,16 +69,17 @@ class Attention(Module):
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
         sizes = [dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        heads = ranks.heads(config.num_attention_heads, config.num_key_value_heads)
+        q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
         self.qkv_proj = Linear(
             width,
             dict(zip(MERGED["qkv_proj"], sizes, strict=True)),
             bias=config.attention_bias,
             shard="column",
-            unit=dim,
-            replicate=("k_proj", "v_proj"),
+            parts=(q, kv, kv),
             ranks=ranks,
         )
-        self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", unit=dim, ranks=ranks)
+        self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", parts=(q,), ranks=ranks)
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction

@@ -9,6 +9,7 @@ from .attention import paged_attention, write_kv
 from .linear import linear
 from .moe import experts, route
 from .qk_norm_rope import qk_norm_rope
+from .quant import dequantize, dynamic_quant
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import merge_mrope, mrope, mrope_, rope, rope_, tokens_first
 from .sample import penalize, sample
@@ -18,6 +19,8 @@ __all__ = [
     "OPS",
     "Op",
     "add_rms_norm",
+    "dequantize",
+    "dynamic_quant",
     "experts",
     "linear",
     "merge_mrope",

@@ -21,5 +21,19 @@ def call(op: str, **wanted: Any) -> Any:
     return getattr(torch.ops.npu, op)(**installed().call_arguments(op, **wanted))
 
 
+def missing(op: str, **wanted: Any) -> str | None:
+    """Why the installed torch_npu cannot be called so, or None."""
+    try:
+        installed().call_arguments(op, **wanted)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def on_host(x: Tensor) -> list[int]:
+    """The numbers of a small tensor, for operators that take them as integers; waits for the device."""
+    return [int(n) for n in x.tolist()]
+
+
 def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import attention_torch_npu
 from ._op import Values, operator, widen
 
 QUERY_TILE = 32  # queries of every product in the prompt class; the last tile is padded
@@ -162,7 +163,7 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    rows: Literal["prompt", "decode"] = "prompt",
+    rows: Literal["prompt", "decode", "batch"] = "prompt",
 ) -> Tensor:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
@@ -176,7 +177,7 @@ def paged_attention(
     """
     heads = k_cache.shape[2]
     wide = (widen(q) * scale).unflatten(1, (heads, -1))
-    attend = _decode if rows == "decode" else _prompt
+    attend = _prompt if rows == "prompt" else _decode
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     found = []
     for b, length in enumerate(lengths):
@@ -209,6 +210,17 @@ def _(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, wind
     from .attention_triton import attention
 
     return attention(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rows)
+
+
+@write_kv.impl("torch_npu", accepts=attention_torch_npu.write_kv_reason)
+def _(k, v, k_cache, v_cache, slots):  # type: ignore[no-untyped-def]
+    attention_torch_npu.write_kv(k, v, k_cache, v_cache, slots)
+
+
+@paged_attention.impl("torch_npu", accepts=attention_torch_npu.reason)
+def _(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rows):  # type: ignore[no-untyped-def]
+    run = attention_torch_npu.attention
+    return run(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rows)
 
 
 _HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}

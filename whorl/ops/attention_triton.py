@@ -10,7 +10,8 @@ from whorl.device import is_interpreting
 from ._rows import ceil_div, power_of_2
 from .linear_triton import dot, unit_stride
 
-SPLIT = 256  # keys of one program in decoding: fixed, so that a token's sums do not depend on the batch
+SPLIT = 128  # keys of one program in decoding: fixed, so that a token's sums do not depend on the batch
+PROGRAMS = 1024  # of a decode call; a block table says how long a sequence may be, and few are that long
 LOG2_E = 1.4426950408889634
 
 
@@ -86,6 +87,7 @@ def _decode_kernel(
     table_stride,
     scale,
     window,
+    splits,
     B,
     HK: tl.constexpr,
     G: tl.constexpr,
@@ -98,19 +100,20 @@ def _decode_kernel(
     KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One token, one key head and its G queries, one split of the keys."""
-    token, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One token, one key head and its G queries; every so many splits of the keys, each on its own."""
+    token, head = tl.program_id(0), tl.program_id(1)
     b, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
-    if (split * SPLIT < end) & ((split + 1) * SPLIT > first):
-        group = tl.arange(0, BLOCK_G)
-        channels = tl.arange(0, BLOCK_D)
-        q_at = q_ptr + token.to(tl.int64) * q_stride_t + (head * G + group)[:, None] * q_stride_h + channels[None, :]
-        q = tl.load(q_at, mask=(group < G)[:, None] & (channels < D)[None, :], other=0.0)
+    group = tl.arange(0, BLOCK_G)
+    channels = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + token.to(tl.int64) * q_stride_t + (head * G + group)[:, None] * q_stride_h + channels[None, :]
+    mask = (group < G)[:, None] & (channels < D)[None, :]
+    q = tl.load(q_at, mask=mask, other=0.0)
+    table = tables_ptr + b.to(tl.int64) * table_stride
+    for split in range(first // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        table = tables_ptr + b.to(tl.int64) * table_stride
         for start in range(split * SPLIT, tl.minimum(end, (split + 1) * SPLIT), KEYS):
             keys = start + tl.arange(0, KEYS)
             k = _load_keys(
@@ -124,17 +127,17 @@ def _decode_kernel(
             scores = dot(q, tl.trans(k), tl.zeros((BLOCK_G, KEYS), tl.float32), WIDEN) * scale
             visible = (keys < end) & (keys >= first)
             top, total, out = _online(scores, visible[None, :], v, top, total, out, WIDEN)
-        row = (token.to(tl.int64) * tl.num_programs(2) + split) * (HK * G) + head * G + group
+        row = (token.to(tl.int64) * splits + split) * (HK * G) + head * G + group
         tl.store(top_ptr + row, top, mask=group < G)
         tl.store(total_ptr + row, total, mask=group < G)
-        mask = (group < G)[:, None] & (channels < D)[None, :]
         tl.store(out_ptr + row[:, None] * D + channels[None, :], out, mask=mask)
 
 
 @triton.jit
 def _online(scores, visible, v, top, total, out, WIDEN: tl.constexpr):
-    """One step of the running softmax, in powers of two; a block without visible keys changes no bit."""
-    scores = tl.where(visible, scores, float("-inf"))
+    """One step of the running softmax, in powers of two; a block without visible keys changes no bit. None: all are."""
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - shift[:, None])
@@ -171,8 +174,9 @@ def _combine_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """The splits of one token and head, in order."""
+    """The splits of one token and head, so many at a time, in order."""
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
@@ -181,13 +185,18 @@ def _combine_kernel(
     top = -float("inf")
     total = 0.0
     out = tl.zeros((BLOCK_D,), tl.float32)
-    for split in range(first // SPLIT, tl.cdiv(end, SPLIT)):
+    begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)
+    for start in range(begin // TOGETHER * TOGETHER, stop, TOGETHER):  # from multiples: the batch changes no sum
+        split = start + tl.arange(0, TOGETHER)
+        is_real = (split >= begin) & (split < stop)
         row = (token * splits + split) * HQ + head
-        part_top = tl.load(top_ptr + row)
-        new_top = tl.maximum(top, part_top)
-        keep, scaled = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        total = total * keep + tl.load(total_ptr + row) * scaled
-        out = out * keep + tl.load(out_ptr + row * D + channels, mask=channels < D, other=0.0) * scaled
+        tops = tl.load(top_ptr + row, mask=is_real, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        keep, scaled = tl.exp2(top - new_top), tl.exp2(tops - new_top)
+        total = total * keep + tl.sum(tl.load(total_ptr + row, mask=is_real, other=0.0) * scaled, 0)
+        mask = is_real[:, None] & (channels < D)[None, :]
+        parts = tl.load(out_ptr + row[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        out = out * keep + tl.sum(parts * scaled[:, None], 0)
         top = new_top
     y = tl.where(total > 0, out / tl.where(total > 0, total, 1.0), 0.0)
     tl.store(y_ptr + (token * HQ + head) * D + channels, y.to(y_ptr.dtype.element_ty), mask=channels < D)
@@ -247,20 +256,34 @@ def _prompt_kernel(
         lowest = tl.min(position, 0)
         first = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS if window > 0 else 0
         table = tables_ptr + b.to(tl.int64) * table_stride
-        for block in range(first, tl.minimum(length, lowest + QUERIES), KEYS):
+        # Blocks that every query sees whole need no mask; a mask that hides nothing changes no bit.
+        middle = tl.maximum((lowest + 1) // KEYS * KEYS, first) if window == 0 else first
+        for block in range(first, middle, KEYS):
             keys = block + tl.arange(0, KEYS)
             k = _load_keys(
                 k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            v = _load_keys(
+                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            scores = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), tl.float32), WIDEN) * scale
+            top, total, out = _online(scores, None, v, top, total, out, WIDEN)
+        for block in range(middle, tl.minimum(length, lowest + QUERIES), KEYS):
+            keys = block + tl.arange(0, KEYS)
+            k = _load_keys(
+                k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            v = _load_keys(
+                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
                 BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             scores = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), tl.float32), WIDEN) * scale
             visible = keys[None, :] <= position[:, None]
             if window > 0:
                 visible = visible & (keys[None, :] > position[:, None] - window)
-            v = _load_keys(
-                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
-                BLOCK_SIZE, D, BLOCK_D,
-            )  # fmt: skip
             top, total, out = _online(scores, visible, v, top, total, out, WIDEN)
         y_at = y_ptr + (token[:, None] * HQ + head) * D + channels[None, :]
         tl.store(y_at, (out / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
@@ -304,7 +327,7 @@ def attention(
     tensors = [unit_stride(t) for t in (q, k_cache, v_cache, block_tables)]
     tensors += [query_starts.contiguous(), context_lens.contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
-    attend = _decode if rows == "decode" else _prompt
+    attend = _prompt if rows == "prompt" else _decode
     return attend(tensors, strides, scale * LOG2_E, window)
 
 
@@ -320,7 +343,8 @@ def _decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, windo
     top, total = (torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     count = lengths.shape[0]
     sizes = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "SPLIT": SPLIT}
-    _decode_kernel[(tokens, kv_heads, splits)](
+    together = min(splits, max(1, PROGRAMS // (tokens * kv_heads)))
+    _decode_kernel[(tokens, kv_heads, together)](
         *tensors,
         out,
         top,
@@ -328,18 +352,20 @@ def _decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, windo
         *strides,
         scale,
         window,
+        splits,
         count,
         HK=kv_heads,
         G=heads // kv_heads,
         BLOCK_SIZE=block_size,
         BLOCK_G=max(16, power_of_2(heads // kv_heads)),
-        KEYS=64,
+        KEYS=SPLIT,
         WIDEN=is_interpreting(),
         num_warps=4,
+        num_stages=2,
         **sizes,
     )
     _combine_kernel[(tokens, heads)](
-        out, top, total, starts, lengths, y, window, splits, count, HQ=heads, num_warps=1, **sizes
+        out, top, total, starts, lengths, y, window, splits, count, HQ=heads, TOGETHER=8, num_warps=1, **sizes
     )
     return y
 

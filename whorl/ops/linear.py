@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import linear_torch_npu
 from ._op import Values, operator, widen
 
 TILE = 32  # rows of every matrix product in the prompt class: always as many, so that a row's bits are its own
@@ -55,7 +56,7 @@ def _flops(values: Values) -> int:
 
 @operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops)
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Literal["prompt", "decode"] = "prompt"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Literal["prompt", "decode", "batch"] = "prompt"
 ) -> Tensor:
     """y = x @ weight.T + bias.
 
@@ -64,7 +65,7 @@ def linear(
     how many rows there are nor on its place: "decode" fixes the order of each row's sum and is for few rows, "prompt"
     works in tiles of fixed size and is for many. The two classes differ in their last bits. No gradient.
     """
-    multiply = multiply_rows if rows == "decode" else multiply_tiles
+    multiply = multiply_tiles if rows == "prompt" else multiply_rows
     y = multiply(widen(x).contiguous(), widen(weight))
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -80,6 +81,11 @@ def _(x, weight, bias, rows):  # type: ignore[no-untyped-def]
     from .linear_triton import forward
 
     return forward(x, weight, bias, rows)
+
+
+@linear.impl("torch_npu", accepts=linear_torch_npu.reason)
+def _(x, weight, bias, rows):  # type: ignore[no-untyped-def]
+    return linear_torch_npu.forward(x, weight, bias, rows)
 
 
 _CASES: list[Values] = [

@@ -1,4 +1,4 @@
-"""Matrix products whose tiles are fixed: what a row's sum is made of never depends on how many rows there are."""
+"""Matrix products: what a row's sum is made of never depends on how many rows there are."""
 
 import torch
 import triton
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from ._rows import ceil_div
+from ._rows import ceil_div, power_of_2
 
-DECODE_ROWS = 16  # the fewest that tensor cores take; weights, not arithmetic, are what decoding waits for
+LARGEST_ROW = 8192  # bytes of a weight row that one warp of a decode kernel holds
 
 
 @triton.jit
@@ -21,7 +21,37 @@ def dot(a, b, total, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _linear_kernel(
+def _decode_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    weight_stride,
+    T,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A few rows of the weight, read once and kept in registers while every row of x passes by."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, BLOCK_K)
+    weight_at = weight_ptr + columns.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    weight = tl.load(weight_at, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0)
+    x_at, y_at = x_ptr + k, y_ptr + columns
+    for _ in range(T):
+        x = tl.load(x_at, mask=k < K, other=0.0)
+        total = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=columns < N)
+        x_at, y_at = x_at + x_stride, y_at + N
+
+
+@triton.jit
+def _tile_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -35,20 +65,25 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Programs that follow each other share a block of weights, which is then read from memory once."""
-    row_blocks = tl.cdiv(T, ROWS)
+    """One tile. Tiles that run together take GROUP blocks of rows and few of columns: both then come from the cache."""
+    row_blocks, column_blocks = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
-    rows = (program % row_blocks) * ROWS + tl.arange(0, ROWS)
-    columns = (program // row_blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    weight_at = weight_ptr + columns.to(tl.int64)[None, :] * weight_stride
+    first = program // (GROUP * column_blocks) * GROUP
+    height = tl.minimum(row_blocks - first, GROUP)
+    inside = program % (GROUP * column_blocks)
+    rows = (first + inside % height) * ROWS + tl.arange(0, ROWS)
+    columns = (inside // height) * COLUMNS + tl.arange(0, COLUMNS)
+    # Rows and columns past the end are read from the start and not stored: the loop needs no mask for them.
+    x_at = x_ptr + (rows % T).to(tl.int64)[:, None] * x_stride
+    weight_at = weight_ptr + (columns % N).to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_at + k[None, :], mask=(rows < T)[:, None] & (k < K)[None, :], other=0.0)
-        weight = tl.load(weight_at + k[:, None], mask=(columns < N)[None, :] & (k < K)[:, None], other=0.0)
+        x = tl.load(x_at + k[None, :], mask=(k < K)[None, :], other=0.0)
+        weight = tl.load(weight_at + k[:, None], mask=(k < K)[:, None], other=0.0)
         total = dot(x, weight, total, WIDEN)
     if HAS_BIAS:
         total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -61,42 +96,54 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    plan = _plan(rows, weight.shape[0], x.element_size())
-    grid = (ceil_div(x.shape[0], plan["ROWS"]) * ceil_div(weight.shape[0], plan["COLUMNS"]),)
-    _linear_kernel[grid](
-        x,
-        weight,
-        y if bias is None else bias.contiguous(),
-        y,
-        x.stride(0),
-        weight.stride(0),
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        HAS_BIAS=bias is not None,
-        WIDEN=is_interpreting(),
-        **plan,
-    )
+    added = y if bias is None else bias.contiguous()
+    tensors, sizes = (x, weight, added, y), (x.stride(0), weight.stride(0), x.shape[0], *weight.shape)
+    if rows == "decode":
+        plan = decode_plan(*weight.shape, x.element_size())
+        grid = (ceil_div(weight.shape[0], plan["COLUMNS"]),)
+        _decode_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, **plan)
+    else:
+        plan = tile_plan(rows, x.shape[0], weight.shape[0], x.element_size())
+        grid = (ceil_div(x.shape[0], plan["ROWS"]) * ceil_div(weight.shape[0], plan["COLUMNS"]),)
+        _tile_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan)
     return y
 
 
-def _plan(rows: str, columns: int, element_size: int) -> dict[str, int]:
-    """By class and weight only: never by the number of rows. fp32 products run on ordinary cores, in smaller tiles."""
+def decode_plan(columns: int, length: int, element_size: int) -> dict[str, int]:
+    """By the weight alone, never by the number of rows: how a sum is cut decides its bits.
+
+    A warp that keeps its sums to itself needs no barrier, and many small programs keep more bytes in flight than a few
+    large ones; `element_size * block` bytes over 32 lanes have to fit in registers.
+    """
+    block = power_of_2(length)
+    return {
+        "COLUMNS": 4 if columns >= 65536 else 2 if columns >= 4096 else 1,
+        "BLOCK_K": block,
+        "num_warps": max(1, block * element_size // LARGEST_ROW),
+    }
+
+
+def tile_plan(rows: str, count: int, columns: int, element_size: int) -> dict[str, int]:
+    """What may depend on the number of rows is the tile's height, while the instruction stays the same.
+
+    Two warps multiply with 16 rows at an instruction, eight with 64; each adds 16 products at a time, in the order of
+    k, whatever the tile. fp32 products run on ordinary cores, in small tiles.
+    """
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 64 if rows == "decode" else 32}
-    wide = element_size == 4
-    if rows == "decode":
-        narrow = columns <= 16384  # then all multiprocessors need a share
+        return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32, "GROUP": 2}
+    if element_size == 4:
+        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 2}
+    if rows == "batch":
+        few, narrow = count <= 16, columns < 4096  # a narrow weight is cut finer, or multiprocessors stand idle
         return {
-            "ROWS": DECODE_ROWS,
-            "COLUMNS": 16 if narrow else 64,
-            "BLOCK_K": 64 if wide else 256 if narrow else 128,
-            "num_warps": 4,
-            "num_stages": 4,
+            "ROWS": 16 if few else 64,
+            "COLUMNS": 16 if narrow else 32,
+            "BLOCK_K": (512 if narrow else 256) if few else (256 if narrow else 128),
+            "GROUP": 8,
+            "num_warps": 2,
+            "num_stages": 5 if few else 3,
         }
-    if wide:
-        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
-    return {"ROWS": 128, "COLUMNS": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+    return {"ROWS": 256, "COLUMNS": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import moe_torch_npu
 from ._op import Values, operator, widen
 from .linear import multiply_rows, multiply_tiles
 
@@ -170,7 +171,7 @@ def experts(
     weights: Tensor,
     ids: Tensor,
     *,
-    rows: Literal["prompt", "decode"] = "prompt",
+    rows: Literal["prompt", "decode", "batch"] = "prompt",
 ) -> Tensor:
     """y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
 
@@ -181,7 +182,7 @@ def experts(
     """
     if not ids.numel():
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    run = _decode if rows == "decode" else _prompt
+    run = _prompt if rows == "prompt" else _decode
     parts = run(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
     scaled = parts * weights.to(parts.dtype).unsqueeze(-1)
     y = scaled[:, 0]
@@ -212,6 +213,16 @@ def _(x, gate_up, down, weights, ids, rows):  # type: ignore[no-untyped-def]
     from . import moe_triton
 
     return moe_triton.experts(x, gate_up, down, weights, ids, rows)
+
+
+@route.impl("torch_npu", accepts=moe_torch_npu.route_reason)
+def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # type: ignore[no-untyped-def]
+    return moe_torch_npu.route(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
+
+
+@experts.impl("torch_npu", accepts=moe_torch_npu.experts_reason)
+def _(x, gate_up, down, weights, ids, rows):  # type: ignore[no-untyped-def]
+    return moe_torch_npu.experts(x, gate_up, down, weights, ids)
 
 
 _ROUTES: list[Values] = [

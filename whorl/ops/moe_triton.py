@@ -8,14 +8,14 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from ._rows import ceil_div, power_of_2
-from .linear_triton import dot, unit_stride
+from .linear_triton import LARGEST_ROW, dot, unit_stride
 
 
 @triton.jit
 def _highest(values, ids, NONE: tl.constexpr):
-    """The highest value of a 2-D block and its id, the lowest of equals."""
+    """The id of the highest value of a 2-D block, the lowest of equals."""
     best = tl.max(tl.max(values, 1), 0)
-    return best, tl.min(tl.min(tl.where(values == best, ids, NONE), 1), 0)
+    return tl.min(tl.min(tl.where(values == best, ids, NONE), 1), 0)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _route_kernel(
         best = tl.where(group < GROUPS, best, float("-inf"))
         is_kept = group < 0
         for _ in range(TOP_GROUPS):
-            _, winner = _highest(best, group, NONE)
+            winner = _highest(best, group, NONE)
             is_kept = is_kept | (group == winner)
             best = tl.where(group == winner, float("-inf"), best)
         choice = tl.where(is_kept, choice, float("-inf"))
@@ -72,7 +72,7 @@ def _route_kernel(
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     total = 0.0
     for i in range(K):
-        _, winner = _highest(choice, ids, NONE)
+        winner = _highest(choice, ids, NONE)
         weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
         weights = tl.where(slot == i, weight, weights)
         chosen = tl.where(slot == i, winner, chosen)
@@ -104,22 +104,17 @@ def _gate_up_decode_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One (token, slot), some of the expert's rows: dot products whose order depends on nothing else."""
+    """One (token, slot), a few rows of its expert: dot products whose order depends on nothing else."""
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    x_at = x_ptr + (pair // K).to(tl.int64) * x_stride
-    gate_at = gate_up_ptr + expert * stride_e + rows[:, None] * stride_f
-    up_at = gate_at + F * stride_f
-    gate = tl.zeros((BLOCK_F, BLOCK_C), tl.float32)
-    up = tl.zeros((BLOCK_F, BLOCK_C), tl.float32)
-    for start in range(0, C, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        x = tl.load(x_at + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        mask = (rows < F)[:, None] & (c < C)[None, :]
-        gate += tl.load(gate_at + c[None, :], mask=mask, other=0.0).to(tl.float32) * x
-        up += tl.load(up_at + c[None, :], mask=mask, other=0.0).to(tl.float32) * x
-    hidden = _silu_mul(tl.sum(gate, 1), tl.sum(up, 1))
+    c = tl.arange(0, BLOCK_C)
+    mask = (rows < F)[:, None] & (c < C)[None, :]
+    gate_at = gate_up_ptr + expert * stride_e + rows[:, None] * stride_f + c[None, :]
+    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + F * stride_f, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + (pair // K).to(tl.int64) * x_stride + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    hidden = _silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))
     tl.store(hidden_ptr + pair.to(tl.int64) * F + rows, hidden.to(hidden_ptr.dtype.element_ty), mask=rows < F)
 
 
@@ -132,28 +127,42 @@ def _down_decode_kernel(
     y_ptr,
     stride_e,
     stride_c,
-    K,
     C,
     F,
+    K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory."""
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    f = tl.arange(0, BLOCK_F)
+    mask = (channels < C)[:, None] & (f < F)[None, :]
     y = tl.zeros((BLOCK_C,), tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):  # unrolled: the rows of all experts are on their way at once
         pair = token * K + slot
         expert = tl.load(ids_ptr + pair).to(tl.int64)
-        down_at = down_ptr + expert * stride_e + channels[:, None] * stride_c
-        part = tl.zeros((BLOCK_C, BLOCK_F), tl.float32)
-        for start in range(0, F, BLOCK_F):
-            f = start + tl.arange(0, BLOCK_F)
-            hidden = tl.load(hidden_ptr + pair * F + f, mask=f < F, other=0.0).to(tl.float32)
-            mask = (channels < C)[:, None] & (f < F)[None, :]
-            part += tl.load(down_at + f[None, :], mask=mask, other=0.0).to(tl.float32) * hidden[None, :]
-        y += tl.sum(part, 1) * tl.load(weights_ptr + pair)
+        down = tl.load(down_ptr + expert * stride_e + channels[:, None] * stride_c + f[None, :], mask=mask, other=0.0)
+        hidden = tl.load(hidden_ptr + pair * F + f, mask=f < F, other=0.0).to(tl.float32)
+        y += tl.sum(down.to(tl.float32) * hidden[None, :], 1) * tl.load(weights_ptr + pair)
     tl.store(y_ptr + token * C + channels, y.to(y_ptr.dtype.element_ty), mask=channels < C)
+
+
+@triton.jit
+def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
+    """The (token, slot) pairs of one expert, in order, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    first, count = 0, 0
+    for start in range(0, P, BLOCK_P):
+        pair = start + tl.arange(0, BLOCK_P)
+        first += tl.sum((tl.load(ids_ptr + pair, mask=pair < P, other=expert) < expert).to(tl.int32), 0)
+    for start in range(0, P, BLOCK_P):
+        pair = start + tl.arange(0, BLOCK_P)
+        is_mine = tl.load(ids_ptr + pair, mask=pair < P, other=-1) == expert
+        place = first + count + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(order_ptr + place, pair, mask=is_mine)
+        count += tl.sum(is_mine.to(tl.int32), 0)
+    tl.store(counts_ptr + expert, count)
 
 
 @triton.jit
@@ -171,7 +180,7 @@ def _tile_of(counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _gate_up_prompt_kernel(
+def _gate_up_kernel(
     x_ptr,
     gate_up_ptr,
     order_ptr,
@@ -211,7 +220,7 @@ def _gate_up_prompt_kernel(
 
 
 @triton.jit
-def _down_prompt_kernel(
+def _down_kernel(
     hidden_ptr,
     down_ptr,
     order_ptr,
@@ -300,59 +309,53 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
         return y
     if not ids.numel():
         return y.zero_()
-    run = _decode if rows == "decode" else _prompt
     x, gate_up, down = (unit_stride(t) for t in (x, gate_up, down))
-    run(x, gate_up, down, weights.float().contiguous(), ids.contiguous(), y)
+    weights, ids = weights.float().contiguous(), ids.contiguous()
+    if rows == "decode":
+        _by_token(x, gate_up, down, weights, ids, y)
+    else:
+        _by_expert(x, gate_up, down, weights, ids, y, rows)
     return y
 
 
-def _decode(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
-    count, slots = ids.shape
-    width = down.shape[2]
+def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+    (count, slots), (_, channels, width) = ids.shape, down.shape
     hidden = torch.empty(count * slots, width, dtype=x.dtype, device=x.device)
-    _gate_up_decode_kernel[(count * slots, ceil_div(width, 8))](
-        x,
-        gate_up,
-        ids,
-        hidden,
-        x.stride(0),
-        *gate_up.stride()[:2],
-        slots,
-        x.shape[1],
-        width,
-        BLOCK_F=8,
-        BLOCK_C=64 if is_interpreting() else 512,
-        num_warps=4,
+    inner, outer = decode_plan(channels, width, x.element_size())
+    _gate_up_decode_kernel[(count * slots, ceil_div(width, inner["BLOCK_F"]))](
+        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner
     )
-    _down_decode_kernel[(count, ceil_div(x.shape[1], 8))](
-        hidden,
-        down,
-        weights,
-        ids,
-        y,
-        *down.stride()[:2],
-        slots,
-        x.shape[1],
-        width,
-        BLOCK_C=8,
-        BLOCK_F=64 if is_interpreting() else 256,
-        num_warps=4,
+    _down_decode_kernel[(count, ceil_div(channels, outer["BLOCK_C"]))](
+        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer
     )
 
 
-def _prompt(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+def decode_plan(channels: int, width: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of both products, by the weights alone: how a sum is cut decides its bits. A warp keeps its sums to itself."""
+    block_c, block_f = power_of_2(channels), power_of_2(width)
+    inner = {"BLOCK_F": 1, "BLOCK_C": block_c, "num_warps": max(1, 2 * block_c * element_size // LARGEST_ROW)}
+    outer = {"BLOCK_C": 1, "BLOCK_F": block_f, "num_warps": max(1, block_f * element_size // LARGEST_ROW)}
+    return inner, outer
+
+
+def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
+    block = min(1024, power_of_2(y.shape[1]))
+    _combine_kernel[(y.shape[0], ceil_div(y.shape[1], block))](
+        parts, weights, y, weights.shape[1], y.shape[1], BLOCK_C=block, num_warps=4
+    )
+
+
+def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor, rows: str) -> None:
     pairs, (number, channels, width) = ids.numel(), down.shape
-    flat = ids.flatten().long()
-    order = torch.sort(flat, stable=True).indices.int()
-    counts = torch.zeros(number, dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    counts = torch.empty(number, dtype=torch.int32, device=x.device)
+    _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4)
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, channels, dtype=torch.float32, device=x.device)
-    plan = _tiles(x.element_size())
-    block = plan.pop("block")
-    tiles = ceil_div(pairs, plan["ROWS"]) + number  # every expert may have one that is not full
-    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), **plan}
-    _gate_up_prompt_kernel[(tiles, ceil_div(width, plan["COLUMNS"]))](
+    inner, outer = tile_plan(rows, x.element_size())
+    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting()}
+    tiles = min(pairs, ceil_div(pairs, inner["ROWS"]) + number)  # every expert may have one that is not full
+    _gate_up_kernel[(tiles, ceil_div(width, inner["COLUMNS"]))](
         x,
         gate_up,
         order,
@@ -364,21 +367,25 @@ def _prompt(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
         channels,
         width,
         number,
-        BLOCK_C=block,
         **shared,
+        **inner,
     )
-    _down_prompt_kernel[(tiles, ceil_div(channels, plan["COLUMNS"]))](
-        hidden, down, order, counts, parts, *down.stride()[:2], channels, width, number, BLOCK_F=block, **shared
+    tiles = min(pairs, ceil_div(pairs, outer["ROWS"]) + number)
+    _down_kernel[(tiles, ceil_div(channels, outer["COLUMNS"]))](
+        hidden, down, order, counts, parts, *down.stride()[:2], channels, width, number, **shared, **outer
     )
-    block = min(1024, power_of_2(channels))
-    _combine_kernel[(x.shape[0], ceil_div(channels, block))](
-        parts, weights, y, ids.shape[1], channels, BLOCK_C=block, num_warps=4
-    )
+    _combine(parts, weights, y)
 
 
-def _tiles(element_size: int) -> dict[str, int]:
+def tile_plan(rows: str, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of both products, by class and dtype alone. Two warps multiply with 16 rows at an instruction, eight with 64."""
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 32, "block": 32}
+        return {"ROWS": 16, "COLUMNS": 32, "BLOCK_C": 32}, {"ROWS": 16, "COLUMNS": 32, "BLOCK_F": 32}
     if element_size == 4:
-        return {"ROWS": 32, "COLUMNS": 32, "block": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 64, "COLUMNS": 128, "block": 64, "num_warps": 8, "num_stages": 3}
+        small = {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
+        return small | {"BLOCK_C": 32}, small | {"BLOCK_F": 32}
+    if rows == "batch":
+        small = {"ROWS": 16, "COLUMNS": 32, "num_warps": 2, "num_stages": 3}
+        return small | {"BLOCK_C": 128}, small | {"BLOCK_F": 256}
+    large = {"ROWS": 128, "num_warps": 8, "num_stages": 3}
+    return large | {"COLUMNS": 128, "BLOCK_C": 64}, large | {"COLUMNS": 128, "BLOCK_F": 64}

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import sample_torch_npu
 from ._op import Values, operator
 
 _MASK = 0xFFFFFFFF
@@ -104,6 +105,12 @@ def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[n
     from .sample_triton import forward
 
     return forward(logits, temperature, top_k, top_p, min_p, seeds, steps)
+
+
+@sample.impl("torch_npu", accepts=sample_torch_npu.reason)
+def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[no-untyped-def]
+    noise = gumbel(seeds, steps, logits.shape[1])
+    return sample_torch_npu.forward(logits, temperature, top_k, top_p, min_p, noise)
 
 
 def penalize(

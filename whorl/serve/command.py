@@ -37,7 +37,7 @@ class Options:
     stream: bool = True
     think: bool | None = None
     max_seq: int | None = None
-    tp: int = 1
+    tp: int | None = None
     device: str | None = None
     dtype: str | None = None
     pld: bool = False
@@ -48,6 +48,9 @@ class Options:
     pld_guard_distinct: int | None = None
     pld_guard_tail: int | None = None
     pld_loop_warn: int | None = None
+    draft_model: str | None = None
+    draft_k: int | None = None
+    draft_fixed: bool = False
     as_json: bool = False
 
     def check(self) -> None:
@@ -58,8 +61,12 @@ class Options:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --pld")
         if self.pld_no_guard and (self.pld_guard_distinct is not None or self.pld_guard_tail is not None):
             raise ValueError("--pld-no-guard switches off what --pld-guard-distinct and --pld-guard-tail set")
-        if self.tp != 1:
-            raise ValueError(f"--tp {self.tp}: tensor parallelism does not run yet; leave it out, or say --tp 1")
+        if self.draft_model is not None and self.pld:
+            raise ValueError("--draft-model and --pld: say one of them")
+        if self.draft_model is None and self.draft_k is not None:
+            raise ValueError("--draft-k needs --draft-model")
+        if self.draft_fixed and self.draft_model is None and not self.pld:
+            raise ValueError("--draft-fixed needs --pld or --draft-model")
         if self.prompt is None and not self.interactive:
             raise ValueError("nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive")
         if self.prompt is not None and self.interactive:
@@ -111,8 +118,10 @@ def load(options: Options) -> "LLM":
         device=options.device,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         speculate=_proposer(options),
+        draft_length="fixed" if options.draft_fixed else "measured",
         max_model_len=options.max_seq,
         max_num_seqs=1,
+        tp=options.tp,
     )
 
 
@@ -131,6 +140,10 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
 
 
 def _proposer(options: Options) -> "Proposer | None":
+    if options.draft_model is not None:
+        from whorl.engine.speculate.draft_model import DraftModel
+
+        return DraftModel(options.draft_model, k=options.draft_k or 4, device=options.device)
     if not options.pld:
         return None
     from whorl.engine.speculate.prompt_lookup import PromptLookup

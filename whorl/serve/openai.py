@@ -139,6 +139,7 @@ def prepare(
     device: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
+    tp: int | None = None,
     **settings: Any,
 ) -> Callable[[], None]:
     """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it.
@@ -162,6 +163,7 @@ def prepare(
             speculate=None if lookup is None else PromptLookup(k=lookup),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            tp=tp,
             max_num_batched_tokens=max(2048, max_num_seqs),
         )
     app = create_app(llm, chosen)

@@ -2,23 +2,48 @@
 have sampled stay. Acceptance is in `whorl.engine.sampler`: no draft, however bad, changes the output.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from whorl.engine.sequence import Sequence
 
-PROPOSERS = {"prompt_lookup": "whorl.engine.speculate.prompt_lookup:PromptLookup"}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SPECULATE = "whorl.engine.speculate"
+PROPOSERS = {
+    "prompt_lookup": f"{_SPECULATE}.prompt_lookup:PromptLookup",
+    "draft_model": f"{_SPECULATE}.draft_model:DraftModel",
+}
+
+_REPEATS = 3  # timed calls for each number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens guessed. probs [len(token_ids), V] fp32: what each was drawn from; None where nothing was drawn."""
+
+    token_ids: list[int]
+    probs: "Tensor | None" = None
 
 
 class Proposer(Protocol):
     k: int  # longest draft
 
-    def propose(self, sequences: List[Sequence]) -> list[list[int]]:
+    def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
         """A draft of up to `k` tokens behind each sequence's last token; empty where there is nothing to guess."""
+
+    def cost(self, *, seconds: float) -> Mapping[int, float]:
+        """Seconds to draft one token by number of sequences, found in about `seconds`; empty: next to nothing."""
+        return {}
+
+    def check(self, model: Any, tokenizer: Any) -> None:
+        """Refuse a target that this proposer cannot draft for, with a ValueError."""
 
 
 def make_proposer(name: str, **options: Any) -> Proposer:
@@ -26,6 +51,22 @@ def make_proposer(name: str, **options: Any) -> Proposer:
         raise ValueError(f"speculate: {name!r} is not one of {', '.join(PROPOSERS)}")
     module, _, class_name = PROPOSERS[name].partition(":")
     return getattr(import_module(module), class_name)(**options)
+
+
+class Timed(Protocol):
+    def cost(self, counts: List[int], *, repeats: int) -> dict[int, float]:
+        """Seconds of a decode call by number of rows."""
+
+
+def measure_cost(runner: Timed, counts: Iterable[int], seconds: float) -> dict[int, float]:
+    """Seconds of a decode step by number of rows: two of the rising `counts`, and more in what is left of `seconds`."""
+    found: dict[int, float] = {}
+    for count in counts:
+        found |= runner.cost([count], repeats=_REPEATS)
+        seconds -= _REPEATS * found[count]
+        if seconds <= 0 and len(found) > 1:
+            break
+    return found
 
 
 def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
@@ -36,17 +77,24 @@ def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
 class DraftLength:
     """How many tokens are worth drafting: 0 when checking them costs more than they bring.
 
-    cost: seconds of a decode step by number of rows (`LLM.measure_cost`). Of a draft each token is accepted with
-    probability a if those before it were, so k drafted tokens give 1 + a + ... + a^k; a is estimated from the drafts
-    seen, recent ones counting most.
+    cost: seconds of a decode step by number of rows (`LLM.measure_cost`); drafting: those of drafting a token by number
+    of sequences. Of a draft each token is accepted with probability a if those before it were, so k drafted tokens give
+    1 + a + ... + a^k; a is estimated from the drafts seen, recent ones counting most.
     """
 
     def __init__(
-        self, cost: Mapping[int, float], *, acceptance: float = 0.7, memory: float = 50.0, probe: int = 32
+        self,
+        cost: Mapping[int, float],
+        *,
+        drafting: Mapping[int, float] | None = None,
+        acceptance: float = 0.7,
+        memory: float = 50.0,
+        probe: int = 32,
     ) -> None:
-        if not cost or any(rows < 1 or seconds <= 0 for rows, seconds in cost.items()):
-            raise ValueError(f"DraftLength: cost is {dict(cost)!r}, expected seconds by number of rows")
-        self._rows, self._seconds = zip(*sorted(cost.items()), strict=True)
+        for table in (cost, drafting or {1: 1.0}):
+            if not table or any(rows < 1 or seconds <= 0 for rows, seconds in table.items()):
+                raise ValueError(f"DraftLength: {dict(table)!r}, expected seconds by number of rows")
+        self._cost, self._drafting = dict(sorted(cost.items())), dict(sorted((drafting or {}).items()))
         self._keep = 1 - 1 / memory
         self._probe = probe
         self._num_off = 0
@@ -68,15 +116,21 @@ class DraftLength:
         """Up to k. Where drafting does not pay, one token every `probe` steps finds out when it does again."""
         if num_sequences == 0:
             return 0
-        gain = np.cumsum(self.acceptance ** np.arange(k + 1))
-        best = int(np.argmax(gain / self._cost(num_sequences * np.arange(1, k + 2))))
+        lengths = np.arange(k + 1)
+        gain = np.cumsum(self.acceptance**lengths)
+        seconds = _seconds(self._cost, num_sequences * (lengths + 1))
+        if self._drafting:
+            seconds = seconds + lengths * _seconds(self._drafting, np.array([num_sequences]))
+        best = int(np.argmax(gain / seconds))
         self._num_off = 0 if best else self._num_off + 1
         if self._num_off > self._probe:
             self._num_off = 0
             return min(1, k)
         return best
 
-    def _cost(self, rows: np.ndarray) -> np.ndarray:
-        """Interpolated; beyond the table rows cost what the last ones did on average."""
-        beyond = np.maximum(rows / self._rows[-1], 1)
-        return np.interp(rows, self._rows, self._seconds) * beyond
+
+def _seconds(table: Mapping[int, float], rows: np.ndarray) -> np.ndarray:
+    """Interpolated; beyond the table another row costs what it did between the last two entries."""
+    known, seconds = list(table), list(table.values())
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])) if len(known) > 1 else seconds[0] / known[0]
+    return np.interp(rows, known, seconds) + slope * np.maximum(rows - known[-1], 0)

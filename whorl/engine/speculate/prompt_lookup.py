@@ -7,6 +7,8 @@ from weakref import WeakKeyDictionary
 
 from whorl.engine.sequence import Sequence
 
+from . import Draft, Proposer
+
 _LOG = logging.getLogger(__name__)
 _LEVELS = 3  # n-gram sizes kept in the index above the shortest
 _LONGEST = 32  # tokens by which matches are told apart
@@ -40,7 +42,7 @@ class _Index:
         return []
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """Drafts by n-gram match.
 
     k: longest draft. ngram: shortest match that may draft; longer ones are tried first. min_hist: tokens before the
@@ -69,16 +71,16 @@ class PromptLookup:
         self.guard, self.guard_distinct, self.guard_tail, self.loop_warn = guard, guard_distinct, guard_tail, loop_warn
         self._indices: WeakKeyDictionary[Sequence, _Index] = WeakKeyDictionary()
 
-    def propose(self, sequences: List[Sequence]) -> list[list[int]]:
-        return [self._draft(seq) for seq in sequences]
+    def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
+        return [Draft(self._draft(seq, k)) for seq in sequences]
 
-    def _draft(self, seq: Sequence) -> list[int]:
+    def _draft(self, seq: Sequence, k: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self.ngram))
         index.update(seq.token_ids)
         self._warn(seq, index)
         if len(seq.token_ids) < self.min_hist:
             return []
-        draft = _agreed(seq.token_ids, index.matches(seq.token_ids), self.k)
+        draft = _agreed(seq.token_ids, index.matches(seq.token_ids), k)
         return [] if self.guard and self._is_suspect(seq.token_ids, draft) else draft
 
     def _is_suspect(self, tokens: List[int], draft: list[int]) -> bool:

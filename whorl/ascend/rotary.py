@@ -1,55 +1,14 @@
-"""torch_npu's operators by their own names and signatures, on any device.
-
-Code written for Ascend runs here on a CPU or an NVIDIA GPU, over `whorl.ops`; on NPU tensors torch_npu itself is
-called. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a gradient, or promises
-none, these raise; documented device limits raise ValueError until `limits("ignore")`. See docs/ascend.md.
-"""
-
-import importlib
-from types import TracebackType
-from typing import Any, Literal
+"""The rotary operators."""
 
 import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name, installed
+from whorl.ops._torch_npu import dtype_name
 
-__all__ = [
-    "_npu_rotary_embedding",
-    "limits",
-    "npu_add_rms_norm",
-    "npu_apply_rotary_pos_emb",
-    "npu_interleave_rope",
-    "npu_mrope",
-    "npu_rms_norm",
-    "npu_rotary_mul",
-    "npu_rotary_position_embedding",
-    "npu_swiglu",
-]
+from .calling import call_torch_npu, is_npu, needs_gradient, refuse, refuse_gradient
 
 _STYLES = {"half": "half", "interleave": "pairs"}  # rotary_mode -> the style of whorl.ops
-_limits = "enforce"
-
-
-class limits:
-    """Whether documented device limits are errors: `limits("ignore")` from here on, or in a `with` block only.
-
-    One setting for all threads. What has no meaning, such as an odd width, stays an error.
-    """
-
-    def __init__(self, mode: Literal["enforce", "ignore"]) -> None:
-        global _limits
-        if mode not in ("enforce", "ignore"):
-            raise ValueError(f"limits: mode is {mode!r}, expected 'enforce' or 'ignore'")
-        self._before, _limits = _limits, mode
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        global _limits
-        _limits = self._before
 
 
 def npu_rotary_mul(
@@ -61,22 +20,22 @@ def npu_rotary_mul(
     Differentiable in input, r1 and r2, but not with `rotate`.
     """
     name = "npu_rotary_mul"
-    _refuse(
+    refuse(
         name,
         contracts.rotary_mul_limit(
             shape=input.shape,
             cos_shape=r1.shape,
             dtype=dtype_name(input),
             rotary_mode=rotary_mode,
-            table_needs_grad=_needs_gradient(r1, r2),
+            table_needs_grad=needs_gradient(r1, r2),
         ),
     )
-    if rotate is not None and _needs_gradient(input, r1, r2, rotate):
+    if rotate is not None and needs_gradient(input, r1, r2, rotate):
         raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
     _check_tables(name, input, r1, r2)
     style = _style(name, rotary_mode)
-    if _is_npu(input):
-        return _call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
+    if is_npu(input):
+        return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
     return _turn(input, r1, r2, style) if rotate is None else _turn_by_matrix(input, r1, r2, rotate)
 
 
@@ -99,7 +58,7 @@ def npu_mrope(
     """
     name = "npu_mrope"
     rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
-    _refuse(
+    refuse(
         name,
         contracts.mrope_limit(
             query_shape=query.shape,
@@ -114,12 +73,12 @@ def npu_mrope(
             cache_mode=cache_mode,
         ),
     )
-    _refuse_gradient(name, query, key, cos_sin_cache)
+    refuse_gradient(name, query, key, cos_sin_cache)
     style = _style(name, rotary_mode)
     if cache_mode not in ("default", "interleave"):
         raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
-    if _is_npu(query):
-        return _call_torch_npu(
+    if is_npu(query):
+        return call_torch_npu(
             name,
             positions,
             query,
@@ -147,7 +106,7 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order.
     """
     name = "npu_interleave_rope"
-    _refuse(
+    refuse(
         name,
         contracts.interleave_rope_limit(
             shape=x.shape,
@@ -157,10 +116,10 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             contiguous=all(t.is_contiguous() for t in (x, cos, sin)),
         ),
     )
-    _refuse_gradient(name, x, cos, sin)
+    refuse_gradient(name, x, cos, sin)
     _check_tables(name, x, cos, sin)
-    if _is_npu(x):
-        return _call_torch_npu(name, x, cos, sin)
+    if is_npu(x):
+        return call_torch_npu(name, x, cos, sin)
     return _turn(x, cos, sin, "pairs", pairs_out="half")
 
 
@@ -172,7 +131,7 @@ def npu_apply_rotary_pos_emb(
     query, key: [B, S, N, D] or, layout TND, [T, N, D]; cos, sin: full width, N = 1.
     """
     name = "npu_apply_rotary_pos_emb"
-    _refuse(
+    refuse(
         name,
         contracts.apply_rotary_pos_emb_limit(
             query_shape=query.shape,
@@ -184,15 +143,15 @@ def npu_apply_rotary_pos_emb(
             rotary_mode=rotary_mode,
         ),
     )
-    _refuse_gradient(name, query, key, cos, sin)
+    refuse_gradient(name, query, key, cos, sin)
     style = _style(name, rotary_mode)
     if layout not in ("BSND", "SBND", "BNSD", "TND") or query.dim() != len(layout):
         raise ValueError(f"{name}: layout is {layout!r}, query {list(query.shape)}; expected BSND, SBND, BNSD or TND")
     width = cos.shape[-1]
     _check_tables(name, query[..., :width], cos, sin)
     _check_tables(name, key[..., :width], cos, sin)
-    if _is_npu(query):
-        return _call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
+    if is_npu(query):
+        return call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
     for x in (query, key):
         x[..., :width].copy_(_turn(x[..., :width], cos, sin, style))
     return query, key
@@ -207,7 +166,7 @@ def _npu_rotary_embedding(
     first call for the life of the process; off the NPU every call uses the table it is given.
     """
     name = "_npu_rotary_embedding"
-    _refuse(
+    refuse(
         name,
         contracts.rotary_embedding_limit(
             query_shape=query.shape,
@@ -218,9 +177,9 @@ def _npu_rotary_embedding(
             dtype=dtype_name(query),
         ),
     )
-    _refuse_gradient(name, query, key, cos_sin_cache)
-    if _is_npu(query):
-        _call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    refuse_gradient(name, query, key, cos_sin_cache)
+    if is_npu(query):
+        call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
         return
     q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
     ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
@@ -232,110 +191,32 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
     Differentiable in x, and in cos and sin where both need a gradient; MindSpeed gives one of them alone none.
     """
     name = "npu_rotary_position_embedding"
-    _refuse(
+    refuse(
         name,
         contracts.rotary_position_embedding_limit(
             shape=x.shape,
             cos_shape=cos.shape,
             dtype=dtype_name(x),
             mode=mode,
-            table_needs_grad=_needs_gradient(cos, sin),
+            table_needs_grad=needs_gradient(cos, sin),
         ),
     )
-    if _needs_gradient(cos) != _needs_gradient(sin):
+    if needs_gradient(cos) != needs_gradient(sin):
         raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one; one of them does")
     if mode not in (0, 1):
         raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
     _check_tables(name, x, cos, sin)
-    if _is_npu(x):
+    if is_npu(x):
         from mindspeed.ops import npu_rotary_position_embedding as extension
 
         return extension.npu_rotary_position_embedding(x, cos, sin, mode)
     return _turn(x, cos, sin, ("half", "pairs")[mode])
 
 
-def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """y = input / rms * gamma over gamma's dims, and 1 / rms in float32 with those dims set to 1.
-
-    Differentiable in input and gamma; no gradient flows through the second output.
-    """
-    name = "npu_rms_norm"
-    _refuse(
-        name,
-        contracts.rms_norm_limit(
-            shape=input.shape, gamma_shape=gamma.shape, dtype=dtype_name(input), gamma_dtype=dtype_name(gamma)
-        ),
-    )
-    if _is_npu(input):
-        return _call_torch_npu(name, input, gamma, epsilon=epsilon)
-    y = ops.rms_norm(_rows(input, gamma), gamma.flatten(), epsilon)
-    return y.view(input.shape), _inverse_rms(input, gamma, epsilon)
-
-
-def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
-    """npu_rms_norm of x = x1 + x2: returns y, 1 / rms in float32, and x. No gradient, as in torch_npu."""
-    name = "npu_add_rms_norm"
-    _refuse(
-        name,
-        contracts.add_rms_norm_limit(
-            shape=x1.shape,
-            x2_shape=x2.shape,
-            gamma_shape=gamma.shape,
-            dtype=dtype_name(x1),
-            gamma_dtype=dtype_name(gamma),
-        ),
-    )
-    _refuse_gradient(name, x1, x2, gamma)
-    if _is_npu(x1):
-        return _call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
-    y, x = ops.add_rms_norm(_rows(x1, gamma), _rows(x2, gamma), gamma.flatten(), epsilon)
-    x = x.view(x1.shape)
-    return y.view(x1.shape), _inverse_rms(x, gamma, epsilon), x
-
-
-def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """silu(first half) * second half along `dim`. Differentiable."""
-    name = "npu_swiglu"
-    contiguous = input.is_contiguous()
-    _refuse(name, contracts.swiglu_limit(shape=input.shape, dim=dim, dtype=dtype_name(input), contiguous=contiguous))
-    if input.shape[dim] % 2:
-        raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
-    if _is_npu(input):
-        return _call_torch_npu(name, input, dim=dim)
-    return ops.swiglu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
-
-
-# What the nine share.
-
-
-def _refuse(name: str, limit: str | None) -> None:
-    if limit is not None and _limits == "enforce":
-        raise ValueError(f"{name}: {limit}. The device documents this limit; whorl.ascend.limits('ignore') lifts it")
-
-
-def _refuse_gradient(name: str, *tensors: Tensor) -> None:
-    if _needs_gradient(*tensors):
-        lost = "drops it silently" if contracts.CONTRACTS[name].gradient == "silently lost" else "has none"
-        raise RuntimeError(f"{name}: a gradient is needed and torch_npu {lost}; use torch.no_grad(), or whorl.ops")
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def _is_npu(x: Tensor) -> bool:
-    return x.device.type == "npu"
-
-
 def _style(name: str, rotary_mode: str) -> str:
     if rotary_mode not in _STYLES:
         raise ValueError(f"{name}: rotary_mode is {rotary_mode!r}, expected one of {', '.join(_STYLES)}")
     return _STYLES[rotary_mode]
-
-
-def _call_torch_npu(name: str, *required: Any, **optional: Any) -> Any:
-    function = getattr(importlib.import_module("torch_npu"), name)
-    return function(*required, **installed().call_arguments(name, **optional))
 
 
 def _heads(name: str, x: Tensor, head_size: int) -> Tensor:
@@ -363,7 +244,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, style: str, pairs_out: str = "pai
 
     The two halves of a full-width table may differ: each half of the output has its own rotation.
     """
-    if _needs_gradient(cos, sin):
+    if needs_gradient(cos, sin):
         return _turn_by_formula(x, cos, sin, style)
     order = pairs_out if style == "pairs" else "half"
     heads = next((i for i in reversed(range(x.dim() - 1)) if cos.shape[i] == 1 and x.shape[i] != 1), None)
@@ -404,13 +285,3 @@ def _halves(x: Tensor, order: str) -> tuple[Tensor, Tensor]:
 
 def _join(first: Tensor, second: Tensor, order: str) -> Tensor:
     return torch.stack((first, second), -1).flatten(-2) if order == "pairs" else torch.cat((first, second), -1)
-
-
-def _rows(x: Tensor, gamma: Tensor) -> Tensor:
-    """x with gamma's dims flattened into the last."""
-    return x if gamma.dim() == 1 else x.flatten(-gamma.dim())
-
-
-def _inverse_rms(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    dims = tuple(range(-gamma.dim(), 0))
-    return torch.rsqrt(x.detach().float().square().mean(dims, keepdim=True) + epsilon)

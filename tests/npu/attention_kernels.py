@@ -1,0 +1,163 @@
+"""The vendor's formulas of inference operators in plain torch: linear, cache, attention, sampling. See kernels.py."""
+
+import torch
+from torch import Tensor
+
+UNLIMITED = 2**31 - 1
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = input.double() @ weight.double().t()  # in which order it adds is not what is compared
+    return (y if bias is None else y + bias.double()).to(input.dtype)
+
+
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    assert cache_mode == "Norm", cache_mode
+    size = key_cache.shape[1]
+    for t, slot in enumerate(slot_mapping.tolist()):
+        assert 0 <= slot < key_cache.shape[0] * size, slot
+        key_cache[slot // size, slot % size] = key[t]
+        value_cache[slot // size, slot % size] = value[t]
+
+
+def hidden_keys(
+    queries: int, keys: int, mode: int, mask: Tensor | None, pre: int, after: int, is_single: bool
+) -> Tensor:
+    """[queries, keys] bool. With one query a sequence sparse_mode, pre_tokens and next_tokens do not count."""
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    if is_single or mode in (0, 1):
+        hidden = torch.zeros(queries, keys, dtype=torch.bool)
+        if mask is not None:
+            hidden = hidden | mask[:queries, :keys].bool()
+            if mode == 0 and not is_single:
+                hidden = hidden | (j < i - pre) | (j > i + after)
+        return hidden
+    assert mask is not None
+    assert torch.equal(mask.bool(), torch.ones(2048, 2048).triu(1).bool()), "not the compressed mask"
+    if mode == 2:
+        return j > i
+    end = i + keys - queries
+    return j > end if mode == 3 else (j > end + after) | (j < end - pre)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q: [n, HQ, D], k and v: [s, HK, D]: out [n, HQ, D] fp32 and lse [n, HQ]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,shd->hns", q.float(), k) * scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    out = torch.einsum("hns,shd->nhd", torch.softmax(scores, -1).nan_to_num(0), v)
+    return out, torch.logsumexp(scores, -1).t()
+
+
+def pages(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
+    """[length, heads, D] of a cache [blocks, block size, heads * D] or [blocks, heads, block size, D]."""
+    cache = cache.transpose(1, 2) if cache.dim() == 4 else cache.unflatten(-1, (heads, -1))
+    return torch.cat([cache[block] for block in table.tolist()])[:length]
+
+
+def fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: list[int] | None = None,
+    actual_seq_lengths_kv: list[int] | None = None,
+    block_table: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    softmax_lse_flag: bool = False,
+) -> tuple[Tensor, Tensor]:
+    heads = num_key_value_heads or num_heads
+    layout = input_layout.split("_")[0]
+
+    def tokens_first(x: Tensor, count: int) -> Tensor:
+        """[B, S, N, D], TND as one sequence."""
+        return {
+            "BSH": lambda: x.unflatten(-1, (count, -1)),
+            "BSND": lambda: x,
+            "BNSD": lambda: x.transpose(1, 2),
+            "TND": lambda: x[None],
+        }[layout]()
+
+    q = tokens_first(query, num_heads)
+    is_packed, is_single = layout == "TND", layout != "TND" and q.shape[1] == 1
+    if is_packed:
+        assert actual_seq_lengths is not None
+        starts = [0, *actual_seq_lengths[:-1]]
+        lengths = [end - start for start, end in zip(starts, actual_seq_lengths, strict=True)]
+    else:
+        given = actual_seq_lengths if actual_seq_lengths and not is_single else [q.shape[1]]
+        starts, lengths = [0] * q.shape[0], list(given) * (q.shape[0] if len(given) == 1 else 1)
+    out = torch.zeros_like(q, dtype=torch.float32)
+    lse = torch.full(q.shape[:-1], torch.inf)
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        row = 0 if is_packed else b
+        if block_table is not None:
+            assert actual_seq_lengths_kv is not None
+            assert block_size == key.shape[1 if key.dim() == 3 else 2]
+            size = actual_seq_lengths_kv[b]
+            k, v = (pages(x, block_table[b][: -(-size // block_size)], size, heads) for x in (key, value))
+        else:
+            k, v = (tokens_first(x, heads)[row] for x in (key, value))
+            ends = actual_seq_lengths_kv or [k.shape[0]]
+            first = ends[b - 1] if is_packed and b else 0
+            k, v = (x[first : ends[b if len(ends) > 1 else 0]] for x in (k, v))
+        mask = atten_mask
+        if mask is not None:
+            mask = mask.view(-1, *mask.shape[-2:])
+            mask = mask[b if mask.shape[0] > 1 else 0]
+            if block_table is not None and sparse_mode in (0, 1):
+                assert mask.shape[1] >= block_table.shape[1] * block_size, mask.shape
+        hidden = hidden_keys(length, k.shape[0], sparse_mode, mask, pre_tokens, next_tokens, is_single)
+        out[row, start : start + length], lse[row, start : start + length] = attend(
+            q[row, start : start + length], k, v, hidden, scale
+        )
+    wide = {
+        "BSH": lambda: out.flatten(2),
+        "BSND": lambda: out,
+        "BNSD": lambda: out.transpose(1, 2),
+        "TND": lambda: out[0],
+    }[input_layout.split("_")[-1]]()
+    lse = lse[0, ..., None] if is_packed else lse.transpose(1, 2)[..., None]
+    return wide.to(query.dtype).contiguous(), lse if softmax_lse_flag else torch.empty(0)
+
+
+def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+    assert p is not None or k is not None
+    values, order = torch.sort(logits.float(), dim=-1, stable=True)
+    if k is not None:
+        assert k.dtype == torch.int32, k.dtype
+        assert all(1 <= n <= min(1024, logits.shape[1]) for n in k.tolist()), k
+        least = values.gather(1, (logits.shape[1] - k.long())[:, None])
+        values = values.masked_fill(values < least, -torch.inf)
+    if p is not None:
+        assert p.dtype == logits.dtype, p.dtype
+        is_cut = values.softmax(-1).cumsum(-1) <= 1 - p[:, None]
+        is_cut[:, -1] = False
+        values = values.masked_fill(is_cut, -torch.inf)
+    return torch.empty_like(values).scatter_(1, order, values).to(logits.dtype)
+
+
+KERNELS = {
+    "npu_linear": linear,
+    "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_top_k_top_p": top_k_top_p,
+}
+IN_PLACE = {"npu_scatter_pa_kv_cache": scatter_pa_kv_cache}

@@ -1,0 +1,202 @@
+"""The vendor's formulas of the mixture-of-experts operators in plain torch, row by row. See kernels.py."""
+
+import torch
+from torch import Tensor
+
+
+def gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.float().reshape(-1, x.shape[-1])
+    exp = torch.exp(rows - rows.max(-1, keepdim=True).values)
+    scores = exp / exp.sum(-1, keepdim=True)
+    ids = torch.argsort(-scores, dim=-1, stable=True)[:, :k]
+    y = torch.take_along_dim(scores, ids, -1)
+    if finished is not None:
+        ids = ids.masked_fill(finished.reshape(-1, 1), x.shape[-1])
+    row_idx = torch.arange(rows.shape[0] * k).reshape(k, rows.shape[0]).t()
+    shape = (*x.shape[:-1], k)
+    return y.to(x.dtype).reshape(shape), ids.int().reshape(shape), row_idx.int().reshape(shape)
+
+
+def gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert renorm == 0
+    scores = torch.sigmoid(x.float()) if norm_type else torch.softmax(x.float(), -1)
+    y, found = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int32)
+    for i, row in enumerate(scores):
+        choice = row if bias is None else row + bias.float()
+        groups = choice.view(group_count, -1)
+        best = groups.sort(-1, descending=True).values[:, : 2 if group_select_mode else 1].sum(-1)
+        kept = torch.argsort(-best, stable=True)[:k_group]
+        allowed = torch.full_like(groups, -torch.inf)
+        allowed[kept] = groups[kept]
+        ids = torch.argsort(-allowed.flatten(), stable=True)[:k]
+        weights = row[ids]
+        if norm_type:
+            weights = weights / (weights.sum() + eps)
+        y[i], found[i] = weights * routed_scaling_factor, ids.int()
+    return y.to(x.dtype), found, scores if out_flag else torch.full_like(scores, torch.nan)
+
+
+def init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: list[int] | None = None,
+    row_idx_type: int = 0,
+    x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert offset is x_dtype is None
+    assert drop_pad_mode == 0
+    first, last = active_expert_range or [0, expert_num]
+    flat = expert_idx.flatten().tolist()
+    copies = sorted((n for n, e in enumerate(flat) if first <= e < last), key=lambda n: flat[n])
+    rows = len(flat) if active_num <= 0 else min(active_num, len(flat))
+    copies = copies[:rows]
+    width = x.shape[1]
+    expanded = torch.zeros(rows, width, dtype=torch.int8 if quant_mode == 1 else x.dtype)
+    scales = torch.zeros(rows)
+    where = torch.full((len(flat),), -1, dtype=torch.int32)
+    for place, n in enumerate(copies):
+        row = x[n // expert_idx.shape[1]]
+        if quant_mode == 1:
+            smooth = 1.0 if scale is None else scale[0 if scale.shape[0] == 1 else flat[n] - first]
+            wide = row.float() * smooth
+            scales[place] = wide.abs().max() / 127
+            expanded[place] = (wide / scales[place]).round().to(torch.int8)
+        else:
+            expanded[place] = row
+            if scale is not None:
+                scales[place] = scale[n // expert_idx.shape[1]]
+        where[n if row_idx_type == 0 else place] = place if row_idx_type == 0 else n
+    if not expert_tokens_num_flag:
+        return expanded, where, torch.zeros((), dtype=torch.int64), scales
+    counts = torch.tensor([sum(flat[n] == e for n in copies) for e in range(first, last)])
+    if expert_tokens_num_type == 2:
+        pairs = [(e, c) for e, c in zip(range(first, last), counts.tolist(), strict=True) if c]
+        counts = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
+    return expanded, where, counts.cumsum(0) if expert_tokens_num_type == 0 else counts, scales
+
+
+def finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    rows = expanded_permuted_rows.float().reshape(-1, expanded_permuted_rows.shape[-1])
+    slots = scales.shape[1] if scales is not None else k or 1
+    count = expanded_src_to_dst_row.numel() // slots
+    out = torch.zeros(count, rows.shape[1])
+    for i in range(count):
+        for skip in (skip1, skip2):
+            out[i] += 0 if skip is None else skip[i].float()
+        for j in range(slots):
+            at = int(expanded_src_to_dst_row[i + j * count if drop_pad_mode in (0, 1) else i * slots + j])
+            row = rows[at] if at >= 0 else torch.zeros(rows.shape[1])
+            if bias is not None:
+                row = row + bias[export_for_source_row[i, j].long()].float()
+            out[i] += row * (1.0 if scales is None else float(scales[i, j]))
+    return out.to(expanded_permuted_rows.dtype)
+
+
+def grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias: list[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: int | torch.dtype | None = None,
+) -> list[Tensor]:
+    assert act_type == 0
+    dtype = output_dtype if isinstance(output_dtype, torch.dtype) else x[0].dtype
+    ends: list[int] = []
+    if group_list is not None:
+        ends = (group_list.cumsum(0) if group_list_type == 1 else group_list).tolist()
+    starts = [0, *ends[:-1]]
+    if group_type == 2:  # x: [M, rows], weight: [rows, N]
+        parts = [x[0][:, a:b].double() @ weight[0][a:b].double() for a, b in zip(starts, ends, strict=True)]
+        return [torch.stack(parts).to(dtype)]
+    weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
+    if len(x) > 1 or group_type == -1:
+        rows = x
+    else:
+        assert ends[-1] == x[0].shape[0], (ends, x[0].shape)
+        rows = [x[0][a:b] for a, b in zip(starts, ends, strict=True)]
+    found = []
+    for e, (left, right) in enumerate(zip(rows, weights, strict=True)):
+        y = left.double() @ right.double()  # in which order it adds is not what is compared
+        if bias is not None:
+            y = y + (bias[e] if len(bias) == len(weights) else bias[0][e]).double()
+        found.append(y.to(dtype))
+    return found if split_item in (0, 1) else [torch.cat(found)]
+
+
+def token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    flat = indices.flatten().tolist()
+    order = sorted(range(len(flat)), key=lambda n: flat[n])
+    where = torch.empty(len(flat), dtype=torch.int32)
+    for place, n in enumerate(order):
+        where[n] = place
+    slots = len(flat) // max(1, tokens.shape[0])
+    asked = num_out_tokens or 0
+    rows = min(asked, len(flat)) if asked > 0 else asked + len(flat)
+    return torch.stack([tokens[n // slots] for n in order[:rows]]), where
+
+
+def token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> Tensor:
+    slots = 1 if probs is None else probs.shape[1]
+    out = torch.zeros(sorted_indices.numel() // slots, permuted_tokens.shape[1])
+    for n, place in enumerate(sorted_indices.tolist()):
+        if place < permuted_tokens.shape[0]:
+            weight = 1.0 if probs is None else float(probs.flatten()[n])
+            out[n // slots] += permuted_tokens[place].float() * weight
+    return out.to(permuted_tokens.dtype)
+
+
+KERNELS = {
+    "npu_moe_gating_top_k_softmax": gating_top_k_softmax,
+    "npu_moe_gating_top_k": gating_top_k,
+    "npu_moe_init_routing_v2": init_routing_v2,
+    "npu_moe_finalize_routing": finalize_routing,
+    "npu_grouped_matmul": grouped_matmul,
+    "npu_moe_token_permute": token_permute,
+    "npu_moe_token_unpermute": token_unpermute,
+}

@@ -1,0 +1,32 @@
+"""Cases beside an operator's own: those that only the documented limits of torch_npu let through, and its branches."""
+
+from typing import Any
+
+_SMALL = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 128}
+_WIDE = {"heads": 4, "kv_heads": 1, "dim": 128, "block": 128}
+_DECODE = {"rows": "decode"}
+
+MORE_CASES: dict[str, list[dict[str, Any]]] = {
+    "paged_attention": [
+        {"queries": (1,), "contexts": (5,), **_SMALL},  # one query: no mask
+        {"queries": (1, 1), "contexts": (300, 7), **_SMALL, **_DECODE},
+        {"queries": (2, 2), "contexts": (130, 9), **_SMALL, **_DECODE},  # a mask of our own
+        {"queries": (1, 3, 0), "contexts": (300, 70, 4), **_WIDE, **_DECODE},
+        {"queries": (1, 1), "contexts": (300, 20), "window": 150, **_SMALL, **_DECODE},
+        {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_WIDE, **_DECODE},
+        {"queries": (1, 1), "contexts": (9, 20), "window": 20, **_SMALL},
+        {"queries": (5, 1, 2), "contexts": (5, 200, 300), **_SMALL},  # the compressed triangle, padded
+        {"queries": (35,), "contexts": (170,), **_WIDE},  # and packed
+        {"queries": (5, 1, 0, 2), "contexts": (5, 200, 3, 300), **_WIDE, "block": 256},
+        {"queries": (5, 2), "contexts": (140, 2), "window": 4, **_SMALL},  # a band of it
+        {"queries": (5, 2), "contexts": (140, 2), "window": 4, **_WIDE},
+        {"queries": (5, 2), "contexts": (140, 2), "idle": 2, **_SMALL},
+        {"queries": (5, 2), "contexts": (140, 2), "idle": 1, **_WIDE},
+    ],
+    "write_kv": [{"tokens": (3,), "kv_heads": 2, "dim": 16, "skipped": 3}],
+    "linear": [{"tokens": (70,), "size": (24, 40), "rows": "decode"}, {"tokens": (515,), "size": (8, 16)}],
+    "sample": [
+        {"tokens": (3,), "vocab": 3000, "scale": 3.0, "top_k": 1500, "top_p": 0.9},
+        {"tokens": (3,), "vocab": 100, "top_k": 200},
+    ],
+}

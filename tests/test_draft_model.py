@@ -1,0 +1,495 @@
+"""Draft models: greedy output bit for bit, sampled output of the target's distribution, a cache that keeps in step."""
+
+import functools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from mock_model import ByteTokenizer, Logits, MockModel, alone, record
+from test_exactness import LONGEST, MODELS
+from torch import Tensor
+
+from whorl.engine import sampler
+from whorl.engine.batch import Sample
+from whorl.engine.llm import LLM
+from whorl.engine.sampler import Sampler, probabilities
+from whorl.engine.scheduler import Chunk
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.speculate import Draft, DraftLength
+from whorl.engine.speculate.draft_forward import Forward
+from whorl.engine.speculate.draft_model import DraftModel
+from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.ops.sample import _cut
+
+# ---- greedy: the target's own output, bit for bit
+
+
+def disturbed(name: str, amount: float) -> Any:
+    """The target with noise in its weights: it guesses right sometimes."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        for weight in [model.head] if name == "mock" else model.parameters():
+            weight += amount * weight.std() * torch.randn_like(weight)
+    return model
+
+
+class Case:
+    """A target, drafts of different quality, greedy requests and what each gives alone."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model = MODELS[name]()
+        self.tokenizer = ByteTokenizer() if name == "mock" else None
+        self.drafts = [self.model, disturbed(name, 0.03), disturbed(name, 0.3)]
+        self.requests = list(self._requests(random.Random(3), 200 if name == "mock" else self.model.vocab_size))
+        self.plain = [alone(self.model, self.tokenizer, *request) for request in self.requests]
+        if self.tokenizer is not None:
+            self._add_stops()
+
+    def _requests(self, rng: random.Random, vocab_size: int) -> Iterator[tuple[list[int], SamplingParams]]:
+        common = [rng.randrange(vocab_size) for _ in range(12)]
+        for kind in ({}, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}, {"min_tokens": 3}) * 2:
+            own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
+            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 20]
+            yield prompt, SamplingParams(temperature=0, max_tokens=rng.randint(6, 20), **kind)
+
+    def _add_stops(self) -> None:
+        """Requests that end in the middle of an answer, often in the middle of a draft."""
+        for (prompt, _), (seq, _) in zip(list(self.requests), list(self.plain), strict=True):
+            text = seq.text.value
+            request = prompt, SamplingParams(temperature=0, max_tokens=12, stop=(text[2:4], text[5:6]))
+            self.requests.append(request)
+            self.plain.append(alone(self.model, self.tokenizer, *request))
+
+
+_CASES: dict[str, Case] = {}
+
+
+def case(name: str) -> Case:
+    if name not in _CASES:
+        _CASES[name] = Case(name)
+    return _CASES[name]
+
+
+def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
+    """An engine with a draft model, both caches sometimes too small for all."""
+    seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
+    least, own_size = -(-LONGEST // block_size), rng.choice((1, 3, 4))
+    proposer = DraftModel(
+        model=rng.choice(given.drafts),
+        tokenizer=given.tokenizer,
+        k=rng.randint(1, 6),
+        device="cpu",
+        block_size=own_size,
+        num_blocks=rng.choice((20, LONGEST, 8 * LONGEST)) // own_size,
+        max_num_batched_tokens=rng.choice((3, 64)),
+    )
+    llm = LLM(
+        model=given.model,
+        tokenizer=given.tokenizer,
+        device="cpu",
+        max_num_seqs=seqs,
+        max_num_batched_tokens=rng.choice((seqs, seqs + 3, 16, 64)),
+        block_size=block_size,
+        num_blocks=rng.choice((least, least, 8 * least)),
+        max_model_len=LONGEST,
+        use_prefix_cache=rng.random() < 0.8,
+        speculate=proposer,
+        draft_length="fixed",
+    )
+    return llm, proposer
+
+
+def run_at_random(rng: random.Random, llm: LLM, given: Case) -> list[tuple[int, Seq]]:
+    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 8))]
+    added: list[tuple[int, Seq]] = []
+    while chosen or llm.has_work:
+        while chosen and rng.random() < 0.8:
+            index = chosen.pop()
+            added.append((index, llm.add(*given.requests[index])[0]))
+        llm.step()
+        if added and rng.random() < 0.03:
+            llm.abort(rng.choice(added)[1])
+    return added
+
+
+def compare(plain: Seq, expected: Logits, seq: Seq, found: Logits) -> None:
+    assert seq.output_ids == plain.output_ids[: seq.num_outputs]
+    assert seq.finish_reason in (plain.finish_reason, "abort")
+    if seq.finish_reason != "abort":
+        assert seq.text.value == plain.text.value
+    for place in range(seq.num_outputs):
+        assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
+
+
+def check(name: str, seed: int) -> Counter[str]:
+    rng, given = random.Random(seed), case(name)
+    llm, proposer = schedule(rng, given)
+    found = record(llm)
+    for index, seq in run_at_random(rng, llm, given):
+        compare(*given.plain[index], seq, found.get(seq.id, {}))
+    assert llm.pool.num_used == 0
+    proposer.propose([], 1)
+    assert proposer.pool.num_used == 0, "finished and aborted sequences keep no blocks of the draft model"
+    seen = Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
+    return seen + Counter(num_draft_hits=proposer.pool.num_hit)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_output_is_the_targets(name: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(24 if name == "mock" else 4):
+        seen += check(name, seed)
+    for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected", "num_draft_hits"):
+        assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_output_is_the_targets_many_times(name: str) -> None:
+    for seed in range(100, 600 if name == "mock" else 160):
+        check(name, seed)
+
+
+# ---- the draft model's own cache
+
+
+class Checked(DraftModel):
+    """Compares what it drafts with what its model would say from an empty cache."""
+
+    num_checked = 0
+
+    def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:
+        drafts = super().propose(sequences, k)
+        for seq, draft in zip(sequences, drafts, strict=True):
+            if draft.token_ids:
+                expected, _ = alone(self.model, None, seq.token_ids, SamplingParams(temperature=0, max_tokens=k))
+                assert draft.token_ids == expected.output_ids[: len(draft.token_ids)]
+                self.num_checked += 1
+        return drafts
+
+
+class Wandering(DraftLength):
+    """Any length, often none: the target goes on without the draft model, which has old guesses to forget."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__({1: 1.0})
+        self.rng = rng
+
+    def choose(self, k: int, num_sequences: int) -> int:
+        return self.rng.choice((0, 0, 1, k))
+
+
+class OneClass(MockModel):
+    """Prompt and generated tokens give the same bits: a sequence may be told again as a prompt."""
+
+    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        rows = step.rows
+        object.__setattr__(step, "rows", "prompt")
+        try:
+            return super().forward(step, caches)
+        finally:
+            object.__setattr__(step, "rows", rows)
+
+
+def run_checked(seed: int) -> int:
+    """Drafts of a whole random schedule are what the draft model says of the target's tokens, nothing left behind."""
+    rng = random.Random(seed)
+    target, model = MockModel(vocab_size=64), OneClass(vocab_size=64)
+    model.head = target.head + 0.3 * torch.randn(target.head.shape, generator=torch.Generator().manual_seed(seed))
+    proposer = Checked(
+        model=model, k=4, device="cpu", block_size=rng.choice((1, 3, 4)), num_blocks=rng.choice((60, 200))
+    )
+    llm = LLM(
+        model=target,  # type: ignore[arg-type]
+        device="cpu",
+        max_num_seqs=3,
+        block_size=2,
+        num_blocks=30,
+        max_model_len=LONGEST,
+        speculate=proposer,
+        draft_length=Wandering(rng),
+    )
+    common = [rng.randrange(64) for _ in range(8)]
+    for _ in range(6):
+        own = [rng.randrange(64) for _ in range(rng.randint(1, 9))]
+        llm.add(common + own, SamplingParams(temperature=0, max_tokens=rng.randint(4, 20)))
+    while llm.has_work:
+        llm.step()
+    return proposer.num_checked
+
+
+def test_the_draft_models_cache_keeps_in_step() -> None:
+    assert sum(run_checked(seed) for seed in range(6)) > 50
+
+
+def forget_rollback(patch: pytest.MonkeyPatch) -> None:
+    from whorl.engine.speculate.draft_model import _Mirror
+
+    sync = _Mirror.sync
+
+    def wrong(self: Any) -> None:
+        before = self.own.num_computed
+        sync(self)
+        self.own.num_computed = min(before, len(self.own.token_ids) - 1)
+
+    patch.setattr(_Mirror, "sync", wrong)
+
+
+def forget_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Only the newest token is computed, the one before it not."""
+    lay_out = Forward._lay_out
+
+    def wrong(self: Forward, spans: Any, role: int) -> Step:
+        step = lay_out(self, spans, role)
+        if role and any(span.length > 1 for span in spans):
+            step.slots[0] = -1
+        return step
+
+    patch.setattr(Forward, "_lay_out", wrong)
+
+
+@pytest.mark.parametrize("fault", [forget_rollback, forget_a_row], ids=lambda f: f.__name__)
+def test_a_cache_out_of_step_shows(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(12):
+            run_checked(seed)
+
+
+def test_a_sequence_that_does_not_fit_gets_no_draft() -> None:
+    proposer = DraftModel(model=MockModel(), k=2, device="cpu", block_size=4, num_blocks=5)
+    llm = LLM(model=MockModel(), device="cpu", num_blocks=64, speculate=proposer, draft_length="fixed")  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    outputs = llm.generate([[1, 2, 3], [5] * 30], params, progress=False)
+    assert [output.num_drafted > 0 for output in outputs] == [True, False]
+
+
+# ---- another tokenizer
+
+
+class Renamed(ByteTokenizer):
+    def token(self, token_id: int) -> str:
+        return "other" if token_id == 65 else super().token(token_id)
+
+
+class Longer(ByteTokenizer):
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "difference"), [(Renamed(), "token 65 is 'other' against"), (Longer(), "260 tokens against 259")]
+)
+def test_another_tokenizer_is_refused(tokenizer: ByteTokenizer, difference: str) -> None:
+    proposer = DraftModel(model=MockModel(), tokenizer=tokenizer, device="cpu", num_blocks=8)
+    with pytest.raises(ValueError, match=difference):
+        LLM(model=MockModel(), tokenizer=ByteTokenizer(), device="cpu", num_blocks=8, speculate=proposer)  # type: ignore[arg-type]
+    same = DraftModel(model=MockModel(), tokenizer=ByteTokenizer(), device="cpu", num_blocks=8)
+    LLM(model=MockModel(), tokenizer=ByteTokenizer(), device="cpu", num_blocks=8, speculate=same)  # type: ignore[arg-type]
+
+
+def test_another_vocabulary_is_refused_where_there_are_no_tokenizers() -> None:
+    proposer = DraftModel(model=MockModel(vocab_size=50), device="cpu", num_blocks=8)
+    with pytest.raises(ValueError, match="50 tokens against 264"):
+        LLM(model=MockModel(), device="cpu", num_blocks=8, speculate=proposer)  # type: ignore[arg-type]
+
+
+# ---- sampled: the target's distribution
+
+VOCAB = 8
+DRAWS = 20_000
+TARGET = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -8.0])
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm": {"temperature": 1.7},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8, "temperature": 0.8},
+    "min_p": {"min_p": 0.15},
+    "all": {"top_k": 6, "top_p": 0.95, "min_p": 0.02, "temperature": 0.9},
+    "penalties": {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {6: 3.0, 0: -math.inf}},
+}
+DRAFTS = {
+    "near": TARGET + torch.tensor([0.3, -0.3, 0.2, 0.0, -0.4, 0.5, 0.1, 0.0]),
+    "far": TARGET.flip(0),
+    "narrow": torch.tensor([0.0, 3.0, 0.0, *[-math.inf] * 5]),
+    "short": TARGET[:5],  # a table that ends before the target's
+    "equal": TARGET,
+}
+
+
+def limit(cells: int) -> float:
+    """Of chi-square with `cells` - 1 degrees of freedom: exceeded once in 30000 (Wilson and Hilferty)."""
+    freedom = max(1, cells - 1)
+    return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def misfit(counts: Tensor, expected: Tensor) -> float:
+    """Chi-square over its limit; infinite where something came that cannot."""
+    if bool((counts[expected == 0] > 0).any()):
+        return math.inf
+    counts, expected = counts[expected > 0].double(), expected[expected > 0].double()
+    expected = expected / expected.sum() * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum()) / limit(len(counts))
+
+
+@functools.cache
+def rows_of(way: str, num: int) -> tuple[SamplingParams, list[Sample]]:
+    params = SamplingParams(**{"temperature": 1.0, **WAYS[way]})
+    rows = []
+    for seed in range(num):
+        seq = Seq([3, 1], params, max_len=99, seed=seed)
+        for token in (0, 0, 4):
+            seq.append(token)
+        rows.append(Sample(Chunk(seq, 1), 0, seq.num_outputs))
+    return params, rows
+
+
+def draws(way: str, draft: str, num: int = DRAWS) -> tuple[Tensor, Tensor, float]:
+    """What comes out of `num` drafts of one token, the target's distribution, and the share accepted."""
+    model: Any = None
+    params, rows = rows_of(way, num)
+    target = Sampler(model, VOCAB)
+    for row in rows:
+        row.chunk.draft, row.chunk.probs = [], None
+    ids, probs = Sampler(model, len(DRAFTS[draft])).draw(DRAFTS[draft].expand(num, -1), rows)
+    for row, token, each in zip(rows, ids.tolist(), probs[:, None], strict=True):
+        row.chunk.draft, row.chunk.probs = [token], each
+    found = target.sample(TARGET.expand(num, -1), rows)
+    adjusted = target._adjust(TARGET[None], rows[:1])
+    right = probabilities(adjusted, *sampler._filters([params], adjusted.device))[0]
+    return found.bincount(minlength=VOCAB), right, float((found == ids).float().mean())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_distribution_is_the_targets(way: str) -> None:
+    counts, right, share = draws(way, "near")
+    assert misfit(counts, right) < 1, (counts, right * DRAWS)
+    assert 0.5 < share < 1
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_distribution_does_not_depend_on_the_draft(draft: str) -> None:
+    counts, right, share = draws("plain", draft)
+    assert misfit(counts, right) < 1, (counts, right * DRAWS)
+    overlap = torch.minimum(right, torch.nn.functional.pad(DRAFTS[draft].softmax(0), (0, VOCAB - len(DRAFTS[draft]))))
+    assert share == pytest.approx(float(overlap.sum()), abs=0.015), "as much is accepted as can be"
+
+
+BIASES: dict[str, tuple[str, Any]] = {
+    "swapped": ("_is_kept", lambda p, q, uniform: uniform * p < q),
+    "always": ("_is_kept", lambda p, q, uniform: p > -1),
+    "never": ("_is_kept", lambda p, q, uniform: p < -1),
+    "no residual": ("_rest", lambda p, q: p),
+    "residual of the wrong sign": ("_rest", lambda p, q: (q - p).clamp_min(0)),
+    "the draft's noise again": ("_DRAFT", 0),
+    "acceptance by the draft's noise": ("_ACCEPT", sampler._DRAFT),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_planted_bias_shows(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, *BIASES[bias])
+    found = []
+    for draft in ("near", "far"):
+        counts, right, _ = draws("plain", draft, 6000)
+        found.append(misfit(counts, right))
+    assert max(found) > 1, found
+
+
+def test_probabilities_keep_what_sampling_keeps() -> None:
+    rng = random.Random(4)
+    for seed in range(200):
+        torch.manual_seed(seed)
+        logits = (torch.randn(1, 40) * rng.choice((0.5, 2, 6))).round(decimals=rng.choice((0, 1, 6)))
+        k, p, m, t = rng.choice((0, 1, 5, 40, 99)), rng.choice((1.0, 0.9, 0.3, 1e-6)), rng.choice((0.0, 0.1, 1.0)), 0.7
+        found = probabilities(logits, *(torch.tensor([value]) for value in (t, k, p, m)))
+        expected = _cut((logits[0] - logits.max()) / t, k, p, m).softmax(0)
+        assert torch.equal(found[0] > 0, expected > 0), (k, p, m)
+        torch.testing.assert_close(found[0], expected)
+
+
+# ---- the same through the engine
+
+
+class Chain:
+    """A token's successor depends on the token alone, so that every distribution is known."""
+
+    config, max_length = None, 512
+
+    def __init__(self, seed: int, size: int = 4) -> None:
+        self.vocab_size = size
+        self.table = 1.5 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield self.table
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(num_kv_heads=1, head_dim=1)]
+
+    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        return step.token_ids[:, None].float()
+
+    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+        return self.table[hidden[:, 0].long()]
+
+
+def transitions(k: int, num: int = 1000, length: int = 20, **params: Any) -> tuple[Tensor, Tensor, LLM]:
+    target: Any = Chain(1)
+    proposer = DraftModel(model=Chain(2), k=k, device="cpu", block_size=4, num_blocks=4096)  # type: ignore[arg-type]
+    llm = LLM(
+        model=target,
+        device="cpu",
+        max_num_seqs=256,
+        max_model_len=64,
+        block_size=4,
+        num_blocks=4096,
+        speculate=proposer,
+        draft_length="fixed",
+        seed=7,
+    )
+    outputs = llm.generate([[1]] * num, SamplingParams(max_tokens=length, **params), progress=False)
+    counts = torch.zeros(4, 4)
+    for output in outputs:
+        for before, after in zip([1, *output.token_ids], output.token_ids, strict=False):
+            counts[before, after] += 1
+    filters = sampler._filters([SamplingParams(**params)] * 4, target.table.device)
+    return counts, probabilities(target.table, *filters), llm
+
+
+FILTERED = {"temperature": 0.8, "top_k": 3, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, pytest.param(FILTERED, marks=pytest.mark.slow)], ids=str)
+def test_sequences_have_the_targets_distribution(params: dict[str, Any]) -> None:
+    counts, right, llm = transitions(3, **params)
+    assert counts.sum() >= 20_000
+    assert llm.num_accepted > 1000
+    assert llm.num_drafted - llm.num_accepted > 1000
+    for before in range(4):
+        assert misfit(counts[before], right[before]) < 1, (counts, right)
+
+
+def test_a_planted_bias_shows_in_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_rest", lambda p, q: p)
+    counts, right, _ = transitions(3, num=500, temperature=1.0)
+    assert max(misfit(counts[before], right[before]) for before in range(4)) > 1
+
+
+def test_the_same_seed_gives_the_same_text() -> None:
+    def tokens(seed: int) -> list[int]:
+        proposer = DraftModel(model=Chain(2), k=3, device="cpu", num_blocks=64)  # type: ignore[arg-type]
+        llm = LLM(model=Chain(1), device="cpu", num_blocks=64, speculate=proposer, draft_length="fixed")  # type: ignore[arg-type]
+        return llm.generate([1], SamplingParams(max_tokens=30, seed=seed), progress=False)[0].token_ids
+
+    assert tokens(5) == tokens(5) != tokens(6)

@@ -1,0 +1,50 @@
+"""torch_npu's operators by their own names and signatures, on any device.
+
+Code written for Ascend runs here on a CPU or an NVIDIA GPU, over `whorl.ops`; on NPU tensors torch_npu itself is
+called. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a gradient, or promises
+none, these raise; documented device limits raise ValueError until `limits("ignore")`. See docs/ascend.md.
+"""
+
+from .attention import npu_fused_infer_attention_score
+from .calling import limits
+from .matmul import npu_grouped_matmul
+from .moe import (
+    npu_moe_finalize_routing,
+    npu_moe_gating_top_k,
+    npu_moe_gating_top_k_softmax,
+    npu_moe_init_routing_v2,
+    npu_moe_token_permute,
+    npu_moe_token_unpermute,
+)
+from .norms import npu_add_rms_norm, npu_rms_norm, npu_swiglu
+from .quant import npu_dynamic_quant
+from .rotary import (
+    _npu_rotary_embedding,
+    npu_apply_rotary_pos_emb,
+    npu_interleave_rope,
+    npu_mrope,
+    npu_rotary_mul,
+    npu_rotary_position_embedding,
+)
+
+__all__ = [
+    "_npu_rotary_embedding",
+    "limits",
+    "npu_add_rms_norm",
+    "npu_apply_rotary_pos_emb",
+    "npu_dynamic_quant",
+    "npu_fused_infer_attention_score",
+    "npu_grouped_matmul",
+    "npu_interleave_rope",
+    "npu_moe_finalize_routing",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
+    "npu_moe_token_permute",
+    "npu_moe_token_unpermute",
+    "npu_mrope",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_rotary_position_embedding",
+    "npu_swiglu",
+]

@@ -1,0 +1,325 @@
+"""Mixture of experts: gating, routing, grouped products. Indices are int32, as on the device."""
+
+import torch
+from torch import Tensor
+
+from whorl import contracts, ops
+from whorl.ops._torch_npu import dtype_name
+
+from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+
+
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax, then the k highest of each row, not renormalised; ties to the lowest id. No gradient, as in torch_npu.
+
+    x: [T, E] or [B, S, E]. Returns the weights in x's dtype, the ids, E in rows that `finished` marks, and
+    row_idx[i, j] = j * rows + i.
+    """
+    name = "npu_moe_gating_top_k_softmax"
+    refuse(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
+    refuse_gradient(name, x)
+    if is_npu(x):
+        return call_torch_npu(name, x, finished=finished, k=k)
+    rows = x.reshape(-1, x.shape[-1])
+    weights, ids = ops.route(rows, k, renormalize=False)
+    if finished is not None:
+        ids = ids.masked_fill(finished.reshape(-1, 1), x.shape[-1])
+    numbers = torch.arange(rows.shape[0] * k, dtype=torch.int32, device=x.device).view(k, -1).t().contiguous()
+    shape = (*x.shape[:-1], k)
+    return weights.to(x.dtype).view(shape), ids.view(shape), numbers.view(shape)
+
+
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k best experts of each row among the k_group best groups; ties to the lowest id.
+
+    x: [T, E]. Scores are softmax (norm_type 0) or sigmoid (1); bias is added for choosing only. A group is as good as
+    its best expert (group_select_mode 0) or its best two together (1). Sigmoid's weights, and with `renorm` softmax's,
+    are divided by their sum + eps; all are multiplied by routed_scaling_factor. Returns weights in x's dtype, ids, and
+    with out_flag the scores in fp32, else zeros. The weights are differentiable in x.
+    """
+    name = "npu_moe_gating_top_k"
+    bias_dtype = None if bias is None else dtype_name(bias)
+    refuse(
+        name,
+        contracts.moe_gating_top_k_limit(
+            shape=x.shape, dtype=dtype_name(x), bias_dtype=bias_dtype, group_count=group_count, renorm=renorm
+        ),
+    )
+    for what, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
+        if value not in (0, 1):
+            raise ValueError(f"{name}: {what} is {value}, expected 0 or 1")
+    experts = x.shape[-1]
+    if experts % group_count or not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
+        raise ValueError(f"{name}: {k} of {experts} experts, {k_group} of {group_count} groups, do not fit")
+    if is_npu(x):
+        return call_torch_npu(
+            name,
+            x,
+            k,
+            bias=bias,
+            input_ids=input_ids,
+            tid2eid=tid2eid,
+            k_group=k_group,
+            group_count=group_count,
+            group_select_mode=group_select_mode,
+            renorm=renorm,
+            norm_type=norm_type,
+            out_flag=out_flag,
+            routed_scaling_factor=routed_scaling_factor,
+            eps=eps,
+        )
+    refuse_arguments(name, input_ids=input_ids, tid2eid=tid2eid)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scores = torch.sigmoid(wide) if norm_type else torch.softmax(wide, -1)
+    choice = scores.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)
+    ids = _choose(choice.unflatten(-1, (group_count, -1)), k, k_group, group_select_mode)
+    weights = scores.gather(-1, ids)
+    if norm_type or renorm:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    found = scores.detach().float()
+    weights = (weights * routed_scaling_factor).to(x.dtype)
+    return weights, ids.int(), found if out_flag else torch.zeros_like(found)
+
+
+def _choose(choice: Tensor, k: int, k_group: int, group_select_mode: int) -> Tensor:
+    """Ids of the k highest of choice [T, groups, size] in the best groups."""
+    best = choice.topk(min(2, choice.shape[-1]), -1).values.sum(-1) if group_select_mode else choice.amax(-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :k_group]
+    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
+    left = choice.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    return left.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def npu_moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: list[int] = [],  # noqa: B006  the signature; never written
+    row_idx_type: int = 0,
+    x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each row of x once for each of its experts, sorted by expert. No gradient: torch_npu drops it silently.
+
+    x: [T, H]; expert_idx: [T, K]. Returns the rows [T * K, H], or active_num of them, int8 with quant_mode 1; where
+    copy i * K + j went (row_idx_type 0; -1: nowhere) or which copy is here (1); rows per expert of active_expert_range,
+    cumulative (expert_tokens_num_type 0), counts (1) or (expert, count) pairs (2); and the scale of each row: with
+    quant_mode 1 the quantisation's, otherwise that of `scale` [T]. What the device leaves undefined is 0, or -1.
+    """
+    name = "npu_moe_init_routing_v2"
+    refuse(
+        name,
+        contracts.moe_init_routing_limit(
+            shape=x.shape,
+            dtype=dtype_name(x),
+            ids_dtype=dtype_name(expert_idx),
+            expert_num=expert_num,
+            drop_pad_mode=drop_pad_mode,
+            expert_tokens_num_type=expert_tokens_num_type,
+            expert_tokens_num_flag=expert_tokens_num_flag,
+            quant_mode=quant_mode,
+        ),
+    )
+    refuse_gradient(name, x)
+    if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
+        raise ValueError(f"{name}: x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
+    if is_npu(x):
+        return call_torch_npu(
+            name,
+            x,
+            expert_idx,
+            scale=scale,
+            offset=offset,
+            active_num=active_num,
+            expert_capacity=expert_capacity,
+            expert_num=expert_num,
+            drop_pad_mode=drop_pad_mode,
+            expert_tokens_num_type=expert_tokens_num_type,
+            expert_tokens_num_flag=expert_tokens_num_flag,
+            quant_mode=quant_mode,
+            active_expert_range=active_expert_range,
+            row_idx_type=row_idx_type,
+            x_dtype=x_dtype,
+        )
+    refuse_arguments(name, offset=offset, x_dtype=x_dtype, drop_pad_mode=drop_pad_mode or None)
+    if quant_mode not in (-1, 1):
+        raise ValueError(f"{name}: quant_mode is {quant_mode}, expected -1 (none) or 1 (int8, a scale for each row)")
+    if expert_tokens_num_type not in (0, 1, 2) or row_idx_type not in (0, 1):
+        raise ValueError(f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, row_idx_type {row_idx_type}")
+    first, last = active_expert_range or (0, expert_num)
+    flat = expert_idx.flatten().long()
+    is_active = (flat >= first) & (flat < last)
+    order = torch.where(is_active, flat, last).sort(stable=True).indices
+    rows = flat.numel() if active_num <= 0 else min(active_num, flat.numel())
+    order = order[: min(rows, int(is_active.sum()))]
+    expanded, scales = _expand(x, order, flat, expert_idx.shape[1], first, scale, quant_mode)
+    pad = rows - order.numel()
+    expanded, scales = torch.nn.functional.pad(expanded, (0, 0, 0, pad)), torch.nn.functional.pad(scales, (0, pad))
+    places = torch.full((flat.numel(),), -1, dtype=torch.int32, device=x.device)
+    if row_idx_type == 0:
+        places[order] = torch.arange(order.numel(), dtype=torch.int32, device=x.device)
+    else:
+        places[: order.numel()] = order.int()
+    counts = torch.bincount(flat[order] - first, minlength=last - first)
+    if not expert_tokens_num_flag:
+        counts = counts.new_zeros(())
+    elif expert_tokens_num_type == 0:
+        counts = counts.cumsum(0)
+    elif expert_tokens_num_type == 2:
+        counts = _pairs(counts, first, expert_num)
+    return expanded, places, counts, scales
+
+
+def _expand(
+    x: Tensor, order: Tensor, flat: Tensor, slots: int, first: int, scale: Tensor | None, quant_mode: int
+) -> tuple[Tensor, Tensor]:
+    """The rows in the order of their experts, and a scale for each."""
+    source = order // slots
+    rows = x[source]
+    if quant_mode == -1:
+        scales = torch.zeros(order.numel(), device=x.device) if scale is None else scale[source]
+        return rows, scales
+    if scale is not None:  # [experts, H] or [1, H]
+        rows = rows.float() * (scale if scale.shape[0] == 1 else scale[flat[order] - first])
+    return ops.dynamic_quant(rows)
+
+
+def _pairs(counts: Tensor, first: int, expert_num: int) -> Tensor:
+    """[expert_num, 2]: (expert, rows) of those that have any, then zeros."""
+    used = counts.nonzero().flatten()
+    found = torch.stack((used + first, counts[used]), -1)
+    return torch.nn.functional.pad(found, (0, 0, 0, expert_num - len(used)))
+
+
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    """skip1 + skip2 + sum over j of scales[i, j] * (rows[index(i, j)] + bias[expert(i, j)]), in fp32, one rounding.
+
+    rows: [T * K, H], or [E, capacity, H] in drop_pad_mode 1 and 3; scales and export_for_source_row: [T, K]; the index
+    lies column by column in modes 0 and 1, row by row in 2 and 3, and -1 is a row of zeros. K is scales.shape[1], or k.
+    No gradient: torch_npu drops it silently.
+    """
+    name = "npu_moe_finalize_routing"
+    mode, rows, index = drop_pad_mode or 0, expanded_permuted_rows, expanded_src_to_dst_row
+    given = [t for t in (rows, skip1, skip2, bias, scales) if t is not None]
+    refuse(
+        name,
+        contracts.moe_finalize_routing_limit(
+            shape=rows.shape,
+            dtype=dtype_name(rows),
+            scales_dtype=None if scales is None else dtype_name(scales),
+            index_dtype=dtype_name(index),
+            drop_pad_mode=mode,
+        ),
+    )
+    refuse_gradient(name, *given)
+    if mode not in (0, 1, 2, 3):
+        raise ValueError(f"{name}: drop_pad_mode is {mode}, expected 0 to 3")
+    if skip1 is not None and skip2 is None:
+        raise ValueError(f"{name}: skip1 without skip2; give the one tensor as skip2")
+    if is_npu(rows):
+        arguments = (rows, skip1, skip2, bias, scales, index, export_for_source_row)
+        return call_torch_npu(name, *arguments, drop_pad_mode=drop_pad_mode, k=k)
+    slots = scales.shape[1] if scales is not None else k or 1
+    index = index.view(slots, -1).t() if mode in (0, 1) else index.view(-1, slots)  # [T, K]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    flat = rows.reshape(-1, rows.shape[-1]).to(wide)
+    parts = flat[index.long().clamp_min(0)].masked_fill((index < 0).unsqueeze(-1), 0)
+    if bias is not None:
+        if export_for_source_row is None:
+            raise ValueError(f"{name}: bias needs export_for_source_row, the expert of each slot")
+        parts = parts + bias.to(wide)[export_for_source_row.long()]
+    if scales is not None:
+        parts = parts * scales.to(wide).unsqueeze(-1)
+    y = torch.zeros(index.shape[0], flat.shape[1], dtype=wide, device=rows.device)
+    for added in (skip1, skip2, *parts.unbind(1)):
+        y = y if added is None else y + added.to(wide)
+    return y.to(rows.dtype)
+
+
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Each token once for each of its experts, sorted by expert: permuted[sorted[i * K + j]] = tokens[i].
+
+    tokens: [T, H]; indices: [T, K] or [T]. Only the first num_out_tokens rows are kept (below 0: all but so many; None
+    or 0: all). Differentiable.
+    """
+    name = "npu_moe_token_permute"
+    top_k = 1 if indices.dim() == 1 else indices.shape[1]
+    refuse(name, contracts.moe_token_permute_limit(shape=tokens.shape, dtype=dtype_name(tokens), top_k=top_k))
+    if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"{name}: tokens is {list(tokens.shape)}, indices {list(indices.shape)}: expected [T, H], [T, K]"
+        )
+    if is_npu(tokens):
+        return call_torch_npu(name, tokens, indices, num_out_tokens=num_out_tokens, padded_mode=padded_mode)
+    refuse_arguments(name, padded_mode=padded_mode or None)
+    order = indices.flatten().sort(stable=True).indices
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    asked = num_out_tokens or 0
+    rows = min(asked, order.numel()) if asked > 0 else order.numel() + asked
+    return tokens[order[:rows] // top_k], places.int()
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> Tensor:
+    """y[i] = sum over j of probs[i, j] * permuted_tokens[sorted_indices[i * K + j]], in fp32, one rounding.
+
+    permuted_tokens: [rows, H]; sorted_indices: [T * K]; probs: [T, K]. Without probs K is 1: nothing is added up. An
+    index past the rows, of a token that was dropped, counts as zeros. Differentiable in permuted_tokens and probs.
+    """
+    name = "npu_moe_token_unpermute"
+    top_k = 1 if probs is None else probs.shape[1]
+    dtype = dtype_name(permuted_tokens)
+    refuse(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
+    if is_npu(permuted_tokens):
+        arguments = {"probs": probs, "padded_mode": padded_mode, "restore_shape": restore_shape}
+        return call_torch_npu(name, permuted_tokens, sorted_indices, **arguments)
+    refuse_arguments(name, padded_mode=padded_mode or None, restore_shape=restore_shape)
+    wide = permuted_tokens.to(torch.promote_types(permuted_tokens.dtype, torch.float32))
+    index = sorted_indices.long().view(-1, top_k)
+    is_lost = index >= wide.shape[0]
+    parts = wide[index.masked_fill(is_lost, 0)].masked_fill(is_lost.unsqueeze(-1), 0)
+    if probs is not None:
+        parts = parts * probs.to(wide.dtype).unsqueeze(-1)
+    return parts.sum(1).to(permuted_tokens.dtype)

@@ -1,0 +1,85 @@
+"""What the Ascend operators take, give and cannot do, by version: plain data and pure functions, without torch.
+
+`CONTRACTS` holds torch_npu 2.13's signatures (and one of MindSpeed's), `<operator>_limit` says which documented
+device limit a call breaks, `probe` reads what an installed torch_npu really has. The limits are those documented
+for Atlas A2 and A3. The operators in `whorl.ops`, `whorl.ascend` and the doctor all read from here.
+"""
+
+from .attention import MASK_SIZE, PAGE_SIZES, fused_infer_attention_limit, scatter_pa_kv_cache_limit, top_k_top_p_limit
+from .contract import REQUIRED, Contract, Parameter, parse_schema
+from .matmul import (
+    all_gather_mm_limit,
+    grouped_matmul_limit,
+    linear_limit,
+    mm_all_reduce_limit,
+    mm_reduce_scatter_limit,
+)
+from .moe import (
+    moe_finalize_routing_limit,
+    moe_gating_top_k_limit,
+    moe_gating_top_k_softmax_limit,
+    moe_init_routing_limit,
+    moe_token_permute_limit,
+)
+from .rotary import (
+    apply_rotary_pos_emb_limit,
+    interleave_rope_limit,
+    mrope_limit,
+    rotary_embedding_limit,
+    rotary_mul_limit,
+    rotary_position_embedding_limit,
+)
+from .row_wise import add_rms_norm_limit, dynamic_quant_limit, rms_norm_limit, swiglu_limit
+from .sections import (
+    FUSED_MROPE_SECTIONS,
+    interleaved_axes,
+    interleaved_formulas_differ,
+    interleaved_range_reason,
+    vendor_sections,
+)
+from .table import CONTRACTS
+from .versions import SUPPORTED_TORCH_NPU, Installed, call_arguments, probe, release, schema_arguments
+
+__all__ = [
+    "CONTRACTS",
+    "FUSED_MROPE_SECTIONS",
+    "MASK_SIZE",
+    "PAGE_SIZES",
+    "REQUIRED",
+    "SUPPORTED_TORCH_NPU",
+    "Contract",
+    "Installed",
+    "Parameter",
+    "add_rms_norm_limit",
+    "all_gather_mm_limit",
+    "apply_rotary_pos_emb_limit",
+    "call_arguments",
+    "dynamic_quant_limit",
+    "fused_infer_attention_limit",
+    "grouped_matmul_limit",
+    "interleave_rope_limit",
+    "interleaved_axes",
+    "interleaved_formulas_differ",
+    "interleaved_range_reason",
+    "linear_limit",
+    "mm_all_reduce_limit",
+    "mm_reduce_scatter_limit",
+    "moe_finalize_routing_limit",
+    "moe_gating_top_k_limit",
+    "moe_gating_top_k_softmax_limit",
+    "moe_init_routing_limit",
+    "moe_token_permute_limit",
+    "mrope_limit",
+    "parse_schema",
+    "probe",
+    "release",
+    "rms_norm_limit",
+    "rotary_embedding_limit",
+    "rotary_mul_limit",
+    "rotary_position_embedding_limit",
+    "scatter_pa_kv_cache_limit",
+    "schema_arguments",
+    "swiglu_limit",
+    "top_k_top_p_limit",
+    "vendor_sections",
+]

@@ -1,0 +1,92 @@
+"""Limits of attention at inference and of writing its cache."""
+
+from math import prod
+
+from .contract import Shape
+from .dtypes import FLOATS, dtype_limit
+
+PAGE_SIZES = (128, 256, 384, 512)  # block_size where a sequence has more than one query
+MASK_SIZE = 2048  # rows and columns of the mask of sparse_mode 2, 3 and 4
+
+
+def scatter_pa_kv_cache_limit(
+    *, key_shape: Shape, cache_shape: Shape, dtype: str, cache_dtype: str, contiguous: bool = True
+) -> str | None:
+    """Limits of npu_scatter_pa_kv_cache with cache_mode 'Norm': [T, N, D] into [blocks, block size, N, D]."""
+    if (reason := dtype_limit("key", dtype, (*FLOATS, "int8"))) is not None:
+        return reason
+    if cache_dtype != dtype:
+        return f"key and cache must have one dtype, got {dtype} and {cache_dtype}"
+    if len(key_shape) != 3 or len(cache_shape) != 4 or tuple(cache_shape[2:]) != tuple(key_shape[1:]):
+        return f"key [T, N, D] and cache [blocks, block size, N, D], got {tuple(key_shape)} and {tuple(cache_shape)}"
+    if not prod(key_shape):
+        return f"empty tensors are not taken, got {tuple(key_shape)}"
+    return None if contiguous else "key, value and the caches must be contiguous"
+
+
+def fused_infer_attention_limit(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    input_layout: str,
+    batch: int,
+    queries: int,
+    block_size: int = 0,
+    sparse_mode: int = 0,
+    mask_shape: Shape | None = None,
+    contiguous: bool = True,
+) -> str | None:
+    """Limits of npu_fused_infer_attention_score; `queries`: of the longest sequence; block_size 0: no pages."""
+    if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
+        return reason
+    if not contiguous:
+        return "query, key, value and atten_mask must be contiguous"
+    if head_size > 512 or head_size % 16:
+        return f"head size must be a multiple of 16 up to 512, got {head_size}"
+    if num_heads > 256 or num_heads > 64 * num_kv_heads:
+        return f"at most 256 heads and 64 for each key head, got {num_heads} and {num_kv_heads}"
+    if block_size and num_kv_heads * head_size > 65535:
+        return f"a page's row must be below 65536, got {num_kv_heads} heads of {head_size}"
+    reason = _page_limit(queries, block_size) or _mask_limit(queries, sparse_mode, mask_shape)
+    return reason or (_tnd_limit(batch, head_size, sparse_mode, mask_shape) if input_layout == "TND" else None)
+
+
+def _page_limit(queries: int, block_size: int) -> str | None:
+    if queries > 1 and block_size and block_size not in PAGE_SIZES:
+        return f"block size must be one of {PAGE_SIZES} with more than one query, got {block_size}"
+    if block_size > 512 or block_size % 16:
+        return f"block size must be a multiple of 16 up to 512, got {block_size}"
+    return None
+
+
+def _mask_limit(queries: int, sparse_mode: int, mask_shape: Shape | None) -> str | None:
+    if sparse_mode not in range(5):
+        return f"sparse_mode must be 0 to 4, got {sparse_mode}"
+    if queries > 1 and sparse_mode and mask_shape is None:
+        return f"sparse_mode {sparse_mode} needs an atten_mask"
+    if queries > 1 and sparse_mode > 1 and mask_shape is not None and tuple(mask_shape[-2:]) != (MASK_SIZE,) * 2:
+        return f"sparse_mode {sparse_mode} takes a {MASK_SIZE} x {MASK_SIZE} atten_mask, got {tuple(mask_shape)}"
+    return None
+
+
+def _tnd_limit(batch: int, head_size: int, sparse_mode: int, mask_shape: Shape | None) -> str | None:
+    if head_size not in (128, 192):
+        return f"TND takes heads of 128 or 192, got {head_size}"
+    if batch > 4096:
+        return f"TND takes at most 4096 sequences, got {batch}"
+    if (sparse_mode, mask_shape is None) not in ((0, True), (3, False), (4, False)):
+        return f"TND takes sparse_mode 0 without a mask, or 3 or 4 with one, got {sparse_mode}"
+    return None
+
+
+def top_k_top_p_limit(*, shape: Shape, dtype: str, top_k: int | None = None) -> str | None:
+    """Limits of npu_top_k_top_p; `top_k` is the highest of k."""
+    if (reason := dtype_limit("logits", dtype, FLOATS)) is not None:
+        return reason
+    if len(shape) != 2:
+        return f"logits must be 2-D, got {tuple(shape)}"
+    if top_k is not None and not 1 <= top_k <= min(1024, shape[1]):
+        return f"k must be 1 to {min(1024, shape[1])}, got {top_k}"
+    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"

@@ -1,0 +1,57 @@
+"""What one vendor operator takes and gives, read from its schema."""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+REQUIRED: Final = "<required>"
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a signature; `since` is the first supported torch_npu release that has it."""
+
+    name: str
+    type: str
+    default: object = REQUIRED
+    keyword_only: bool = False
+    since: str = "2.9"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contract:
+    """One vendor operator. `namespace` is its torch.ops namespace, None where it is not a torch operator."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    returns: tuple[str, ...]
+    gradient: Literal["yes", "raises", "silently lost", "partial"]
+    in_place: tuple[str, ...] = ()
+    namespace: str | None = "npu"
+    library: str = "torch_npu"
+    since: str = "2.9"
+    changes: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    """Parameters and returns of '(Tensor x, *, int dim=-1) -> Tensor'; alias marks such as (a!) are dropped."""
+    inputs, outputs = re.sub(r"\([a-z]!\)", "", schema).split(" -> ")
+    parameters, keyword_only = [], False
+    for part in inputs[inputs.index("(") + 1 : -1].split(", "):
+        if part == "*":
+            keyword_only = True
+            continue
+        declared, _, default = part.partition("=")
+        kind, name = declared.split()
+        value = ast.literal_eval(default) if default else REQUIRED
+        parameters.append(Parameter(name, kind, value, keyword_only, (since or {}).get(name, "2.9")))
+    return tuple(parameters), tuple(part for part in outputs.strip("()").split(", ") if part)
+
+
+def from_schema(name: str, schema: str, *, since: Mapping[str, str] | None = None, **facts: Any) -> Contract:
+    parameters, returns = parse_schema(schema, since)
+    return Contract(name=name, parameters=parameters, returns=returns, **facts)

@@ -1,0 +1,90 @@
+"""Limits of the matrix products."""
+
+from collections.abc import Sequence
+
+from .contract import Shape
+from .dtypes import FLOATS, dtype_limit
+
+INNER = 65536  # every last dim of x and weight is below
+
+
+def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: str | None = None) -> str | None:
+    """Limits of npu_linear: two dimensions, bias in input's dtype."""
+    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+        return reason
+    if len(shape) != 2 or len(weight_shape) != 2:
+        return f"input and weight must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
+    return None if bias_dtype in (None, dtype) else f"bias must have input's dtype {dtype}, got {bias_dtype}"
+
+
+def grouped_matmul_limit(
+    *,
+    shapes: Sequence[Shape],
+    weight_shapes: Sequence[Shape],
+    dtype: str,
+    weight_dtype: str,
+    groups: int | None = None,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+    act_type: int = 0,
+) -> str | None:
+    """Limits of npu_grouped_matmul without quantisation; `groups` is the length of group_list."""
+    if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
+        return reason
+    if weight_dtype != dtype:
+        return f"weight must have x's dtype {dtype}, got {weight_dtype}"
+    if max(len(shapes), len(weight_shapes)) > 128:
+        return f"lists hold at most 128 tensors, got {len(shapes)} and {len(weight_shapes)}"
+    if widest := [shape for shape in (*shapes, *weight_shapes) if shape[-1] >= INNER]:
+        return f"the last dim must be below {INNER}, got {tuple(widest[0])}"
+    if act_type:
+        return f"act_type goes with quantisation only, got {act_type}"
+    if group_type not in (-1, 0, 2):
+        return f"group_type must be -1, 0 or 2, got {group_type}"
+    if (group_type == -1) != (split_item in (0, 1)):
+        return f"group_type -1 takes split_item 0 or 1, the others 2 or 3, got {group_type} and {split_item}"
+    return _group_limit(groups, len(weight_shapes), group_type, group_list_type)
+
+
+def _group_limit(groups: int | None, num_weights: int, group_type: int, group_list_type: int) -> str | None:
+    if group_type == -1:
+        return None if groups is None else "group_type -1 takes no group_list"
+    if groups is None:
+        return None if num_weights > 1 else "group_list is needed to divide one x"
+    if groups > 1024:
+        return f"at most 1024 groups, got {groups}"
+    return "a group_list of counts has more than one" if group_list_type == 1 and groups == 1 else None
+
+
+COMMUNICATING_RANKS = (2, 4, 8)  # of one server; the fused kernels are not documented for more
+
+
+def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
+        return reason
+    if len(shape) != 2 or len(weight_shape) != 2:
+        return f"input and x2 must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
+    if not 256 <= shape[1] < 65535:
+        return f"the inner size must be in [256, 65535), got {shape[1]}"
+    if not shape[0] or not weight_shape[1]:
+        return f"empty tensors are not taken, got {tuple(shape)} and {tuple(weight_shape)}"
+    ranks = ", ".join(map(str, COMMUNICATING_RANKS))
+    return None if world in COMMUNICATING_RANKS else f"takes {ranks} ranks, got {world}"
+
+
+def mm_reduce_scatter_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    """Limits of npu_mm_reduce_scatter_base without quantisation: rows that the ranks divide, no bias."""
+    if (reason := _communicating_limit(shape, weight_shape, dtype, world)) is not None:
+        return reason
+    return f"{world} ranks must divide the rows, got {shape[0]}" if shape[0] % world else None
+
+
+def all_gather_mm_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    """Limits of npu_all_gather_base_mm without quantisation; `shape` is that of a rank's rows."""
+    return _communicating_limit(shape, weight_shape, dtype, world)
+
+
+def mm_all_reduce_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    """Limits of npu_mm_all_reduce_base without quantisation."""
+    return _communicating_limit(shape, weight_shape, dtype, world)

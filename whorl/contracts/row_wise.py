@@ -1,0 +1,59 @@
+"""Limits of the operators that work along the last dim: norms, activation, quantisation."""
+
+from math import prod
+
+from .contract import Shape
+from .dtypes import FLOATS, dtype_limit
+
+
+def rms_norm_limit(*, shape: Shape, gamma_shape: Shape, dtype: str, gamma_dtype: str) -> str | None:
+    """Limits of npu_rms_norm: gamma is the trailing dimensions, in input's dtype or float32."""
+    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+        return reason
+    if gamma_dtype not in (dtype, "float32"):
+        return f"gamma must be {dtype} or float32, got {gamma_dtype}"
+    return _gamma_limit(shape, gamma_shape)
+
+
+def _gamma_limit(shape: Shape, gamma_shape: Shape) -> str | None:
+    trailing = tuple(shape[len(shape) - len(gamma_shape) :])
+    if not gamma_shape or len(gamma_shape) > len(shape) or tuple(gamma_shape) != trailing:
+        return f"gamma must have the trailing dimensions of {tuple(shape)}, got {tuple(gamma_shape)}"
+    return None
+
+
+def add_rms_norm_limit(
+    *, shape: Shape, x2_shape: Shape | None = None, gamma_shape: Shape, dtype: str, gamma_dtype: str
+) -> str | None:
+    """Limits of npu_add_rms_norm: gamma in x1's dtype, nothing empty."""
+    if (reason := dtype_limit("x1", dtype, FLOATS)) is not None:
+        return reason
+    if x2_shape is not None and tuple(x2_shape) != tuple(shape):
+        return f"x1 and x2 must have one shape, got {tuple(shape)} and {tuple(x2_shape)}"
+    if gamma_dtype != dtype:
+        return f"gamma must be {dtype}, got {gamma_dtype}"
+    return _gamma_limit(shape, gamma_shape) or (None if prod(shape) else f"empty tensors are not taken, got {shape}")
+
+
+def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = True) -> str | None:
+    """Limits of npu_swiglu: 1 to 8 dimensions, an even size along dim, contiguous, not empty."""
+    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+        return reason
+    if not 1 <= len(shape) <= 8 or not -len(shape) <= dim < len(shape):
+        return f"input must have 1 to 8 dimensions with dim {dim} among them, got {tuple(shape)}"
+    if shape[dim] % 2:
+        return f"size along dim {dim} must be even, got {shape[dim]}"
+    if not prod(shape):
+        return f"empty tensors are not taken, got {tuple(shape)}"
+    return None if contiguous else "input must be contiguous"
+
+
+def dynamic_quant_limit(*, shape: Shape, dtype: str, format: str = "int8") -> str | None:
+    """Limits of npu_dynamic_quant, a scale for each token: two dimensions or more of 16 bits, int8 on A2 and A3."""
+    if format != "int8":
+        return f"npu_dynamic_quant gives int8 on Atlas A2 and A3, {format!r} was asked for"
+    if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
+        return reason
+    if len(shape) < 2:
+        return f"input must have two dimensions or more, got {tuple(shape)}"
+    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"

@@ -1,0 +1,255 @@
+"""The operators we know, with torch_npu 2.13's signatures."""
+
+from typing import Final
+
+from .contract import Contract, from_schema
+
+_TABLE = (
+    from_schema(
+        "npu_rotary_mul",
+        "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
+        since={"rotate": "2.10"},
+        gradient="yes",
+        changes=(("2.10", "rotate added"),),
+        note="input*cos + rot(input)*sin with cos and sin of full width, cast to input's dtype first. "
+        "With `rotate` the backward pass still uses rotary_mode: documented as unsupported. Saves input.",
+    ),
+    from_schema(
+        "npu_mrope",
+        "(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
+        "int[]? mrope_section=None, str? rotary_mode='half', str? cache_mode='default') -> (Tensor, Tensor)",
+        since={"cache_mode": "2.10"},
+        gradient="silently lost",
+        changes=(("2.10", "cache_mode added"),),
+        note="rotary_mode says which channels pair up ('interleave', not 'interleaved'); cache_mode says which axis "
+        "a channel belongs to. cache_mode='interleave' needs the V2 kernel (CANN 9.0.0 or newer).",
+    ),
+    from_schema(
+        "npu_interleave_rope",
+        "(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+        gradient="raises",
+        note="Reads adjacent pairs and writes half order, as DeepSeek-V3 does: not GPT-J RoPE.",
+    ),
+    from_schema(
+        "npu_apply_rotary_pos_emb",
+        "(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout='BSND', str rotary_mode='half') "
+        "-> (Tensor, Tensor)",
+        gradient="raises",
+        in_place=("query", "key"),
+        changes=(("2.11", "default of layout changed from BSH to BSND"),),
+        note="Overwrites query and key and returns them, though its schema declares no mutation: unsafe under "
+        "torch.compile. An unknown layout string means BSND on the device.",
+    ),
+    from_schema(
+        "_npu_rotary_embedding",
+        "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_sin_cache, "
+        "bool is_neox_style) -> ()",
+        gradient="silently lost",
+        in_place=("query", "key"),
+        namespace="atb",
+        note="Keeps cos and sin of the first call for the life of the process: a second table is ignored. "
+        "Needs the NNAL/ATB package; has no meta kernel.",
+    ),
+    from_schema(
+        "npu_rotary_position_embedding",
+        "(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor",
+        gradient="partial",
+        namespace=None,
+        library="mindspeed",
+        note="MindSpeed's own extension over the kernel of npu_rotary_mul; mode 0 is half, 1 is interleave. "
+        "cos and sin get a gradient only when both require one.",
+    ),
+    from_schema(
+        "npu_rms_norm",
+        "(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+        gradient="yes",
+        note="Returns y and rstd; rstd is float32 with the dimensions of gamma set to 1.",
+    ),
+    from_schema(
+        "npu_add_rms_norm",
+        "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
+        gradient="raises",
+        note="Returns y, rstd (float32) and x1 + x2, in this order.",
+    ),
+    from_schema(
+        "npu_swiglu",
+        "(Tensor input, int dim=-1) -> Tensor",
+        gradient="yes",
+        note="silu(first half) * second half along dim.",
+    ),
+    from_schema(
+        "npu_dynamic_quant",
+        "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
+        "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
+        since={"quant_mode": "2.10", "dst_type_max": "2.10"},
+        gradient="silently lost",
+        changes=(("2.10", "dst_type became an int, which takes a torch.dtype too; quant_mode, dst_type_max added"),),
+        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale.",
+    ),
+    # Products with a collective.
+    from_schema(
+        "npu_mm_reduce_scatter_base",
+        "(Tensor input, Tensor x2, str hcom, int world_size, *, str reduce_op='sum', Tensor? bias=None, "
+        "Tensor? x1_scale=None, Tensor? x2_scale=None, int comm_turn=0, ScalarType? output_dtype=None, "
+        "str? comm_mode=None) -> Tensor",
+        gradient="silently lost",
+        note="This rank's rows of the sum over ranks of input @ x2; hcom is HCCL's name of the communicator.",
+    ),
+    from_schema(
+        "npu_all_gather_base_mm",
+        "(Tensor input, Tensor x2, str hcom, int world_size, *, Tensor? bias=None, Tensor? x1_scale=None, "
+        "Tensor? x2_scale=None, int gather_index=0, bool gather_output=True, int comm_turn=0, "
+        "ScalarType? output_dtype=None, str? comm_mode=None) -> (Tensor, Tensor)",
+        gradient="silently lost",
+        note="The product of the gathered rows with x2, and the gathered rows.",
+    ),
+    from_schema(
+        "npu_mm_all_reduce_base",
+        "(Tensor x1, Tensor x2, str hcom, *, str reduce_op='sum', Tensor? bias=None, Tensor? antiquant_scale=None, "
+        "Tensor? antiquant_offset=None, Tensor? x3=None, Tensor? dequant_scale=None, Tensor? pertoken_scale=None, "
+        "Tensor? comm_quant_scale_1=None, Tensor? comm_quant_scale_2=None, int antiquant_group_size=0, "
+        "int comm_turn=0, int[]? group_sizes=None, int? y_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
+        "int? dequant_scale_dtype=None, int? pertoken_scale_dtype=None, int comm_quant_mode=0, "
+        "str? comm_mode=None) -> Tensor",
+        since=dict.fromkeys(
+            ("group_sizes", "y_dtype", "x1_dtype", "x2_dtype", "dequant_scale_dtype", "pertoken_scale_dtype"), "2.10"
+        )
+        | {"comm_quant_mode": "2.10", "comm_mode": "2.11"},
+        gradient="silently lost",
+        changes=(("2.10", "group_sizes, the dtypes and comm_quant_mode added"), ("2.11", "comm_mode added")),
+        note="The sum over ranks of x1 @ x2, for prefill; one communicator for all such operators of a model.",
+    ),
+    # Inference.
+    from_schema(
+        "npu_linear",
+        "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+        gradient="yes",
+        note="input @ weight.T + bias. The page lists float32 and float16; the kernels behind it, aclnnMm and "
+        "aclnnAddmm, take bfloat16 too.",
+    ),
+    from_schema(
+        "npu_scatter_pa_kv_cache",
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
+        "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
+        "str? cache_mode='PA_NZ') -> ()",
+        since={"cache_mode": "2.10"},
+        gradient="silently lost",
+        in_place=("key_cache", "value_cache"),
+        changes=(("2.10", "cache_mode added"),),
+        note="Writes [T, N, D] into [blocks, block size, N, D]; that layout is cache_mode 'Norm', not the default. "
+        "Slots must be in the cache, each once: there is no slot that means skip.",
+    ),
+    from_schema(
+        "npu_fused_infer_attention_score",
+        "(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, Tensor? atten_mask=None, "
+        "SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, Tensor? dequant_scale1=None, "
+        "Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, "
+        "Tensor? quant_offset2=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, "
+        "Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, "
+        "Tensor? value_antiquant_offset=None, Tensor? block_table=None, Tensor? query_padding_size=None, "
+        "Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, "
+        "SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+        "Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1.0, int pre_tokens=2147483647, "
+        "int next_tokens=2147483647, str input_layout='BSH', int num_key_value_heads=0, int sparse_mode=0, "
+        "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+        "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+        gradient="silently lost",
+        note="True in atten_mask hides. sparse_mode 2, 3 and 4 take a 2048 x 2048 upper triangle whatever the lengths; "
+        "with one query sparse_mode, pre_tokens and next_tokens are ignored. TND lengths are cumulative, but those of "
+        "paged keys are not. scale defaults to 1, not to 1/sqrt(D).",
+    ),
+    from_schema(
+        "npu_top_k_top_p",
+        "(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
+        gradient="silently lost",
+        note="Minus infinity where a token is cut: below the k-th highest, then where the mass of the higher ones "
+        "reaches p. Keeps equals of the k-th; of equals at the edge of p it keeps those of the higher ids.",
+    ),
+    # Mixture of experts.
+    from_schema(
+        "npu_moe_gating_top_k_softmax",
+        "(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)",
+        gradient="raises",
+        note="Softmax, then top-k, not renormalised. Returns weights, ids (the number of experts in finished rows) and "
+        "row_idx[i, j] = j * rows + i, column by column.",
+    ),
+    from_schema(
+        "npu_moe_gating_top_k",
+        "(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, int k_group=1, "
+        "int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, "
+        "float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor, Tensor)",
+        since={"input_ids": "2.13", "tid2eid": "2.13"},
+        gradient="yes",
+        changes=(("2.13", "input_ids and tid2eid added: routing by token id"),),
+        note="norm_type 0 is softmax, 1 sigmoid; only sigmoid's weights are divided by their sum. bias counts for "
+        "choosing only. group_select_mode 0 ranks a group by its best expert, 1 by its best two together.",
+    ),
+    from_schema(
+        "npu_moe_init_routing_v2",
+        "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, int active_num=-1, "
+        "int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
+        "bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0, "
+        "int? x_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
+        since={"x_dtype": "2.10"},
+        gradient="silently lost",
+        changes=(("2.10", "default of quant_mode changed from 0 to -1; x_dtype added"),),
+        note="Copies each row K times, sorted by expert. expanded_row_idx of type 0 says where copy (i, j) went, "
+        "row by row; type 1 says which copy is here.",
+    ),
+    from_schema(
+        "npu_moe_finalize_routing",
+        "(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? scales, "
+        "Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> Tensor",
+        since={"k": "2.13"},
+        gradient="silently lost",
+        changes=(("2.13", "k added"),),
+        note="skip1 + skip2 + the weighted sum of each token's rows. Modes 0 and 1 read the index column by column "
+        "(i + j * rows), 2 and 3 row by row; 1 and 3 take rows as [E, capacity, H] and skip index -1.",
+    ),
+    from_schema(
+        "npu_grouped_matmul",
+        "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, "
+        "Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? per_token_scale=None, "
+        "Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None, "
+        "Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, int? group_list_type=0, "
+        "int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, "
+        "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
+        since=dict.fromkeys(("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype"), "2.10"),
+        gradient="silently lost",
+        changes=(("2.10", "output_dtype became an int, which takes a torch.dtype too; x_dtype and others added"),),
+        note="group_type -1: one product for each pair; 0: rows of x in groups; 2: the sum over grouped rows, for the "
+        "gradient of weight. group_list is cumulative (type 0) or counts (type 1).",
+    ),
+    from_schema(
+        "npu_moe_token_permute",
+        "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> (Tensor, Tensor)",
+        gradient="yes",
+        note="permuted[sorted[i * K + j]] = tokens[i]: row by row, unlike npu_moe_init_routing.",
+    ),
+    from_schema(
+        "npu_moe_token_unpermute",
+        "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, "
+        "int[]? restore_shape=None) -> Tensor",
+        gradient="yes",
+        note="The weighted sum of each token's K rows; without probs K is 1 and nothing is added up.",
+    ),
+    # Backward passes by themselves, for callers with their own autograd.
+    from_schema(
+        "npu_rotary_mul_backward",
+        "(Tensor grad, Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> (Tensor, Tensor, Tensor)",
+        gradient="silently lost",
+        note="Gradients of input, r1 and r2, in input's dtype.",
+    ),
+    from_schema(
+        "npu_rms_norm_backward",
+        "(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
+        gradient="silently lost",
+        note="Gradients of input, in its dtype, and of gamma, in float32.",
+    ),
+    from_schema(
+        "npu_swiglu_backward",
+        "(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
+        gradient="silently lost",
+    ),
+)
+CONTRACTS: Final[dict[str, Contract]] = {contract.name: contract for contract in _TABLE}

@@ -1,0 +1,80 @@
+"""Which torch_npu releases are supported, and what an installed one really has."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .table import CONTRACTS
+
+SUPPORTED_TORCH_NPU: Final[dict[str, str]] = {
+    "2.9": "npu_mrope has no cache_mode (interleaved sections are not fused), npu_rotary_mul has no rotate",
+    "2.10": "cache_mode and rotate exist; npu_apply_rotary_pos_emb still defaults to layout BSH",
+    "2.11": "npu_apply_rotary_pos_emb defaults to layout BSND",
+    "2.12": "as 2.11",
+    "2.13": "the signatures of CONTRACTS; proven against the wheel",
+}
+
+
+def release(version: str) -> tuple[int, int]:
+    """(major, minor) of a version such as '2.10.0.post7+git1a2b'."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    if not (major.isdigit() and minor.isdigit()):
+        raise ValueError(f"torch_npu version {version!r}: expected MAJOR.MINOR[.PATCH...]")
+    return int(major), int(minor)
+
+
+def call_arguments(op: str, available: Sequence[str], **wanted: Any) -> dict[str, Any]:
+    """The keyword arguments to call `op` with, where its schema has the arguments named in `available`.
+
+    Every wanted argument the schema has is passed, also when it equals the default, because defaults differ between
+    versions. One the schema lacks is left out if it asks for the default and is an error if it does not.
+    """
+    parameters = {p.name: p for p in CONTRACTS[op].parameters}
+    arguments = {}
+    for name, value in wanted.items():
+        if name not in parameters:
+            raise TypeError(f"{op}: no parameter {name!r}. Has: {list(parameters)}")
+        if name in available:
+            arguments[name] = value
+        elif value is not parameters[name].default and value != parameters[name].default:
+            asked = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
+            raise RuntimeError(
+                f"{op}: {asked} needs torch_npu {parameters[name].since} or newer; "
+                f"the installed schema has {list(available)}"
+            )
+    return arguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """What one installed torch_npu has: its version and, per operator, its argument names."""
+
+    version: str
+    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def call_arguments(self, op: str, **wanted: Any) -> dict[str, Any]:
+        """Keyword arguments for `op` in this version; RuntimeError naming the version that has what is missing."""
+        if op not in self.arguments:
+            raise RuntimeError(f"torch_npu {self.version} has no {op}; whorl knows it from 2.13")
+        return call_arguments(op, self.arguments[op], **wanted)
+
+
+def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
+    """Check an installed torch_npu against the table of supported versions and keep what its schemas have."""
+    major_minor = "{}.{}".format(*release(version))
+    if major_minor not in SUPPORTED_TORCH_NPU:
+        raise RuntimeError(
+            f"torch_npu {version} is not supported. Supported: {', '.join(SUPPORTED_TORCH_NPU)}. "
+            f"Install one of these, or force another backend."
+        )
+    return Installed(version=version, arguments={op: tuple(names) for op, names in schema_arguments.items()})
+
+
+def schema_arguments(torch_ops: Any) -> dict[str, tuple[str, ...]]:
+    """Argument names of every operator of CONTRACTS that `torch.ops` (passed in, so torch is not imported) has."""
+    found = {}
+    for contract in CONTRACTS.values():
+        packet = getattr(getattr(torch_ops, contract.namespace or "", None), contract.name, None)
+        if contract.namespace is not None and packet is not None:
+            found[contract.name] = tuple(a.name for a in packet.default._schema.arguments)
+    return found

@@ -1,0 +1,173 @@
+"""Forward calls of a draft model. Simpler than the engine's: its bits decide nothing, so every call is waited for and
+prompts and generated tokens differ only in which kernels are faster.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.device import accelerator, record_graph, synchronize
+from whorl.engine.sequence import CLASS, PROMPT
+from whorl.engine.sequence import Sequence as Seq
+from whorl.nn import KVCache, Model, Step
+
+_GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # decode calls are padded to these and recorded
+_STRIDE = 7919  # between the ids of tokens that only cost time: of a mixture of experts they read different weights
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens of one role from the sequence's first uncomputed one."""
+
+    sequence: Seq
+    length: int
+
+    @property
+    def role(self) -> int:
+        return self.sequence.roles[self.sequence.num_computed]
+
+
+class Forward:
+    """A model and its caches. Calling it computes spans and gives the hidden state of each one's last token."""
+
+    max_rows = 16  # of one sequence in a decode call
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: str,
+        use_graphs: bool,
+    ) -> None:
+        self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
+        self.caches = [
+            KVCache.empty(spec, num_blocks, block_size, dtype=dtype, device=device) for spec in model.cache_specs()
+        ]
+        self._graphs: dict[int, _Graph | None] = {} if use_graphs else dict.fromkeys(_GRAPH_ROWS)
+
+    def __call__(self, spans: Sequence[Span]) -> Tensor:
+        """[len(spans), C], in the order of the spans."""
+        last: list[Tensor] = [torch.empty(0)] * len(spans)
+        for role in sorted({span.role for span in spans}):
+            mine = [i for i, span in enumerate(spans) if span.role == role]
+            hidden = self._run(self._lay_out([spans[i] for i in mine], role))
+            for i, end in zip(mine, np.cumsum([spans[i].length for i in mine]), strict=True):
+                last[i] = hidden[end - 1]
+        return torch.stack(last)
+
+    @torch.inference_mode()
+    def cost(self, counts: Sequence[int], *, repeats: int) -> dict[int, float]:
+        """Seconds of a decode call by number of rows, head included; the caches are left as they are."""
+        found = {}
+        for count in counts:
+            step, times = self._blank(count, num_keys=1), []
+            for _ in range(repeats + 1):
+                synchronize(self.device)
+                start = time.perf_counter()
+                self.model.logits(self._run(step))
+                synchronize(self.device)
+                times.append(time.perf_counter() - start)
+            found[count] = statistics.median(times[1:])  # the first one warms up
+        return found
+
+    def _lay_out(self, spans: Sequence[Span], role: int) -> Step:
+        tokens, positions, slots, tables = [], [], [], []
+        for span in spans:
+            seq, start = span.sequence, span.sequence.num_computed
+            places = np.arange(start, start + span.length)
+            table = np.array(seq.block_table, dtype=np.int32)
+            tokens.append(np.array(seq.token_ids[start : start + span.length]))
+            positions.append(places)
+            slots.append(table[places // self.block_size].astype(np.int64) * self.block_size + places % self.block_size)
+            tables.append(table)
+        padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        ends = [span.sequence.num_computed + span.length for span in spans]
+        starts = np.cumsum([0, *(span.length for span in spans)])
+        return Step(
+            token_ids=self._tensor(np.concatenate(tokens), torch.int64),
+            positions=self._tensor(np.concatenate(positions), torch.int64),
+            slots=self._tensor(np.concatenate(slots), torch.int64),
+            block_tables=self._tensor(padded, torch.int32),
+            query_starts=self._tensor(starts, torch.int32),
+            context_lens=self._tensor(np.array(ends), torch.int32),
+            rows=CLASS[role],
+            max_position=max(ends),
+        )
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+    def _run(self, step: Step) -> Tensor:
+        rows = next((size for size in _GRAPH_ROWS if size >= len(step.token_ids)), None)
+        if step.rows == CLASS[PROMPT] or rows is None:
+            return self.model.forward(step, self.caches)
+        if rows not in self._graphs:
+            self._graphs[rows] = self._record(rows)
+        graph = self._graphs[rows]
+        return self.model.forward(step, self.caches) if graph is None else graph(step)
+
+    def _record(self, rows: int) -> "_Graph | None":
+        """None where the device records no graphs."""
+        if accelerator(self.device) is None:
+            return None
+        graph = _Graph(self._blank(rows, num_keys=self.max_len))
+        self.model.forward(graph.step, self.caches)  # kernels are compiled and chosen before recording
+
+        def run() -> None:
+            graph.hidden = self.model.forward(graph.step, self.caches)
+
+        graph.replay = record_graph(self.device, run)
+        return None if graph.replay is None else graph
+
+    def _blank(self, rows: int, *, num_keys: int) -> Step:
+        """Sequences of one token that write nothing, with block tables for `num_keys`."""
+        width = -(-num_keys // self.block_size)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        return Step(
+            token_ids=torch.arange(rows, device=self.device) * _STRIDE % self.model.vocab_size,
+            positions=zeros,
+            slots=zeros - 1,
+            block_tables=torch.zeros(rows, width, dtype=torch.int32, device=self.device),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self.device),
+            context_lens=torch.ones(rows, dtype=torch.int32, device=self.device),
+            rows="decode",
+            max_position=num_keys,
+        )
+
+
+class _Graph:
+    """A recorded decode call of fixed size: inputs are copied into its tensors, then everything is replayed.
+
+    Rows past the last sequence write no keys and attend to nothing; sequences past the last have no rows.
+    """
+
+    replay: Callable[[], None] | None
+    hidden: Tensor
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __call__(self, step: Step) -> Tensor:
+        mine, rows, count = self.step, len(step.token_ids), len(step.context_lens)
+        for name, padding in (("token_ids", 0), ("positions", 0), ("slots", -1)):
+            getattr(mine, name)[:rows].copy_(getattr(step, name))
+            getattr(mine, name)[rows:].fill_(padding)
+        mine.block_tables[:count, : step.block_tables.shape[1]].copy_(step.block_tables)
+        mine.query_starts[: count + 1].copy_(step.query_starts)
+        mine.query_starts[count + 1 :].fill_(rows)
+        mine.context_lens[:count].copy_(step.context_lens)
+        mine.context_lens[count:].zero_()
+        assert self.replay is not None
+        self.replay()
+        return self.hidden[:rows]

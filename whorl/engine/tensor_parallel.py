@@ -1,0 +1,198 @@
+"""Several ranks run one model. Rank 0 is the engine; the others repeat its calls on their share of the weights.
+
+Rank 0 decides: it schedules, drafts, accepts and aborts, and what it decides reaches the others as the indices of the
+next call, one message over the host. Every rank runs the whole call on its device, sampling included: all ranks gather
+the same logits, bit for bit, and a token is a function of these and of its request's seed, so that no token need travel
+between devices before the next call can start. Penalties, grammars and drafts are rank 0's alone; it reads the tokens
+they give before it goes on, and sends them in the call.
+"""
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from whorl.nn import CacheSpec, KVCache, Model, Ranks, Rows, Step
+
+from .batch import Call, layout
+from .launch import Crew, Member, Place, start
+from .runner import Result, Runner, block_bytes, cache_memory
+from .sequence import CLASS
+
+_STOP, _CALL, _LOGITS = range(3)
+_HEADER = 7  # numbers: the kind of message, and up to six about it
+
+
+class Lead:
+    """Rank 0's model and the crew that runs it with it."""
+
+    def __init__(self, crew: Crew, model: Model) -> None:
+        self.crew, self.model, self._own = crew, SharedModel(crew, model), model
+        self._end = weakref.finalize(self, _end, crew)
+
+    def num_blocks(self, block_size: int, memory: int | None) -> int:
+        """How many fit on every rank; ranks may hold different numbers of heads. memory: bytes of each."""
+        own = _room(self.model, self.crew.device)
+        return min(
+            (room["free"] if memory is None else memory) // (room["token"] * block_size)
+            for room in [own, *self.crew.collect("room")]
+        )
+
+    def runner(self, model: Model, *, dtype: torch.dtype, **settings: Any) -> "LeadRunner":
+        """As `Runner` is called, by the engine. Every rank makes its caches, and they connect."""
+        self.crew.collect("room")  # whoever has said so has its weights
+        self.crew.put("runner", settings | {"dtype": str(dtype).removeprefix("torch.")})
+        with self.crew.together():
+            self.crew.join()
+        runner = LeadRunner(self._own, dtype=dtype, **settings)
+        runner.crew = self.crew
+        return runner
+
+    def close(self) -> None:
+        self._end()
+
+
+def load(
+    path: Path, place: Place, *, device: str, dtype: torch.dtype | None, max_length: int | None, progress: bool = True
+) -> Lead:
+    """Start the ranks and load every one's share, all at the same time. Returns on rank 0 only."""
+    from .weights import build, load_model, open_checkpoint
+
+    ranks = Ranks(rank=0, size=place.size)
+    with open_checkpoint(path) as checkpoint:  # what cannot be shared is refused before anything starts
+        build(checkpoint.config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
+    settings = {
+        "path": str(path),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "max_length": max_length,
+    }
+    crew = start(place, device, f"{__name__}:follow", settings)
+    try:
+        model = load_model(path, device=device, dtype=dtype, tp=ranks, max_length=max_length, progress=progress)
+    except BaseException:
+        crew.close(is_broken=True)
+        raise
+    return Lead(crew, model)
+
+
+def _end(crew: Crew) -> None:
+    crew.close(goodbye=lambda: _send(crew, _STOP))
+
+
+def _room(model: Any, device: str) -> dict[str, int]:
+    dtype = next(p.dtype for p in model.parameters() if p.ndim > 1)
+    return {"token": block_bytes(model.cache_specs(), 1, dtype), "free": cache_memory(device)}
+
+
+# ---- rank 0 says what it does, and does it
+
+
+class SharedModel:
+    """Rank 0's model for what is computed outside of a call: the logits that score a prompt."""
+
+    def __init__(self, crew: Crew, model: Any) -> None:
+        self._crew, self._model = crew, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return self._model.cache_specs()  # type: ignore[no-any-return]
+
+    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        return self._model.forward(step, caches)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+        with self._crew.together():
+            _send(self._crew, _LOGITS, *hidden.shape, CLASS.index(rows))
+            distributed.broadcast(hidden.contiguous(), 0)
+            return self._model.logits(hidden, rows=rows)  # type: ignore[no-any-return]
+
+
+class LeadRunner(Runner):
+    crew: Crew
+
+    def run_call(self, call: Call) -> Result:
+        with self.crew.together():
+            arrays, tables = _pack(call)
+            _send(self.crew, _CALL, *call.size, call.num_keys, CLASS.index(call.rows), len(tables))
+            packed = torch.from_numpy(np.concatenate([arrays, tables.view(np.uint8)]))
+            distributed.broadcast(packed, 0, group=self.crew.control)
+            return super().run_call(call)
+
+
+def _send(crew: Crew, *header: int) -> None:
+    distributed.broadcast(torch.tensor([*header, *[0] * (_HEADER - len(header))]), 0, group=crew.control)
+
+
+def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a call's arrays, and its new block tables: lane, length and blocks of each."""
+    num_bytes = layout(call.size)[1]
+    packed = np.zeros(num_bytes + -num_bytes % 8, dtype=np.uint8)
+    call.write(_views(packed, call.size), {})
+    tables = [number for lane, blocks in call.tables for number in (lane, len(blocks), *blocks)]
+    return packed, np.array(tables, dtype=np.int64)
+
+
+def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, role: int, num_tables: int) -> Call:
+    tables, left = [], packed[len(packed) - 8 * num_tables :].view(np.int64).tolist()
+    while left:
+        lane, count, *left = left
+        tables.append((lane, left[:count]))
+        left = left[count:]
+    return Call(CLASS[role], _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+
+
+def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    return {
+        name: packed[first : first + int(kind[1]) * count].view(kind) for name, kind, first, count in layout(size)[0]
+    }
+
+
+# ---- the others do what they are told
+
+
+def follow(member: Member) -> None:
+    """A rank's whole life."""
+    from .weights import load_model
+
+    asked = member.get("settings")
+    ranks = Ranks(rank=member.rank, size=member.size)
+    options = {"dtype": asked["dtype"], "max_length": asked["max_length"], "progress": False}
+    model = load_model(Path(asked["path"]), device=member.device, tp=ranks, **options)
+    member.say("room", _room(model, member.device))
+    settings = member.get("runner")
+    member.join()
+    runner = FollowRunner(model, **settings | {"dtype": getattr(torch, settings["dtype"])})
+    runner.follow(member)
+
+
+class FollowRunner(Runner):
+    @torch.inference_mode()
+    def follow(self, member: Member) -> None:
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        while True:
+            distributed.broadcast(header, 0, group=member.control)
+            kind, *numbers = header.tolist()
+            if kind == _STOP:
+                return
+            if kind == _CALL:
+                self.run_call(self._receive(member, *numbers))
+            else:
+                self._head(*numbers[:3])
+
+    def _receive(self, member: Member, rows: int, entries: int, samples: int, *more: int) -> Call:
+        size = rows, entries, samples
+        num_bytes = layout(size)[1]
+        packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * more[-1], dtype=torch.uint8)
+        distributed.broadcast(packed, 0, group=member.control)
+        return _unpack(packed.numpy(), size, *more)
+
+    def _head(self, rows: int, width: int, role: int) -> None:
+        hidden = torch.empty(rows, width, dtype=self.caches[0].k.dtype, device=self.device)
+        distributed.broadcast(hidden, 0)
+        self.model.logits(hidden, rows=CLASS[role])

@@ -1,0 +1,26 @@
+"""The linear layer on Ascend: every product has the same number of rows, so a row's bits are its own."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import linear_limit
+
+from . import _torch_npu
+from ._torch_npu import dtype_name
+
+# Rows of every product. CANN chooses a schedule by the shape: with one shape there is one schedule.
+ROWS = {"decode": 64, "batch": 64, "prompt": 512}
+
+
+def reason(x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
+    if not x.numel():
+        return "empty tensors are not taken"
+    bias_dtype = None if bias is None else dtype_name(bias)
+    return linear_limit(shape=x.shape, weight_shape=weight.shape, dtype=dtype_name(x), bias_dtype=bias_dtype)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor:
+    count, tile = x.shape[0], ROWS[rows]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile)).contiguous()
+    parts = [_torch_npu.call("npu_linear", input=part, weight=weight, bias=bias) for part in padded.split(tile)]
+    return torch.cat(parts)[:count].contiguous() if len(parts) > 1 else parts[0][:count].contiguous()

@@ -1,0 +1,162 @@
+"""Per-token quantisation: what a gather sends instead of bf16, and the way back."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import dynamic_quant_limit
+
+from . import _torch_npu
+from ._op import Values, operator, widen
+from ._torch_npu import dtype_name
+
+# What a format stores, and the largest magnitude it has.
+FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+LONGEST_ROW = 32768  # channels that the Triton kernel keeps in registers
+
+
+def _check(x: Tensor, format: str) -> None:
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(f"dynamic_quant: x is {x.dtype}, expected bf16, fp16 or fp32")
+    if x.dim() == 0 or not x.shape[-1]:
+        raise ValueError(f"dynamic_quant: x is {list(x.shape)}, expected [..., C] with C > 0")
+
+
+def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    codes = [kind for kind, _ in FORMATS.values()]
+    if q.dtype not in codes:
+        raise ValueError(f"dequantize: q is {q.dtype}, expected one of {', '.join(map(str, codes))}")
+    if q.dim() == 0 or scale.shape != q.shape[:-1] or scale.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"dequantize: scale is {list(scale.shape)} {scale.dtype}, expected fp32 for each row of q {list(q.shape)}"
+        )
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"dequantize: dtype is {dtype}, expected bf16, fp16 or fp32")
+
+
+def _row_wise(values: Values) -> list[object]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    tensors = [n for n in ("x", "q", "scale") if n in values]
+    outputs = 2 if "x" in values else 1
+    rows = len(values[tensors[0]].shape) - 1
+    return [([p] * outputs, dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
+
+
+@operator(check=_check, forward_only=True, sharding=_row_wise)
+def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tuple[Tensor, Tensor]:
+    """Symmetric quantisation with one scale a token: x is about q * scale.
+
+    x: [..., C] bf16, fp16 or fp32. Returns q: [..., C], int8 or, format "fp8", float8_e4m3fn, contiguous; and
+    scale: [...] fp32, the row's largest magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest
+    even, never past +-127 (fp8: +-448); -128 is not used. A row of zeros, or so small that its scale rounds to zero,
+    has scale 0 and codes 0, so it dequantises to exact zeros. A row with an infinity or NaN has that for its scale and
+    codes 0: it dequantises to NaN. A row's result depends on that row alone. No gradient.
+    """
+    kind, largest = FORMATS[format]
+    wide = widen(x)
+    scale = wide.abs().amax(-1, keepdim=True) / largest
+    is_usable = (scale > 0) & (scale < torch.inf)
+    codes = torch.where(is_usable, wide / scale, 0.0)
+    if format == "int8":
+        codes = codes.round()
+    return codes.clamp(-largest, largest).to(kind).contiguous(), scale.squeeze(-1)
+
+
+@operator(check=_check_dequantize, forward_only=True, sharding=_row_wise)
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x = q * scale, what `dynamic_quant` was given up to its rounding.
+
+    q: [..., C] int8 or float8_e4m3fn; scale: [...] fp32; x: [..., C] in `dtype` (bf16, fp16 or fp32), contiguous. One
+    product in fp32, one rounding. No gradient.
+    """
+    wide = scale.unsqueeze(-1)
+    return (q.to(wide.dtype) * wide).to(dtype).contiguous()
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    if x.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if x.shape[-1] <= LONGEST_ROW else f"keeps rows of up to {LONGEST_ROW} channels, got {x.shape[-1]}"
+
+
+@dynamic_quant.impl("triton", accepts=_triton_reason)
+def _(x, format):  # type: ignore[no-untyped-def]
+    from .quant_triton import quantize
+
+    return quantize(x, *FORMATS[format])
+
+
+def _triton_dequantize_reason(scale: Tensor, dtype: torch.dtype, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if torch.float64 in (scale.dtype, dtype) else None
+
+
+@dequantize.impl("triton", accepts=_triton_dequantize_reason)
+def _(q, scale, dtype):  # type: ignore[no-untyped-def]
+    from .quant_triton import dequantize as run
+
+    return run(q, scale, dtype)
+
+
+def _npu_reason(x: Tensor, format: str) -> str | None:
+    return dynamic_quant_limit(shape=x.shape, dtype=dtype_name(x), format=format)
+
+
+@dynamic_quant.impl("torch_npu", accepts=_npu_reason)
+def _(x, format):  # type: ignore[no-untyped-def]
+    return _torch_npu.call("npu_dynamic_quant", input=x.contiguous(), dst_type=torch.int8)
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 2)},
+    {"shape": (17, 129), "scale": 0.01},
+    {"shape": (3, 5, 194)},
+    {"shape": (5, 4098)},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True},
+    {"shape": (9, 70), "format": "fp8", "sliced": True, "scale": 0.3},
+    {"shape": (4, 2048), "format": "fp8"},
+]
+_BENCH: list[Values] = [
+    {"shape": (16384, 4096)},
+    {"shape": (4096, 7168)},
+    {"shape": (16384, 4096), "format": "fp8"},
+    {"shape": (1, 7168)},
+]
+
+
+def _make(
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    format: str = "int8",
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    x = scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device)
+    if shape[0] > 2 and device != "meta":
+        x[1] = 0
+    return {"x": x[..., : shape[-1]], "format": format}
+
+
+def _make_dequantize(
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    format: str = "int8",
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    values = _make(shape, scale, format, dtype=torch.float32, device=device)
+    q, scales = dynamic_quant.reference(**values)
+    if sliced:
+        q = torch.cat((q, q[..., :6]), -1)[..., : shape[-1]]
+    scales = scales.double() if dtype == torch.float64 else scales
+    return {"q": q, "scale": scales, "dtype": dtype}
+
+
+dynamic_quant.inputs(cases=_CASES, bench=_BENCH)(_make)
+dequantize.inputs(cases=_CASES, bench=_BENCH)(_make_dequantize)

@@ -1,0 +1,41 @@
+"""Sampling on Ascend: npu_top_k_top_p cuts, the noise is the reference's."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import top_k_top_p_limit
+
+from . import _torch_npu
+from ._torch_npu import dtype_name
+
+
+def reason(logits: Tensor, **_: object) -> str | None:
+    return top_k_top_p_limit(shape=logits.shape, dtype=dtype_name(logits))
+
+
+def forward(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
+    is_warm = temperature > 0
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(is_warm, temperature, 1).unsqueeze(1)
+    chosen = (_cut(scaled, top_k, top_p, min_p) + noise).argmax(-1)
+    return torch.where(is_warm, chosen, logits.argmax(-1))
+
+
+def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`scaled` [B, V], the maximum of each row 0, with minus infinity where a token is not to be chosen."""
+    ks = _torch_npu.on_host(top_k)
+    is_taken = all(top_k_top_p_limit(shape=scaled.shape, dtype=dtype_name(scaled), top_k=k) is None for k in ks)
+    if not is_taken and any(ks):  # some rows keep all, or more than the operator takes
+        scaled = _keep_highest(scaled, top_k)
+    k = top_k.int() if is_taken else None
+    filtered = _torch_npu.call("npu_top_k_top_p", logits=scaled, p=top_p.to(scaled.dtype), k=k)
+    # The operator may cut equals of the last one kept; here they stay.
+    lowest = filtered.masked_fill(filtered == -torch.inf, torch.inf).amin(-1, keepdim=True)
+    return scaled.masked_fill((scaled < lowest) | (torch.exp(scaled) < min_p.unsqueeze(1)), -torch.inf)
+
+
+def _keep_highest(scaled: Tensor, top_k: Tensor) -> Tensor:
+    """Minus infinity below the k-th highest of each row; 0 keeps all."""
+    size = scaled.shape[1]
+    last = torch.where(top_k > 0, top_k, size).clamp_max(size).long() - 1
+    lowest = scaled.sort(-1, descending=True).values.gather(1, last.unsqueeze(1))
+    return scaled.masked_fill(scaled < lowest, -torch.inf)

@@ -1,0 +1,106 @@
+"""Sizes of sparse and masked attention for tests and benchmarks, and the selections they are made with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._op import Values
+from .contract import sparse_attention, sparse_attention_backward
+
+MLA_SCALE = 192**-0.5  # of the heads that absorbed MLA stands for; their 576 channels are not what is scaled by
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "keys": 1, "topk": 1, "heads": 1, "dim": 16},
+    {"tokens": (3,), "keys": 9, "topk": 5, "heads": 3, "dim": 24, "value_dim": 16, "scale": 0.01},
+    {"tokens": (5,), "keys": 40, "topk": 17, "heads": 8, "dim": 40, "value_dim": 32, "deterministic": True},
+    {"tokens": (4,), "keys": 70, "topk": 64, "heads": 16, "dim": 64, "counts": (64, 0, 33, 1)},
+    {"tokens": (0,), "keys": 8, "topk": 4, "heads": 2, "dim": 16},
+    {"tokens": (3,), "keys": 20, "topk": 64, "heads": 32, "dim": 48, "value_dim": 32, "sliced": True},
+    {"tokens": (2,), "keys": 33, "topk": 7, "heads": 128, "dim": 32, "counts": (0, 0)},
+    {"tokens": (2,), "keys": 80, "topk": 70, "heads": 5, "dim": 576, "value_dim": 512, "counts": (70, 20)},
+    {"tokens": (3,), "keys": 0, "topk": 2, "heads": 2, "dim": 16, "counts": (0, 0, 0)},
+    {"tokens": (37,), "keys": 37, "topk": 12, "heads": 4, "dim": 32, "value_dim": 16, "causal": True},
+]
+DEEPSEEK: Values = {"heads": 128, "dim": 576, "value_dim": 512, "topk": 2048}
+_BENCH: list[Values] = [
+    {"tokens": (4096,), "keys": 8192, **DEEPSEEK},
+    {"tokens": (4096,), "keys": 32768, **DEEPSEEK},
+    {"tokens": (4096,), "keys": 32768, "locality": 0.9, **DEEPSEEK},
+]
+
+
+def select(
+    count: int, keys: int, topk: int, counts: tuple[int, ...], causal: bool, locality: float, device: str
+) -> Tensor:
+    """[count, topk] int32: random keys in ascending order, -1 after the last.
+
+    `counts` says how many a token selects, otherwise as many as there are; `causal` lets token t see the first
+    keys - count + t + 1; `locality` is how much of the ranking neighbours share.
+    """
+    if torch.device(device).type == "meta":
+        return torch.empty(count, topk, dtype=torch.int32, device=device)
+    taken = min(topk, keys)
+    indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
+    common = torch.rand(keys, device=device)
+    for start in range(0, count, 256):
+        part = slice(start, min(start + 256, count))
+        tokens = torch.arange(part.start, part.stop, device=device)[:, None]
+        ranks = locality * common + (1 - locality) * torch.rand(len(tokens), keys, device=device)
+        if causal:
+            ranks = ranks.masked_fill(torch.arange(keys, device=device) > keys - count + tokens, -1.0)
+        best = ranks.topk(taken, -1)
+        wanted = torch.tensor(counts, device=device)[part, None] if counts else taken
+        chosen = (best.values >= 0) & (torch.arange(taken, device=device) < wanted)
+        found = best.indices.masked_fill(~chosen, keys).sort(-1).values
+        indices[part, :taken] = found.masked_fill(found == keys, -1).int()
+    return indices
+
+
+def _make(
+    tokens: tuple[int, ...],
+    keys: int,
+    topk: int,
+    heads: int,
+    dim: int,
+    value_dim: int = 0,
+    counts: tuple[int, ...] = (),
+    causal: bool = False,
+    locality: float = 0.0,
+    scale: float = 1.0,
+    deterministic: bool = False,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    q = torch.randn(tokens[0], heads, dim + 8 * sliced, **more)[..., :dim]
+    kv = (scale * torch.randn(keys, 1, dim + 8 * sliced, **more))[..., :dim]
+    return {
+        "q": q,
+        "kv": kv,
+        "indices": select(tokens[0], keys, topk, counts, causal, locality, device),
+        "scale": MLA_SCALE if dim == 576 else dim**-0.5,
+        "value_dim": value_dim,
+        "deterministic": deterministic,
+    }
+
+
+def _make_backward(with_dlse: bool = False, **case: Any) -> Values:
+    args = _make(**case)
+    q, value_dim = args["q"], args.pop("value_dim")
+    if q.is_meta:
+        out, lse = q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+    else:
+        with torch.no_grad():
+            out, lse = sparse_attention(q, args["kv"], args["indices"], args["scale"], value_dim=value_dim)
+    dout = torch.randn_like(out)
+    return {"dout": dout, "out": out, "lse": lse, "dlse": torch.randn_like(lse) if with_dlse else None, **args}
+
+
+sparse_attention.inputs(cases=_CASES, bench=_BENCH)(_make)
+sparse_attention_backward.inputs(
+    cases=[*_CASES, {**_CASES[2], "with_dlse": True, "deterministic": False}],
+    bench=[*_BENCH, {**_BENCH[0], "deterministic": True}, {**_BENCH[1], "deterministic": True}],
+)(_make_backward)

@@ -1,0 +1,264 @@
+"""Attention over the keys that an indexer has selected, forward and backward: the contracts and their references."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._op import Values, is_readable, operator, widen
+
+CHUNK = 2**25  # elements of the largest tensor that a reference makes at a time
+LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # what the kernels hold
+
+
+def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> None:
+    if not q.is_floating_point() or q.dtype != kv.dtype:
+        raise ValueError(f"{name}: q is {q.dtype}, kv {kv.dtype}, expected one floating point dtype")
+    if q.dim() != 3 or kv.dim() != 3 or kv.shape[1] != 1 or kv.shape[2] != q.shape[2]:
+        raise ValueError(f"{name}: q is {list(q.shape)}, kv {list(kv.shape)}, expected [T, HQ, D] and [S, 1, D]")
+    if indices.dim() != 2 or indices.shape[0] != q.shape[0] or indices.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{q.shape[0]}, K] torch.int32"
+        )
+    if not 0 <= value_dim <= q.shape[2]:
+        raise ValueError(f"{name}: value_dim is {value_dim}, expected 0 (all) to D, {q.shape[2]}")
+    if not scale > 0:
+        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
+
+
+def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
+    """ValueError unless rows ascend to their last key and are -1 after it; looked at only where that is free."""
+    if not is_readable(indices) or not indices.numel():
+        return
+    if int(indices.max()) >= num_keys or int(indices.min()) < -1:
+        raise ValueError(
+            f"{name}: indices go from {int(indices.min())} to {int(indices.max())}, expected -1 to {num_keys - 1}"
+        )
+    before, after = indices[:, :-1], indices[:, 1:]
+    wrong = (after >= 0) & (after <= before) | (after >= 0) & (before < 0)
+    if wrong.any():
+        row = int(wrong.any(1).nonzero()[0])
+        raise ValueError(
+            f"{name}: row {row} of indices does not ascend, or has a key after a -1: sort it, each key once, -1 last"
+        )
+
+
+def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool) -> None:
+    _check_shapes("sparse_attention", q, kv, indices, scale, value_dim)
+    check_indices("sparse_attention", indices, kv.shape[0])
+
+
+def _check_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    deterministic: bool,
+) -> None:
+    name = "sparse_attention_backward"
+    _check_shapes(name, q, kv, indices, scale, dout.shape[-1])
+    check_indices(name, indices, kv.shape[0])
+    if dout.shape != out.shape or dout.dim() != 3 or dout.shape[:2] != q.shape[:2]:
+        raise ValueError(f"{name}: dout is {list(dout.shape)}, out {list(out.shape)}, expected [T, HQ, DV] twice")
+    if lse.shape != q.shape[:2] or (dlse is not None and dlse.shape != lse.shape):
+        raise ValueError(f"{name}: lse is {list(lse.shape)}, expected {list(q.shape[:2])}, and dlse like it")
+
+
+def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
+    """Tokens whose gathered keys, or scores, are at most CHUNK elements."""
+    each = max(1, indices.shape[1] * max(q.shape[1], q.shape[2]))
+    step = max(1, CHUNK // each)
+    return (slice(start, start + step) for start in range(0, q.shape[0], step))
+
+
+def _gather(kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys [T, K, D] in the dtype of accumulation, zero where absent; and which exist."""
+    exists = indices >= 0
+    rows = widen(kv[:, 0]) if kv.shape[0] else kv.new_zeros(1, kv.shape[2], dtype=widen(kv).dtype)
+    found = rows[indices.clamp_min(0).long()]
+    return torch.where(exists[..., None], found, found.new_zeros(())), exists
+
+
+def _scores(q: Tensor, keys: Tensor, exists: Tensor, scale: float) -> Tensor:
+    """[T, HQ, K]; -inf where there is no key."""
+    scores = widen(q) @ keys.transpose(1, 2) * scale
+    return scores.masked_fill(~exists[:, None], float("-inf"))
+
+
+def softmax_sums(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - top), its sum with 0 replaced by 1, and lse; a row without keys gives zeros and -inf, never NaN."""
+    if not scores.shape[-1]:
+        empty = scores.sum(-1)
+        return scores, empty + 1, empty - float("inf")
+    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1)
+    safe = torch.where(total > 0, total, torch.ones_like(total))
+    lse = torch.where(total > 0, top[..., 0] + safe.log(), torch.full_like(total, float("-inf")))
+    return weights, safe, lse
+
+
+def _fake(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
+    return out, q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _num_pairs(values: Values) -> int:
+    """(token, key) pairs that are selected; all of them where values cannot be looked at."""
+    indices = values["indices"]
+    return indices.numel() if indices.is_meta else int((indices >= 0).sum())
+
+
+def _flops(values: Values) -> int:
+    heads, dim = values["q"].shape[1:]
+    return 2 * _num_pairs(values) * heads * (dim + (values["value_dim"] or dim))
+
+
+def _backward_flops(values: Values) -> int:
+    heads, dim = values["q"].shape[1:]
+    return 2 * _num_pairs(values) * heads * (3 * dim + 2 * values["dout"].shape[2])
+
+
+def _sharding(backward: bool) -> Any:
+    """Tokens or heads may be sharded; the keys are whole on every rank, and their gradient is a partial sum."""
+
+    def strategies(values: Values) -> list[object]:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        ways: list[object] = []
+        rows = [n for n in ("q", "dout", "out", "lse", "dlse") if values.get(n) is not None]
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            inputs = dict.fromkeys(rows, placement) | {"kv": Replicate()}
+            inputs["indices"] = Shard(0) if placement == Shard(0) else Replicate()
+            second = placement if not backward or placement == Replicate() else Partial()
+            ways.append(([placement, second], inputs))
+        return ways
+
+    return strategies
+
+
+@operator(check=_check, fake=_fake, flops=_flops, sharding=_sharding(backward=False))
+def sparse_attention(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, value_dim: int = 0, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention of every token to the keys its row of `indices` lists: multi-query, keys and values in one tensor.
+
+    q: [T, HQ, D] bf16, fp16 or fp32; kv: [S, 1, D] in q's dtype, its first `value_dim` channels (0: all) being the
+    values; indices: [T, K] int32, rows of kv in ascending order, each once, and -1 after the last. Packed sequences and
+    causality are the indexer's business: a row is attended to because it is listed, whatever its sequence. Returns
+    out [T, HQ, DV] like q, and lse [T, HQ] fp32, the natural logarithm of the sum of exp(scale * q.k). A token without
+    keys gives zeros and -inf. Scores, softmax and sums in fp32; the weights may be rounded to q's dtype before they
+    meet the values; one rounding at the end. An absent key is not read. Absorbed MLA: D = 576, value_dim = 512, and the
+    scale of the heads it stands for, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed
+    in fp32, in an order that `deterministic`, or torch.use_deterministic_algorithms, fixes.
+    """
+    value_dim = value_dim or q.shape[2]
+    out, lse = [], []
+    for part in _chunks(q, indices):
+        keys, exists = _gather(kv, indices[part])
+        weights, total, found = softmax_sums(_scores(q[part], keys, exists, scale))
+        out.append((weights @ keys[..., :value_dim] / total[..., None]).to(q.dtype))
+        lse.append(found)
+    if not out:
+        return q.new_zeros(0, q.shape[1], value_dim), widen(q).new_zeros(0, q.shape[1])
+    return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
+
+
+def _fake_backward(q: Tensor, kv: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+
+
+@operator(check=_check_backward, fake=_fake_backward, flops=_backward_flops, sharding=_sharding(backward=True))
+def sparse_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scale: float,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
+
+    dout, out: [T, HQ, DV]; the rest as there. dq and dkv are like q and kv, contiguous, summed in fp32 and rounded once;
+    weights and score gradients may be rounded to q's dtype before they are multiplied. dkv's first DV channels receive
+    the values' gradient as well. Tokens without keys give zeros, keys that nobody selected too. `deterministic`: the
+    same bits every time; otherwise the tokens' shares of dkv may be added in any order.
+    """
+    dq, dkv = [], widen(kv[:, 0]) * 0
+    for part in _chunks(q, indices):
+        keys, exists = _gather(kv, indices[part])
+        logs = torch.where(lse[part] > float("-inf"), lse[part], torch.zeros_like(lse[part]))
+        weights = torch.exp(_scores(q[part], keys, exists, scale) - logs[..., None])
+        grad, values = widen(dout[part]), keys[..., : dout.shape[2]]
+        delta = (grad * widen(out[part])).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[part]
+        dscores = weights * (grad @ values.transpose(1, 2) - delta[..., None]) * scale
+        dq.append((dscores @ keys).to(q.dtype))
+        share = dscores.transpose(1, 2) @ widen(q[part])
+        rest = kv.shape[2] - dout.shape[2]
+        share = share + torch.nn.functional.pad(weights.transpose(1, 2) @ grad, (0, rest))
+        dkv = dkv.index_add(0, indices[part][exists].long(), share[exists])
+    first = torch.cat(dq) if dq else torch.zeros_like(q)
+    return first.contiguous(), dkv.to(kv.dtype)[:, None].contiguous()
+
+
+@sparse_attention.gradient(save=("q", "kv", "indices"), save_outputs=(0, 1))
+def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    dout, dlse = grads
+    dq, dkv = sparse_attention_backward(
+        torch.zeros_like(outputs[0]) if dout is None else dout,
+        args["q"],
+        args["kv"],
+        args["indices"],
+        outputs[0],
+        outputs[1],
+        dlse,
+        scale=args["scale"],
+        deterministic=args["deterministic"] or torch.are_deterministic_algorithms_enabled(),
+        backend=args["backend"],
+    )
+    return {"q": dq, "kv": dkv}
+
+
+def _triton_reason(q: Tensor, value_dim: int, **_: object) -> str | None:
+    return _kernel_reason(q, value_dim or q.shape[2])
+
+
+def _kernel_reason(q: Tensor, value_dim: int) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    if q.shape[1] > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} heads, got {q.shape[1]}"
+    if value_dim > LARGEST_VALUE or q.shape[2] - value_dim > LARGEST_REST:
+        return f"holds {LARGEST_VALUE} value and {LARGEST_REST} more channels, got {value_dim} of {q.shape[2]}"
+    return None
+
+
+@sparse_attention.impl("triton", accepts=_triton_reason)
+def _(q, kv, indices, scale, value_dim, deterministic):  # type: ignore[no-untyped-def]
+    from .launch import forward
+
+    return forward(q, kv, indices, scale, value_dim or q.shape[2])
+
+
+def _triton_backward_reason(dout: Tensor, q: Tensor, **_: object) -> str | None:
+    return _kernel_reason(q, dout.shape[2])
+
+
+@sparse_attention_backward.impl("triton", accepts=_triton_backward_reason)
+def _(dout, q, kv, indices, out, lse, dlse, scale, deterministic):  # type: ignore[no-untyped-def]
+    from .launch import backward
+
+    return backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic)

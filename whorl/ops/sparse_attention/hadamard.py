@@ -1,0 +1,96 @@
+"""The Hadamard transform, which spreads a head's outliers over all channels before it is rounded to fp8."""
+
+import torch
+from torch import Tensor
+
+from .._op import Values, operator, widen
+
+
+def _check(x: Tensor, scale: float | None) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"hadamard: x is {list(x.shape)} {x.dtype}, expected [..., D] floating point")
+    if x.shape[-1] & (x.shape[-1] - 1) or not x.shape[-1]:
+        raise ValueError(f"hadamard: the last dim of x is {x.shape[-1]}, expected a power of two")
+
+
+def factor(dim: int, scale: float | None) -> float:
+    return dim**-0.5 if scale is None else scale
+
+
+@operator(check=_check)
+def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
+    """y = scale * x @ H over the last dim, H the Hadamard matrix in Sylvester's order.
+
+    x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5: then the transform
+    is orthogonal and its own inverse, so the scores of queries and keys that both went through it do not change. Sums in
+    fp32, one rounding. Differentiable.
+    """
+    y, size = widen(x), x.shape[-1]
+    for level in range(size.bit_length() - 1):
+        even, odd = y.unflatten(-1, (-1, 2, 2**level)).unbind(-2)
+        y = torch.stack((even + odd, even - odd), -2).flatten(-3)
+    return (y * factor(size, scale)).to(x.dtype).contiguous()
+
+
+@operator()
+def hadamard_backward(dy: Tensor, scale: float | None = None) -> Tensor:
+    """Gradient of `hadamard`: H is symmetric, so it is the same transform of dy."""
+    return hadamard.reference(dy, scale)
+
+
+@hadamard.gradient()
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    return {"x": hadamard_backward(grads[0], args["scale"], backend=args["backend"])}
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    if x.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if x.shape[-1] <= 512 else f"a row of {x.shape[-1]} does not fit one program (512)"
+
+
+@hadamard.impl("triton", accepts=_triton_reason)
+def _(x, scale):  # type: ignore[no-untyped-def]
+    from .hadamard_triton import forward
+
+    return forward(x, factor(x.shape[-1], scale))
+
+
+@hadamard_backward.impl("triton", accepts=lambda dy, **_: _triton_reason(dy))
+def _(dy, scale):  # type: ignore[no-untyped-def]
+    from .hadamard_triton import forward
+
+    return forward(dy, factor(dy.shape[-1], scale))
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (3, 5, 128), "scale": 0.01},
+    {"shape": (7, 64), "factor": 1.0},
+    {"shape": (0, 32)},
+    {"shape": (5, 16), "sliced": True},
+    {"shape": (3, 1)},
+]
+_BENCH: list[Values] = [{"shape": (4096, 64, 128)}, {"shape": (4096, 128)}]
+
+
+def _make(
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    factor: float | None = None,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    x = (scale * torch.randn(*shape[:-1], shape[-1] + 8 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
+    return {"x": x, "scale": factor}
+
+
+def _make_backward(**case: object) -> Values:
+    values = _make(**case)  # type: ignore[arg-type]
+    return {"dy": values["x"], "scale": values["scale"]}
+
+
+hadamard.inputs(cases=_CASES, bench=_BENCH)(_make)
+hadamard_backward.inputs(cases=_CASES, bench=_BENCH)(_make_backward)

@@ -1,0 +1,313 @@
+"""Launching the kernels of sparse attention: which ones, with which tiles, and how many tokens at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whorl.device import compute_capability, is_installed, is_interpreting, multiprocessors
+
+from .._rows import ceil_div, power_of_2
+from . import triton as plain
+
+LOG2_E = 1.4426950408889634
+HOPPER = (9, 0)
+# Bytes of P and dS, or of shares that wait for their sum, at a time: at 32k tokens less than a tenth of dq.
+SCRATCH = 320 * 2**20
+REGISTERS = 224  # of a consumer's thread in the Gluon kernels
+SLOTS_BLOCK = 1024
+REDUCED = 8  # tokens whose shares are read at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def gluon_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where the Hopper kernels take these shapes, else why the plain ones run."""
+    if compute_capability(device) != HOPPER:
+        return f"written for Hopper, got {device}"
+    if is_interpreting():
+        return "Triton's interpreter knows no Gluon"
+    if not is_installed("triton.experimental.gluon"):
+        return "this Triton has no Gluon"
+    if (dim, value_dim) != (576, 512) or heads not in (64, 128):
+        return f"takes 64 or 128 heads of 576 channels, 512 of them values, got {heads} of {dim} and {value_dim}"
+    return None if dtype in (torch.bfloat16, torch.float16) else f"takes 16-bit tensors, got {dtype}"
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and on a 16-byte boundary, which asynchronous copies need."""
+    x = x.contiguous()
+    return x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _head_tile(heads: int, most: int) -> int:
+    return max(16, min(most, power_of_2(heads)))
+
+
+def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:  # products without tensor cores, for checking
+        return Tiles(heads=16, keys=16, warps=4, stages=1)
+    if dim > 256:
+        return Tiles(heads=_head_tile(heads, 64), keys=64 if heads > 32 else 32, warps=8, stages=2)
+    return Tiles(heads=_head_tile(heads, 64), keys=64, warps=4, stages=3)
+
+
+def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(heads=16, keys=16, warps=4, stages=1)
+    return Tiles(heads=_head_tile(heads, 64), keys=32, warps=8 if dim > 256 else 4, stages=1)
+
+
+def _dkv_tiles(dtype: torch.dtype) -> Tiles:
+    """`heads`: columns of one program."""
+    if dtype == torch.float32:
+        return Tiles(heads=32, keys=16, warps=4, stages=1)
+    return Tiles(heads=64, keys=64, warps=4, stages=2)
+
+
+def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
+    q, kv, indices = _aligned(q), _aligned(kv), indices.contiguous()
+    (count, heads, dim), topk = q.shape, indices.shape[1]
+    out = torch.empty(count, heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+    if not lse.numel():
+        return out, lse
+    rest = dim - value_dim
+    if gluon_reason(heads, dim, value_dim, q.dtype, q.device) is None:
+        from .forward_gluon_triton import _sparse_forward_gluon_kernel
+
+        _sparse_forward_gluon_kernel[(heads // 64, count)](
+            q, kv, indices, out, lse, dim, topk, scale * LOG2_E, H=heads, REGISTERS=REGISTERS, num_warps=4
+        )
+        return out, lse
+    tiles = _forward_tiles(heads, dim, q.dtype)
+    plain._sparse_forward_kernel[(ceil_div(heads, tiles.heads), count)](
+        q,
+        kv,
+        indices,
+        out,
+        lse,
+        dim,
+        topk,
+        scale * LOG2_E,
+        H=heads,
+        D=dim,
+        DV=value_dim,
+        BLOCK_H=tiles.heads,
+        BLOCK_K=tiles.keys,
+        BLOCK_DV=max(16, power_of_2(value_dim)),
+        BLOCK_R=max(16, power_of_2(rest)),
+        WIDEN=is_interpreting(),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    step = _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic)
+    return step.run()
+
+
+class _Backward:
+    """The arguments of one backward, in the shape the kernels take them."""
+
+    def __init__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        deterministic: bool,
+    ) -> None:
+        self.dout, self.q, self.kv = _aligned(dout), _aligned(q), _aligned(kv)
+        self.indices, self.lse = indices.contiguous(), lse.contiguous()
+        self.scale, self.deterministic = scale, deterministic
+        (self.count, self.heads, self.dim), self.topk = q.shape, indices.shape[1]
+        self.value_dim, self.num_keys = dout.shape[2], kv.shape[0]
+        self.pitch = ceil_div(self.topk, 64) * 64
+        self.gluon = gluon_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
+        self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.dkv = torch.zeros(self.num_keys, self.dim, dtype=torch.float32, device=q.device)
+        self.delta = self._delta(out.contiguous(), dlse)
+
+    def _delta(self, out: Tensor, dlse: Tensor | None) -> Tensor:
+        delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
+        if delta.numel():
+            plain._sparse_delta_kernel[(ceil_div(delta.numel(), 4),)](
+                out,
+                self.dout,
+                delta if dlse is None else dlse.contiguous(),
+                delta,
+                delta.numel(),
+                DV=self.value_dim,
+                HAS_DLSE=dlse is not None,
+                ROWS=4,
+                BLOCK_DV=power_of_2(self.value_dim),
+                num_warps=4,
+            )
+        return delta
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        tokens = self._tokens_at_a_time()
+        if self.count and self.heads and self.topk and self.num_keys:
+            more = {"dtype": self.q.dtype, "device": self.q.device}
+            p, ds = (torch.empty(tokens, self.heads, self.pitch, **more) for _ in range(2))
+            for first in range(0, self.count, tokens):
+                now = min(tokens, self.count - first)
+                self._first_pass(first, now, p, ds)
+                self._second_pass(first, now, p, ds)
+        else:
+            self.dq.zero_()
+        return self.dq, self.dkv.to(self.kv.dtype).view(self.kv.shape)
+
+    def _tokens_at_a_time(self) -> int:
+        """As many as the scratch memory holds, in whole waves of the first pass."""
+        scores = 2 * self.heads * self.pitch * self.q.element_size()
+        shares = self.topk * self.dim * 4 if self.deterministic else 0
+        tokens = max(1, SCRATCH // max(scores, shares, 1))
+        wave = max(1, multiprocessors(self.q.device) // ceil_div(self.heads, 64))
+        return min(self.count, tokens // wave * wave or tokens)
+
+    def _first_pass(self, first: int, now: int, p: Tensor, ds: Tensor) -> None:
+        if self.gluon:
+            from .backward_gluon_triton import _sparse_dq_gluon_kernel
+
+            _sparse_dq_gluon_kernel[(self.heads // 64, now)](
+                self.q,
+                self.kv,
+                self.indices,
+                self.lse,
+                self.delta,
+                self.dout,
+                self.dq,
+                p,
+                ds,
+                self.dim,
+                first,
+                self.topk,
+                self.pitch,
+                self.scale,
+                H=self.heads,
+                REGISTERS=REGISTERS,
+                num_warps=4,
+            )
+            return
+        tiles = _dq_tiles(self.heads, self.dim, self.q.dtype)
+        plain._sparse_dq_kernel[(ceil_div(self.heads, tiles.heads), now)](
+            self.q,
+            self.kv,
+            self.indices,
+            self.lse,
+            self.delta,
+            self.dout,
+            self.dq,
+            p,
+            ds,
+            self.dim,
+            first,
+            self.topk,
+            self.pitch,
+            self.scale,
+            H=self.heads,
+            D=self.dim,
+            DV=self.value_dim,
+            BLOCK_H=tiles.heads,
+            BLOCK_K=tiles.keys,
+            BLOCK_DV=max(16, power_of_2(self.value_dim)),
+            BLOCK_R=max(16, power_of_2(self.dim - self.value_dim)),
+            WIDEN=is_interpreting(),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def _second_pass(self, first: int, now: int, p: Tensor, ds: Tensor) -> None:
+        if not self.deterministic:
+            self._share_out(first, now, p, ds, self.dkv)
+            return
+        more = {"device": self.q.device}
+        shares = torch.empty(now, self.topk, self.dim, dtype=torch.float32, **more)
+        self._share_out(first, now, p, ds, shares)
+        slots = torch.full((now, self.num_keys), -1, dtype=torch.int32, **more)
+        plain._sparse_slots_kernel[(now, ceil_div(self.topk, SLOTS_BLOCK))](
+            self.indices, slots, first, self.num_keys, self.topk, BLOCK=SLOTS_BLOCK, num_warps=4
+        )
+        plain._sparse_reduce_kernel[(self.num_keys,)](
+            shares,
+            slots,
+            self.dkv,
+            now,
+            self.num_keys,
+            self.topk,
+            D=self.dim,
+            BLOCK_D=power_of_2(self.dim),
+            BLOCK_T=REDUCED,
+            num_warps=4,
+        )
+
+    def _share_out(self, first: int, now: int, p: Tensor, ds: Tensor, to: Tensor) -> None:
+        if self.gluon:
+            from .backward_gluon_triton import _sparse_dkv_gluon_kernel
+
+            _sparse_dkv_gluon_kernel[(2, now)](
+                self.q,
+                self.dout,
+                self.indices,
+                p,
+                ds,
+                to,
+                first,
+                self.topk,
+                self.pitch,
+                H=self.heads,
+                ADD=not self.deterministic,
+                REGISTERS=REGISTERS,
+                num_warps=4,
+            )
+            return
+        tiles = _dkv_tiles(self.q.dtype)
+        for begin, end in ((0, self.value_dim), (self.value_dim, self.dim)):
+            if begin < end:
+                plain._sparse_dkv_kernel[(ceil_div(end - begin, tiles.heads), now)](
+                    self.q,
+                    self.dout,
+                    self.indices,
+                    p,
+                    ds,
+                    to,
+                    first,
+                    self.topk,
+                    self.pitch,
+                    begin,
+                    H=self.heads,
+                    D=self.dim,
+                    DV=self.value_dim,
+                    WITH_V=begin == 0,
+                    ADD=not self.deterministic,
+                    BLOCK_H=max(16, power_of_2(self.heads)),
+                    BLOCK_K=tiles.keys,
+                    BLOCK_C=tiles.heads,
+                    WIDEN=is_interpreting(),
+                    num_warps=tiles.warps,
+                    num_stages=tiles.stages,
+                )

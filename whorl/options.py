@@ -1,0 +1,149 @@
+"""What commands share: how they refuse, and the options that several of them take, each written once. No torch here."""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def stop(message: str) -> NoReturn:
+    """Asked wrongly: one line, no traceback."""
+    typer.echo(f"whorl: {message}", err=True)
+    raise typer.Exit(2)
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Around what a command makes of its arguments; errors of its work keep their traceback."""
+    try:
+        yield
+    except ValueError as error:
+        stop(str(error))
+
+
+def need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        stop("this command needs torch: pip install torch")
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+SAMPLING, CHAT, MODEL = "Sampling", "Chat", "Model"
+LOOKUP, DRAFT = "Prompt lookup decoding", "Drafting"
+
+
+def number(*names: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
+    return typer.Option(*names, min=least, max=most, metavar="N", help=text, rich_help_panel=panel)
+
+
+def flag(*names: str, panel: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a .gguf file or a Hugging Face id. Default: SmolLM2-135M-Instruct."
+    ),
+]
+ModelDir = Annotated[
+    str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL)
+]
+ModelDevice = Annotated[Device | None, flag("--device", panel=MODEL, text="Default: the best this machine has.")]
+ModelDtype = Annotated[Dtype | None, flag("--dtype", panel=MODEL, text="Of the weights. Default: the model's.")]
+MaxSeq = Annotated[
+    int | None,
+    number("--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together. Default: what fits."),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        *("--tp", "--tp-size"),
+        envvar="TP_SIZE",
+        min=1,
+        metavar="N",
+        help="Devices to share the model among, one process each. Default: 1, or those that torchrun started.",
+        rich_help_panel=MODEL,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    number("--temperature", "-t", panel=SAMPLING, least=0, text="0: greedy. Default: what the model advises, or 0."),
+]
+TopK = Annotated[
+    int | None, number("--top-k", panel=SAMPLING, least=0, text="Sample from the N likeliest tokens; 0: all.")
+]
+TopP = Annotated[
+    float | None,
+    number("--top-p", panel=SAMPLING, least=0, most=1, text="Sample from the likeliest that make up N; 1: all."),
+]
+MinP = Annotated[
+    float | None,
+    number("--min-p", panel=SAMPLING, least=0, most=1, text="Leave out what is under N of the likeliest; 0: none."),
+]
+Seed = Annotated[int, number("--seed", "-s", panel=SAMPLING, text="0: another one each time.")]
+MaxTokens = Annotated[
+    int | None, number("--max-tokens", "--n-predict", "-n", panel=SAMPLING, least=1, text="Longest answer.")
+]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="The system message.", rich_help_panel=CHAT)
+]
+Reset = Annotated[bool, flag("--reset", panel=CHAT, text="No memory: each message is the first.")]
+NoStream = Annotated[bool, flag("--no-stream", panel=CHAT, text="Print an answer when it is whole.")]
+Think = Annotated[
+    bool | None,
+    flag("--think/--no-think", panel=CHAT, text="Whether a model that can think first does. Default: its own."),
+]
+Lookup = Annotated[bool, flag("--pld", panel=LOOKUP, text="Draft from what was said: the same text, sooner.")]
+LookupK = Annotated[int | None, number("--pld-k", panel=LOOKUP, least=1, text="Longest draft (10).")]
+LookupNgram = Annotated[
+    int | None, number("--pld-ngram", panel=LOOKUP, least=1, text="Shortest match that may draft (1).")
+]
+LookupMinHist = Annotated[
+    int | None, number("--pld-min-hist", panel=LOOKUP, least=0, text="Tokens before the first draft (20).")
+]
+LookupNoGuard = Annotated[bool, flag("--pld-no-guard", panel=LOOKUP, text="Draft repetitions too.")]
+LookupDistinct = Annotated[
+    int | None,
+    number("--pld-guard-distinct", panel=LOOKUP, least=0, text="Fewest different tokens of a draft (3)."),
+]
+LookupTail = Annotated[
+    int | None,
+    number("--pld-guard-tail", panel=LOOKUP, least=1, text="Equal tokens after which their like is not drafted (6)."),
+]
+LookupWarn = Annotated[
+    int | None, number("--pld-loop-warn", panel=LOOKUP, least=1, text="Equal tokens in a row to warn of (8).")
+]
+DraftModelPath = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="A smaller model of the same tokenizer that drafts for this one.",
+        rich_help_panel=DRAFT,
+    ),
+]
+DraftK = Annotated[int | None, number("--draft-k", panel=DRAFT, least=1, text="Longest draft of --draft-model (4).")]
+DraftFixed = Annotated[
+    bool, flag("--draft-fixed", panel=DRAFT, text="Always draft the longest. Default: as much as pays, by measurement.")
+]

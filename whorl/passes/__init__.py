@@ -1,0 +1,35 @@
+"""Graph passes for models that are captured by torch.compile: sequence parallelism, its placement and its proofs.
+
+Start reading at `pipeline.PIPELINE`; `capture.compile` is the front door, `rewrite` the passes alone.
+"""
+
+from .capture import Compiled, compile
+from .collectives import (
+    all_gather,
+    all_gather_quantized,
+    local_rows,
+    ordered_all_reduce,
+    ordered_reduce_scatter,
+)
+from .config import SequenceParallel
+from .layout import Layout
+from .pipeline import PIPELINE, order_sums, rewrite
+from .report import Report
+from .rows import register_row_wise
+
+__all__ = [
+    "PIPELINE",
+    "Compiled",
+    "Layout",
+    "Report",
+    "SequenceParallel",
+    "all_gather",
+    "all_gather_quantized",
+    "compile",
+    "local_rows",
+    "order_sums",
+    "ordered_all_reduce",
+    "ordered_reduce_scatter",
+    "register_row_wise",
+    "rewrite",
+]

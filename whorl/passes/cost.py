@@ -1,0 +1,343 @@
+"""What collectives cost: alpha and beta of a link, from a table or measured, and the choice that follows.
+
+A collective takes launch + steps * alpha + bytes that one rank sends * beta. With p ranks and a tensor of S bytes:
+
+    all-reduce, ring        2 (p - 1) steps    2 (p - 1) / p * S
+    all-reduce, one shot    1 step             (p - 1) * S
+    reduce-scatter          p - 1 steps        (p - 1) / p * S          1 step where every pair has its own way
+    all-gather of G         p - 1 steps        (p - 1) / p * G          the same
+
+so plain sequence parallelism sends what an all-reduce does, and gains by gathering less than it reduces: 8 bits, or
+what comes out of a down-projection.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whorl.device import HOST, default_device, synchronize
+
+from . import collectives
+from .collectives import SCALE_BYTES
+
+Choice = Literal["all_reduce", "sp", "sp_int8"]
+CHOICES: tuple[Choice, ...] = ("all_reduce", "sp", "sp_int8")
+MOST_TOKENS = 1 << 20  # no prefill is longer: past it a threshold is never
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes a token of one graph: of each all-reduce, and of each gather that sequence parallelism puts in its place.
+
+    `quantized`: the same gathers in 8 bits, scales included; None where they are not on offer.
+    """
+
+    reduced: tuple[float, ...]
+    gathered: tuple[float, ...]
+    quantized: tuple[float, ...] | None = None
+
+    @classmethod
+    def of_norm(cls, hidden: int, dtype: torch.dtype, gathered: int | None = None) -> "Traffic":
+        """One all-reduce of `hidden` channels and one gather of `gathered` (the same, unless said) after the norm."""
+        width = hidden if gathered is None else gathered
+        return cls(
+            reduced=(hidden * dtype.itemsize,), gathered=(width * dtype.itemsize,), quantized=(width + SCALE_BYTES,)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Token counts from `start` to `end`, both included, that take one choice; `end` None: and all above."""
+
+    start: int
+    end: int | None
+    choice: Choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Seconds of collectives between the ranks of one group.
+
+    bandwidth: bytes a second that one rank sends; with `per_peer` to each other rank, of which `most_peers` at once.
+    is_direct: every pair has its own way and the library uses it: reduce-scatter and all-gather take one step each.
+    has_one_shot: small all-reduces may send everything to everyone at once.
+    switch_gain: by ranks, how much faster an all-reduce is than its bytes say, because a switch does the sum.
+    quantize: seconds a byte of the 16-bit tensor that quantising on the shard and restoring what was gathered take.
+    fitted: (seconds, seconds a byte sent) by collective, as measured on a group of `world` ranks.
+    """
+
+    name: str
+    alpha: float
+    bandwidth: float
+    launch: float = 0.0
+    per_peer: bool = False
+    most_peers: int = 1 << 30
+    is_direct: bool = False
+    has_one_shot: bool = False
+    switch_gain: Mapping[int, float] = field(default_factory=dict)
+    quantize: float = 0.0
+    fitted: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    world: int = 0
+
+    # ---- one collective
+
+    def all_reduce(self, num_bytes: float, world: int) -> float:
+        sent = 2 * (world - 1) / world * num_bytes
+        if self._is_fitted(world):
+            return self._line("all_reduce", sent)
+        gain = self.switch_gain.get(world, 1.0)
+        two_halves = self.launch + 2 * self._steps(world) * self.alpha + sent / self._rate(world) / gain
+        if not self.has_one_shot:
+            return two_halves
+        return min(two_halves, self.launch + self.alpha + (world - 1) * num_bytes / self._rate(world))
+
+    def reduce_scatter(self, num_bytes: float, world: int) -> float:
+        return self._half("reduce_scatter", num_bytes, world)
+
+    def all_gather(self, num_bytes: float, world: int) -> float:
+        """`num_bytes` of the gathered tensor."""
+        return self._half("all_gather", num_bytes, world)
+
+    def _half(self, what: str, num_bytes: float, world: int) -> float:
+        sent = (world - 1) / world * num_bytes
+        if self._is_fitted(world):
+            return self._line(what, sent)
+        return self.launch + self._steps(world) * self.alpha + sent / self._rate(world)
+
+    def _steps(self, world: int) -> int:
+        return 1 if self.is_direct else world - 1
+
+    def _rate(self, world: int) -> float:
+        return self.bandwidth * min(world - 1, self.most_peers) if self.per_peer else self.bandwidth
+
+    def _is_fitted(self, world: int) -> bool:
+        return bool(self.fitted) and world == self.world
+
+    def _line(self, what: str, sent: float) -> float:
+        seconds, a_byte = self.fitted[what]
+        return seconds + a_byte * sent
+
+    # ---- one graph
+
+    def seconds(self, choice: Choice, tokens: float, world: int, traffic: Traffic) -> float:
+        """What the collectives of one pass through the graph take."""
+        if world == 1 or not tokens:
+            return 0.0
+        if choice == "all_reduce":
+            return sum(self.all_reduce(b * tokens, world) for b in traffic.reduced)
+        reduced = sum(self.reduce_scatter(b * tokens, world) for b in traffic.reduced)
+        if choice == "sp":
+            return reduced + sum(self.all_gather(b * tokens, world) for b in traffic.gathered)
+        if traffic.quantized is None:
+            raise ValueError("cost model: sp_int8 was asked for, and the graph has no quantised gathers on offer")
+        if self._is_fitted(world):
+            sent = [(world - 1) / world * b * tokens for b in traffic.quantized]
+            return reduced + sum(self._line("all_gather_quantized", b) for b in sent)
+        gathered = sum(self.all_gather(b * tokens, world) for b in traffic.quantized)
+        return reduced + gathered + self.quantize * tokens * sum(traffic.gathered)
+
+    def choose(
+        self,
+        tokens: float,
+        hidden: int,
+        dtype: torch.dtype,
+        world: int,
+        placements: Traffic | None = None,
+        allowed: Sequence[Choice] = CHOICES,
+    ) -> Choice:
+        """The cheapest way for `tokens`; on a tie the first of `allowed`, so nothing changes without a gain."""
+        traffic = placements or Traffic.of_norm(hidden, dtype)
+        offered = [c for c in allowed if c != "sp_int8" or traffic.quantized is not None]
+        return min(offered, key=lambda c: self.seconds(c, tokens, world, traffic))
+
+    def ranges(
+        self,
+        hidden: int,
+        dtype: torch.dtype,
+        world: int,
+        placements: Traffic | None = None,
+        allowed: Sequence[Choice] = CHOICES,
+        most: int = MOST_TOKENS,
+    ) -> tuple[Range, ...]:
+        """The choice for every token count from 1 on, neighbours that agree merged."""
+
+        def chosen(tokens: int) -> Choice:
+            return self.choose(tokens, hidden, dtype, world, placements, allowed)
+
+        # Costs are lines in the token count, all-reduce the lower of two: a grid finds each change, bisection its
+        # place.
+        grid = sorted({1, most, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
+        starts = [(1, chosen(1))]
+        for low, high in itertools.pairwise(grid):
+            while chosen(high) != starts[-1][1]:
+                at = _first_change(chosen, max(low, starts[-1][0]), high)
+                starts.append((at, chosen(at)))
+        ends = [*(start - 1 for start, _ in starts[1:]), None]
+        return tuple(Range(start=s, end=e, choice=c) for (s, c), e in zip(starts, ends, strict=True))
+
+    def threshold(
+        self,
+        hidden: int,
+        dtype: torch.dtype,
+        world: int,
+        placements: Traffic | None = None,
+        allowed: Sequence[Choice] = CHOICES,
+        most: int = MOST_TOKENS,
+    ) -> int | None:
+        """min_tokens="auto": from here on an all-reduce is never the cheapest; None: there is no such place."""
+        last = None
+        for part in reversed(self.ranges(hidden, dtype, world, placements, allowed, most)):
+            if part.choice == "all_reduce":
+                break
+            last = part.start
+        return last
+
+
+def _first_change(chosen: Callable[[int], Choice], low: int, high: int) -> int:
+    """The smallest count in (low, high] that is not chosen as `low` is."""
+    before = chosen(low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if chosen(middle) == before else (low, middle)
+    return high
+
+
+# ---- the table
+
+# NCCL's own model (src/graph/tuning.cc): a ring of large messages costs 8.4 us once and 3.4 us a step over NVLink,
+# 5.7 us over PCIe, 9.6 us over a network.
+_NCCL_LAUNCH = 8.4e-6
+
+TABLE: dict[str, CostModel] = {
+    model.name: model
+    for model in (
+        CostModel(
+            name="h200_nvlink",
+            alpha=3.4e-6,
+            launch=_NCCL_LAUNCH,
+            # NVLink 4 is 450 GB/s each way; 365 to 370 arrive (NVIDIA/nccl-tests#212, NVIDIA/nccl#1455).
+            bandwidth=370e9,
+            has_one_shot=True,
+            # With NVLink SHARP the switch adds up: bus bandwidth 420, 440, 460 and 480 GB/s at 5 to 8 GPUs, no gain
+            # below (NVIDIA/nccl#1455); 475 on H200 (NVIDIA/nccl-tests#272).
+            switch_gain={5: 420 / 370, 6: 440 / 370, 7: 460 / 370, 8: 480 / 370},
+            # Three bytes of traffic for two on the shard and again on the whole, at 4.28 TB/s, the rate of a copy
+            # (bench/results/ops_h200.md).
+            quantize=1.5 * (1 + 1 / 8) / 4.28e12,
+        ),
+        CostModel(
+            name="ascend_910_hccs",
+            # Of the order that is reported for one collective on an 8-NPU server; HCCL publishes no constants.
+            alpha=0.0,
+            launch=20e-6,
+            # A full mesh of eight with 28 GB/s each way on every link: the standard that Ascend's profiler holds HCCS
+            # to (msprof, HCCS_BANDWIDTH_V4_1_0), 392 GB/s both ways in the data sheet of Atlas 800T A2.
+            bandwidth=28e9,
+            per_peer=True,
+            most_peers=7,
+            is_direct=True,
+            has_one_shot=True,
+            # HBM of 910B: 1.6 TB/s.
+            quantize=1.5 * (1 + 1 / 8) / 1.6e12,
+        ),
+        CostModel(
+            name="pcie",
+            alpha=5.7e-6,
+            launch=_NCCL_LAUNCH,
+            # PCIe 4.0 x16 is 31.5 GB/s each way; 20 is what Ascend's profiler holds PCIe to (msprof) and what
+            # NVIDIA/nccl-tests#178 reports once a path leaves NVLink.
+            bandwidth=20e9,
+            quantize=1.5 * (1 + 1 / 8) / 2e12,
+        ),
+        CostModel(
+            name="ethernet",
+            alpha=9.6e-6,
+            launch=_NCCL_LAUNCH,
+            # 100 Gbit/s, one port a rank: 12.5 GB/s, which RDMA reaches (msprof, RDMA_BANDWIDTH_V2_1_0).
+            bandwidth=12.5e9,
+            quantize=1.5 * (1 + 1 / 8) / 2e12,
+        ),
+    )
+}
+
+
+def table(name: str) -> CostModel:
+    if name not in TABLE:
+        raise ValueError(f"cost model: no link {name!r} in the table. Has: {', '.join(TABLE)}")
+    return TABLE[name]
+
+
+# ---- measuring
+
+
+def measure(
+    group: Any = None, *, num_bytes: Sequence[int] = (1 << 13, 1 << 18, 1 << 21), repeats: int = 5
+) -> CostModel:
+    """The cost model of this group as it is now, from the collectives that the passes use; the same on every rank."""
+    name = collectives.group_name(group)
+    world = collectives.group_size(name)
+    if world == 1:
+        return CostModel(name="measured", alpha=0.0, bandwidth=float("inf"))
+    device = HOST if dist.get_backend(collectives.process_group(name)) == "gloo" else default_device()
+    fitted = {what: _fit(_times(what, name, device, num_bytes, repeats)) for what in _TIMED}
+    seconds, a_byte = fitted["reduce_scatter"]
+    return CostModel(name="measured", alpha=seconds, bandwidth=1 / a_byte, fitted=fitted, world=world)
+
+
+# Each takes [p rows, channels] of bf16 in all, and the group's name.
+_TIMED: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all_reduce": collectives.ordered_all_reduce,
+    "reduce_scatter": collectives.ordered_reduce_scatter,
+    "all_gather": lambda x, group: collectives.all_gather(collectives.local_rows(x, group), x.shape[0], group),
+    "all_gather_quantized": lambda x, group: collectives.all_gather_quantized(
+        collectives.local_rows(x, group), x.shape[0], group, "int8"
+    ),
+}
+_CHANNELS = 2048
+
+
+def _sent(what: str, rows: int, world: int) -> float:
+    """Bytes that a rank sends."""
+    row = _CHANNELS + SCALE_BYTES if what == "all_gather_quantized" else 2 * _CHANNELS
+    return (2 if what == "all_reduce" else 1) * (world - 1) / world * rows * row
+
+
+def _times(what: str, group: str, device: str, num_bytes: Sequence[int], repeats: int) -> list[tuple[float, float]]:
+    """(bytes sent, seconds) for each size; seconds are the median of a rank's calls, the mean over ranks."""
+    ranks, world, run = collectives.process_group(group), collectives.group_size(group), _TIMED[what]
+    found = []
+    for size in num_bytes:
+        rows = world * max(1, size // (2 * _CHANNELS * world))
+        x = torch.ones(rows, _CHANNELS, dtype=torch.bfloat16, device=device)
+        run(x, group)
+        times = []
+        for _ in range(repeats):
+            dist.barrier(ranks)
+            synchronize(device)
+            start = time.perf_counter()
+            run(x, group)
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        mine = torch.tensor([statistics.median(times)], device=device)
+        dist.all_reduce(mine, group=ranks)
+        found.append((_sent(what, rows, world), mine.item() / world))
+    return found
+
+
+def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds and seconds a byte: least squares of the relative error, so that small messages count as large do."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * b for w, (b, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (b - x) ** 2 for w, (b, _) in zip(weights, points, strict=True))
+    slope = sum(w * (b - x) * (s - y) for w, (b, s) in zip(weights, points, strict=True)) / spread
+    slope = max(slope, 1e-15)  # noise on a link faster than the clock
+    return max(y - slope * x, 0.0), slope

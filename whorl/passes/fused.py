@@ -1,0 +1,108 @@
+"""Products fused with a collective by the platform itself: symmetric memory on CUDA, torch_npu on Ascend.
+
+Each function returns the call, ready to be made, or None where the platform cannot take it. None of these adds in rank
+order. Groups and communicators are looked up when an operator runs.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
+from whorl.device import HOME
+from whorl.ops import _torch_npu
+from whorl.ops._torch_npu import dtype_name
+
+from . import collectives
+
+CUDA, NPU = HOME["triton"], HOME["torch_npu"]
+
+
+def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    world = collectives.group_size(group)
+    if _uses_symmetric_memory(x, group) and x.shape[0] and not x.shape[0] % world:
+        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", 0, group)
+    if x.device.type != NPU or _limit(mm_reduce_scatter_limit, x, weight, world) is not None:
+        return None
+    return lambda: npu_reduce_scatter(x, weight, communicator(group), world)
+
+
+def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) -> Callable[[], list[Tensor]] | None:
+    world = collectives.group_size(group)
+    if tokens != world * x.shape[0] or not tokens:
+        return None
+    if _uses_symmetric_memory(x, group):
+        return lambda: _symmetric_all_gather(x, weights, group)
+    if x.device.type != NPU or any(_limit(all_gather_mm_limit, x, w, world) for w in weights):
+        return None
+    return lambda: npu_all_gather(x, weights, communicator(group), world)
+
+
+def all_reduce(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    if x.device.type != NPU or _limit(mm_all_reduce_limit, x, weight, collectives.group_size(group)) is not None:
+        return None
+    return lambda: npu_all_reduce(x, weight, communicator(group))
+
+
+# ---- CUDA
+
+
+def _uses_symmetric_memory(x: Tensor, group: str) -> bool:
+    return x.device.type == CUDA and x.dtype in (torch.bfloat16, torch.float16) and has_symmetric_memory(group)
+
+
+@functools.cache
+def has_symmetric_memory(group: str) -> bool:
+    """Whether the ranks of a group can map each other's memory; tried once, with the workspace that is used later."""
+    if dist.get_backend(collectives.process_group(group)) != "nccl":
+        return False
+    from torch.distributed import _symmetric_memory
+
+    try:
+        _symmetric_memory.get_symm_mem_workspace(group, min_size=1 << 20)  # type: ignore[arg-type]
+    except RuntimeError as error:  # GPUs without peer access, or on several hosts
+        warnings.warn(f"async_tp: no symmetric memory, chunks overlap instead: {error}", RuntimeWarning, stacklevel=2)
+        return False
+    return True
+
+
+def _symmetric_all_gather(x: Tensor, weights: Sequence[Tensor], group: str) -> list[Tensor]:
+    gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), list(weights), 0, group)
+    return [gathered, *outs]
+
+
+# ---- Ascend
+
+
+def _limit(limit: Callable[..., str | None], x: Tensor, weight: Tensor, world: int) -> str | None:
+    return limit(shape=x.shape, weight_shape=weight.shape, dtype=dtype_name(x), world=world)
+
+
+def communicator(group: str) -> str:
+    """HCCL's name of this rank's end of the group."""
+    ranks = collectives.process_group(group)
+    return str(ranks._get_backend(torch.device(NPU)).get_hccl_comm_name(ranks.rank()))
+
+
+def npu_reduce_scatter(x: Tensor, weight: Tensor, hcom: str, world: int) -> Tensor:
+    out: Tensor = _torch_npu.call(
+        "npu_mm_reduce_scatter_base", input=x.contiguous(), x2=weight, hcom=hcom, world_size=world, reduce_op="sum"
+    )
+    return out
+
+
+def npu_all_gather(x: Tensor, weights: Sequence[Tensor], hcom: str, world: int) -> list[Tensor]:
+    """The rows are gathered with the first product; the others read them."""
+    first, gathered = _torch_npu.call(
+        "npu_all_gather_base_mm", input=x.contiguous(), x2=weights[0], hcom=hcom, world_size=world, gather_output=True
+    )
+    return [gathered, first, *(gathered @ weight for weight in weights[1:])]
+
+
+def npu_all_reduce(x: Tensor, weight: Tensor, hcom: str) -> Tensor:
+    out: Tensor = _torch_npu.call("npu_mm_all_reduce_base", x1=x.contiguous(), x2=weight, hcom=hcom, reduce_op="sum")
+    return out

@@ -1,0 +1,107 @@
+"""Where each value of a graph lives, over one process group."""
+
+from collections.abc import Mapping, Set
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+
+from . import collectives
+from .rows import CHUNKS, is_registered
+
+c10d = torch.ops._c10d_functional
+ours = torch.ops.whorl
+
+ALL_REDUCES = {c10d.all_reduce.default, ours.ordered_all_reduce.default}
+REDUCE_SCATTERS = {c10d.reduce_scatter_tensor.default, ours.ordered_reduce_scatter.default}
+ALL_GATHERS = {
+    c10d.all_gather_into_tensor.default,
+    ours.all_gather.default,
+    ours.all_gather_quantized.default,
+}
+SAME_EVERYWHERE = ALL_REDUCES | ALL_GATHERS | {c10d.broadcast.default}
+# Operators of these namespaces compute from their arguments alone; others may read the rank.
+PURE = ("aten", "prims", "whorl", "_operator", "math", "torch")
+
+
+class Layout(Enum):
+    """REPLICATED: equal on all ranks. PARTIAL: summands of what is. SHARDED: each rank has its rows. VARYING: unknown."""
+
+    REPLICATED = "replicated"
+    PARTIAL = "partial"
+    SHARDED = "sharded"
+    VARYING = "varying"
+
+
+def group_of(node: Node) -> str | None:
+    """The group that a collective works over; None for other nodes."""
+    is_ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "whorl")
+    if not is_ours:
+        return None
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in ("group", "group_name"):
+            return str(node.args[i] if i < len(node.args) else node.kwargs[argument.name])
+    return None
+
+
+def covers(wide: str | None, group: str) -> bool:
+    """Whether every rank of `group` takes part in one collective over `wide`."""
+    if wide is None or wide == group:
+        return wide == group
+    ranks = [set(dist.get_process_group_ranks(collectives.process_group(g))) for g in (wide, group)]
+    return ranks[1] <= ranks[0]
+
+
+def infer(graph: Graph, group: str, inputs: Mapping[str, Layout], differing: Set[str]) -> dict[Node, Layout]:
+    """The layout of every node. `inputs`: of placeholders by name, REPLICATED where nothing is said.
+
+    differing: names of nodes with constants or shapes that are not the same on all ranks.
+    """
+    found: dict[Node, Layout] = {}
+    for node in graph.nodes:
+        if node.name in differing:
+            found[node] = Layout.VARYING
+        elif node.op in ("placeholder", "get_attr"):
+            found[node] = inputs.get(node.name, Layout.REPLICATED)
+        else:
+            found[node] = _layout(node, group, found)
+    for node in reversed(graph.nodes):
+        users = list(node.users)
+        if found[node] is Layout.VARYING and users and all(_sums(u, group) for u in users):
+            found[node] = Layout.PARTIAL
+    return found
+
+
+def _sums(node: Node, group: str) -> bool:
+    if node.target not in ALL_REDUCES | REDUCE_SCATTERS or group_of(node) != group:
+        return False
+    return node.target in (ours.ordered_all_reduce.default, ours.ordered_reduce_scatter.default) or node.args[1] == "sum"
+
+
+def _layout(node: Node, group: str, found: Mapping[Node, Layout]) -> Layout:
+    target: Any = node.target
+    layouts = [found[a] for a in node.all_input_nodes]
+    if target in SAME_EVERYWHERE and covers(group_of(node), group):
+        return Layout.REPLICATED
+    if target in REDUCE_SCATTERS | CHUNKS:
+        return Layout.SHARDED if group_of(node) == group else Layout.VARYING
+    if target is c10d.wait_tensor.default:
+        return layouts[0]
+    inner = node.args[0] if isinstance(target, torch._ops.HigherOrderOperator) and node.args else None
+    if not _is_pure(inner if isinstance(inner, torch._ops.OpOverload) else target):
+        return Layout.VARYING
+    if all(layout is Layout.REPLICATED for layout in layouts):
+        return Layout.REPLICATED
+    is_rows = all(layout in (Layout.REPLICATED, Layout.SHARDED) for layout in layouts) and is_registered(target)
+    return Layout.SHARDED if is_rows else Layout.VARYING
+
+
+def _is_pure(target: Any) -> bool:
+    if is_registered(target):
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        return target.namespace in PURE and not is_random
+    return isinstance(target, torch._ops.HigherOrderOperator) or getattr(target, "__module__", "") in PURE
