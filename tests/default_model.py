@@ -43,6 +43,7 @@ class Scripted:
     """Says what it is told to say, a token a step, through real sequences."""
 
     max_model_len = 400
+    model = None
 
     def __init__(self, *answers: str, words: Tokenizer | None = None) -> None:
         self.tokenizer = words or tokenizer()

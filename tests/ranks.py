@@ -1,62 +1,89 @@
-"""Several ranks on one machine: a test's function runs in processes of a gloo group, and none outlives its time.
+"""Worker processes with one gloo group between them, kept for many cases: starting Python is what takes the time."""
 
-The function is named "module:function" and gets its rank, the number of ranks and keyword arguments, which are JSON;
-what it returns, JSON too, comes back in rank order.
-"""
-
-import importlib
-import json
+import atexit
+import datetime
+import multiprocessing
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-HERE = Path(__file__).parent
 
-
-def run(function: str, world: int, timeout: float = 120, **arguments: Any) -> list[Any]:
-    """What every rank's `function(rank, world, **arguments)` returns."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
-    }
-    command = [sys.executable, __file__, function, json.dumps(arguments), str(world)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    try:
-        done = [process.communicate(timeout=timeout) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for rank, (process, (out, err)) in enumerate(zip(ranks, done, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {function} failed:\n{out[-2000:]}\n{err[-6000:]}"
-    return [json.loads(out.splitlines()[-1]) for out, _ in done]
-
-
-def main(function: str, arguments: str, world: str, rank: str) -> None:
-    import datetime
-
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", rank=int(rank), world_size=int(world), timeout=datetime.timedelta(seconds=60))
-    module, name = function.split(":")
-    found = getattr(importlib.import_module(module), name)(int(rank), int(world), **json.loads(arguments))
-    dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(found))
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    while True:
+        function, arguments = pipe.recv()
+        torch.manual_seed(0)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                answer = function(*arguments)
+            pipe.send(("ok", answer, [str(w.message) for w in caught]))
+        except BaseException as e:
+            pipe.send(("error", f"{type(e).__name__}: {e}", traceback.format_exc()))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+class Ranks:
+    """`run(function, ...)` calls a function on every rank and returns the answers in rank order."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.pipes, self.processes = size, [], []
+        self.warnings: list[str] = []  # of rank 0 in the last run
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+        self.pipes, self.processes = [], []
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[tuple[Any, ...]]:
+        """("ok", answer, warnings) or ("error", message, traceback) of every rank; a rank that hangs ends them all."""
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                self.stop()
+                raise AssertionError(f"rank {rank} of {self.size} gave no answer in {timeout} s")
+            answers.append(pipe.recv())
+        return answers
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        answers = self.outcomes(function, *arguments, timeout=timeout)
+        for rank, (status, _, more) in enumerate(answers):
+            if status == "error":
+                self.stop()  # the group may be out of step
+                raise AssertionError(f"rank {rank}:\n{more}")
+        self.warnings = answers[0][2]
+        return [answer for _, answer, _ in answers]
+
+
+_SHARED: dict[int, Ranks] = {}
+
+
+def shared(size: int) -> Ranks:
+    """The same workers for every test of this process."""
+    if size not in _SHARED:
+        _SHARED[size] = Ranks(size)
+        atexit.register(_SHARED[size].stop)
+    return _SHARED[size]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from default_model import Scripted, mock_llm
 from default_model import tokenizer as smollm2
 from tokenizers import Tokenizer as Backend
@@ -119,6 +121,21 @@ def test_stats() -> None:
     shown = talk(Scripted("Hello world"), "/stats", "Hi", "/stats")
     assert shown.startswith("no answer yet\nHello world\n3 tokens at ")
     assert "first after 0.0" in shown
+
+
+def test_stats_tell_the_share_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.engine import roofline
+    from whorl.engine.weights import random_model
+    from whorl.models.llama import Llama
+
+    llm = Scripted("Hello world")
+    llm.model = random_model(Llama.tiny(), device="cpu", dtype=torch.float32)  # type: ignore[assignment]
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 1e9)
+    (line,) = (line for line in talk(llm, "Hi", "/stats").splitlines() if "roofline" in line)
+    share, read, speed = (float(number) for number in re.findall(r"[\d.]+", line))
+    assert read == pytest.approx(roofline.step_bytes(llm.model, context=30) / 1e6, rel=0.2)
+    assert speed == pytest.approx(1e3 / read, rel=0.01)
+    assert share > 0
 
 
 def test_stats_tell_cache_and_drafts() -> None:

@@ -133,7 +133,7 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
 
 def test_lookup_defaults() -> None:
     """Those of the program whose options these are."""
-    proposer = command._proposer(Options(pld=True))
+    proposer = command.proposer(Options(pld=True))
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [10, 1, 20, True, 3, 6, 8]
 
@@ -233,6 +233,62 @@ def test_lookup_does_not_change_the_text(with_llm: Any) -> None:
     drafted = json.loads(run("-p", text, "-n", "8", "--json").stdout)
     assert drafted["text"] == plain["text"]
     assert drafted["accepted_tokens"] > 0 == plain["accepted_tokens"]
+
+
+TWENTY = (
+    FRANCE,
+    "List the days of the week, then list them again in reverse.",
+    "Write a haiku about the sea.",
+    "Count from one to twenty in words.",
+    "def fibonacci(n):\n    ",
+    "Once upon a time there was a fox who",
+    "Explain photosynthesis in one paragraph.",
+    "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",
+    "Translate to French: Good morning, how are you?",
+    "The three laws of motion are: 1.",
+    "Write an email to a colleague about a meeting on Monday. Subject: Meeting on Monday\n\nDear colleague,",
+    "SELECT name, age FROM people WHERE",
+    "What is 17 times 23? Show your work.",
+    "one two three four one two three four one two three",
+    "Name five rivers of Europe and five rivers of Asia.",
+    "<html>\n<head>\n<title>My page</title>\n</head>\n<body>\n",
+    "Who wrote Hamlet, and when?",
+    "Give a recipe for pancakes with a list of ingredients.",
+    "A, B, C, D, E, F,",
+    "Summarize: The cat sat on the mat. The cat was happy. The mat was red. The cat liked the red mat.",
+)
+
+
+@pytest.mark.slow
+def test_lookup_prints_the_same_for_twenty_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts of measured length, and with as many as there can be."""
+    monkeypatch.setattr(command, "load", loaded := Loaded())
+    assert len(set(TWENTY)) == 20
+    for prompt in TWENTY:
+        is_message = prompt.endswith((".", "?"))
+        asked = ["--prompt", prompt, "--temperature", "0", "-n", "24", *(["--chat"] if is_message else [])]
+        plain = run(*asked)
+        assert plain.exit_code == 0
+        assert plain.stdout.strip(), prompt
+        assert run(*asked, "--pld").stdout == plain.stdout
+        assert run(*asked, "--pld", "--pld-min-hist", "1", "--draft-fixed").stdout == plain.stdout
+    assert loaded.num_accepted > 50
+
+
+class Loaded:
+    """What the command loads, but the weights only once."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+
+    def __call__(self, options: Options) -> Any:
+        length = "fixed" if options.draft_fixed else "measured"
+        self.engines.append(default_llm(speculate=command.proposer(options), draft_length=length))
+        return self.engines[-1]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(llm.num_accepted for llm in self.engines)
 
 
 @pytest.mark.slow

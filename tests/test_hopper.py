@@ -31,7 +31,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_qk_norm_rope_backward_kernel",
         "_swiglu_kernel",
         "_swiglu_backward_kernel",
-        "_linear_kernel",
+        "_tile_kernel",
         "_write_kv_kernel",
         "_decode_kernel",
         "_prompt_kernel",
@@ -39,8 +39,9 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_route_kernel",
         "_gate_up_decode_kernel",
         "_down_decode_kernel",
-        "_gate_up_prompt_kernel",
-        "_down_prompt_kernel",
+        "_gate_up_kernel",
+        "_down_kernel",
+        "_sort_kernel",
         "_top_kernel",
         "_draw_kernel",
         "_quantize_kernel",
@@ -54,13 +55,13 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
-SMALL_READS = {"_route_kernel"}
+SMALL_READS = {"_route_kernel", "_sort_kernel"}
 SMALL_WRITES = {
     "_route_kernel",
     "_top_kernel",
     "_draw_kernel",
     "_combine_kernel",
-    "_linear_kernel",
+    "_sort_kernel",
     "_gate_up_decode_kernel",
     "_down_decode_kernel",
 }

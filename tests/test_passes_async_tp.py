@@ -6,10 +6,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from ranks import Ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -83,14 +83,18 @@ def both_ways(x: Tensor, weight: Tensor, product: str, group: str) -> dict[str, 
     return found
 
 
-def everything(rank: int, world: int) -> dict[str, Any]:
+def everything() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
     return {"operators": operators(rank, world), "graphs": graphs(rank, world)}
 
 
 @pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.slow)], ids="{} ranks".format)
 def found_on_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """One start of processes for all that needs several."""
-    return ranks.run("test_passes_async_tp:everything", request.param)
+    ranks = Ranks(request.param)
+    found = ranks.run(everything, timeout=300)
+    ranks.stop()
+    return found
 
 
 def test_the_bits_of_the_unfused_pair(found_on_ranks: list[dict[str, Any]]) -> None:

@@ -4,10 +4,11 @@ import itertools
 import math
 
 import pytest
-import ranks
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Ranks
 
 from whorl.passes import cost
 from whorl.passes.cost import CHOICES, TABLE, CostModel, Range, Traffic
@@ -154,7 +155,8 @@ def test_a_fit_finds_the_line() -> None:
 # ---- on ranks
 
 
-def on_a_rank(rank: int, world: int) -> dict[str, object]:
+def on_a_rank() -> dict[str, object]:
+    world = dist.get_world_size()
     model = cost.measure(repeats=3)
     traffic = Traffic.of_norm(2048, BF16)
     return {
@@ -166,7 +168,9 @@ def on_a_rank(rank: int, world: int) -> dict[str, object]:
 
 
 def test_measured_on_ranks() -> None:
-    found = ranks.run("test_passes_cost:on_a_rank", world=2)
+    ranks = Ranks(2)
+    found = ranks.run(on_a_rank)
+    ranks.stop()
     assert found[0] == found[1], "every rank must choose alike"
     assert set(found[0]["fitted"]) == {"all_reduce", "reduce_scatter", "all_gather", "all_gather_quantized"}
     assert all(line[1] > 0 for line in found[0]["fitted"].values())

@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "bench": None,
     "cli": None,
 }
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options")  # torch may be imported inside their functions only
+# Torch may be imported inside their functions only.
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel")
 LINES = 500
 LONGER = {
@@ -134,10 +135,18 @@ def test_public_names() -> None:
         "OPS",
         "Op",
         "add_rms_norm",
+        "causal_bounds",
+        "choose_attention",
+        "dense_indexer_kl_loss",
         "dequantize",
         "dynamic_quant",
         "experts",
+        "hadamard",
+        "indexer_kl_loss",
+        "indexer_rope",
+        "lightning_indexer",
         "linear",
+        "masked_attention",
         "merge_mrope",
         "mrope",
         "mrope_",
@@ -149,6 +158,8 @@ def test_public_names() -> None:
         "rope_",
         "route",
         "sample",
+        "selection_mask",
+        "sparse_attention",
         "swiglu",
         "tokens_first",
         "write_kv",
@@ -160,8 +171,12 @@ def test_public_names() -> None:
 
 def test_operators() -> None:
     forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
+    forward |= {"sparse_attention", "masked_attention", "hadamard"}
     backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
+    backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
     inference = {"linear", "write_kv", "paged_attention", "route", "experts", "sample", "dynamic_quant", "dequantize"}
+    inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
+    inference |= {"indexer_target", "indexer_kl", "dense_indexer_target", "dense_indexer_kl"}  # loss and gradient in one
     assert set(OPS) == forward | backward | inference
     assert {name for name in OPS if OPS[name].forward_only} == inference | {"rope_", "mrope_"}
     assert {name for name in forward if isinstance(getattr(ops, name), ops.Op)} == forward
@@ -182,6 +197,9 @@ SURFACE = {
     "whorl serve": [
         "--api-key",
         "--device",
+        "--draft-fixed",
+        "--draft-k",
+        "--draft-model",
         "--drain",
         "--dtype",
         "--host",
@@ -196,6 +214,8 @@ SURFACE = {
         "--pld-k",
         "--port",
         "--timeout",
+        "--tp",
+        "--tp-size",
         "MODEL",
     ],
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
@@ -213,6 +233,14 @@ SURFACE = {
         "--quick",
         "NAMES",
     ],
+    "whorl bench collectives": ["--device", "--json", "--ranks", "--repeats", "--rows"],
+    "whorl bench decode": sorted(
+        {
+            *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
+            *("--classify", "--sweep", "--verify", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard"),
+            *("--draft-model", "--draft-k", "--draft-fixed", "--device", "--dtype"),
+        }
+    ),
     "whorl bench positions": ["--json", "--repeats"],
     "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }

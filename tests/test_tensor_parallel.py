@@ -16,8 +16,12 @@ import pytest
 import torch
 from mock_model import ByteTokenizer, Logits, Oracle, alone, record
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from whorl import nn
+from whorl.bench import collectives
+from whorl.cli import app
+from whorl.device import COLLECTIVE_CHOICES, COLLECTIVE_SETTINGS
 from whorl.engine import launch
 from whorl.engine.launch import Place, RankError
 from whorl.engine.llm import LLM
@@ -153,9 +157,19 @@ def check_ranks(llm: LLM, path: Path) -> None:
     assert llm.pool.num_used == 0
 
 
+def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large sums are: to each rank its rows, then their sums to all."""
+    monkeypatch.setattr(nn, "_FEW_BYTES", 0)
+    planted(monkeypatch, "import whorl.nn\nwhorl.nn._FEW_BYTES = 0")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_equal_one(name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path]) -> None:
+def test_two_ranks_equal_one(
+    name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """3 KV heads are shared unevenly by two ranks, 2 of them evenly."""
+    if name == "qwen3_moe":
+        sum_in_two_turns(monkeypatch)
     check_ranks(engine(name, num_blocks=13, run_ahead=name == "qwen3"), checkpoints[name])
 
 
@@ -189,6 +203,20 @@ def check_interrupts(llm: LLM) -> None:
             for _ in range(200):
                 llm.generate([[4, 5, 6]], long, progress=False)
         assert llm.generate([[1, 2, 3]], GREEDY, progress=False)[0].token_ids == expected
+
+
+@pytest.mark.slow
+def test_both_ways_to_sum_give_the_same_bits(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for _ in range(2):
+        llm = engine("qwen3", tp=3)
+        recorded = record(llm)
+        (seq,) = run(llm, (list(range(20)), GREEDY))
+        found.append(recorded[seq.id])
+        llm.close()
+        sum_in_two_turns(monkeypatch)
+    assert len(found[0]) == 12
+    assert all(torch.equal(found[0][place], found[1][place]) for place in found[0])
 
 
 # ---- loss
@@ -388,3 +416,75 @@ def test_a_rank_of_torchrun_that_raises_ends_the_run(checkpoints: dict[str, Path
     assert done.returncode != 0
     assert "ValueError: the planted fault" in done.stderr
     assert time.monotonic() < started + 60
+
+
+# ---- settings of the libraries, and what they are worth
+
+
+@pytest.mark.parametrize("device", ["npu", "cuda"])
+def test_settings_are_made_and_said_in_a_line(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = COLLECTIVE_SETTINGS[device]
+    for name in wanted:
+        monkeypatch.setenv(name, "mine")
+        monkeypatch.delenv(name)
+    if device == "npu":
+        assert len(wanted) == 6
+        monkeypatch.setenv("HCCL_BUFFSIZE", "128")
+    monkeypatch.setattr(launch, "device_count", lambda device: 2)
+    monkeypatch.setattr(launch, "Address", None)  # nothing is started
+    with pytest.raises(AttributeError):
+        launch.start(Place(rank=0, size=2, local_rank=0, is_given=False), device, "none", {})
+    (line,) = caplog.messages
+    for name, value in wanted.items():
+        is_mine = (device, name) == ("npu", "HCCL_BUFFSIZE")
+        assert os.environ[name] == ("128" if is_mine else value)
+        assert (f"{name}={value}" in line) != is_mine
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "device_count", lambda device: 2)
+    with pytest.raises(ValueError, match="4 ranks were asked for; this machine has 2 cuda devices"):
+        launch.start(Place(rank=0, size=4, local_rank=0, is_given=False), "cuda", "none", {})
+    monkeypatch.setattr(collectives, "device_count", lambda device: 1)
+    monkeypatch.setattr(collectives, "require", lambda device: device)
+    with pytest.raises(ValueError, match=r"1 ranks were asked for; at least 2 are needed.* has 1 cuda device"):
+        collectives.run("cuda")
+
+
+def test_every_setting_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in COLLECTIVE_CHOICES["npu"]:
+        monkeypatch.delenv(name, raising=False)
+    swept = list(collectives.settings("npu"))
+    assert [(name, tune) for name, _, tune in swept[:2]] == [(collectives.PLAIN, False), (collectives.OURS, True)]
+    assert {name for _, variables, _ in swept for name in variables} == set(COLLECTIVE_SETTINGS["npu"])
+    monkeypatch.setenv("HCCL_ALGO", "mine")
+    assert not any("HCCL_ALGO" in variables for _, variables, _ in collectives.settings("npu"))
+    assert list(collectives.settings("cpu")) == [(collectives.PLAIN, {}, False)]
+
+
+def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = "import whorl.nn\ngather = whorl.nn.Ranks.gather\nwhorl.nn.Ranks.gather = lambda s, x: gather(s, x + 1)"
+    planted(monkeypatch, fault)
+    rows = collectives.measure({"device": "cpu", "ranks": 2, "rows": [1, 5], "repeats": 2, "tune": True})
+    assert [row["rows"] for row in rows] == [2] * 5 + [6] * 5
+    for row in rows:
+        is_right = row["collective"] != "gather of columns"
+        assert row["equal"] == is_right, row
+        assert (row["us"] is not None) == (row["algbw"] is not None) == is_right
+        assert row["bytes"] == row["rows"] * collectives.WIDTH * 4
+        assert row["sent"] == row["bytes"] * (1 if row["collective"] in ("all_reduce", "sum in rank order") else 0.5)
+
+
+@pytest.mark.slow
+def test_bench_collectives() -> None:
+    done = CliRunner().invoke(
+        app, ["bench", "collectives", "--device", "cpu", "--rows", "2", "--repeats", "2", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert document["library"] == "gloo"
+    assert "HCCL_ALGO" in document["not_applicable"]
+    assert [each["name"] for each in document["settings"]] == [collectives.PLAIN]
+    assert len(document["settings"][0]["rows"]) == 5

@@ -3,7 +3,6 @@
 Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -44,6 +43,7 @@ from whorl.options import (
     TopP,
     asking,
     flag,
+    need_engine,
     need_torch,
     print_json,
     stop,
@@ -110,7 +110,7 @@ def doctor(
 def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
     """Names of `given` are those of `Options`; `check` refuses what does not go together."""
     need_torch()
-    _need_engine(command)
+    need_engine(command)
     from whorl.serve.command import Options, prepare
 
     with asking():
@@ -118,12 +118,6 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **given: 
             raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
         work = prepare(Options(model=model or model_dir, **given))
     sys.exit(work())
-
-
-def _need_engine(command: str) -> None:
-    packages = {"tokenizers": "tokenizers", "jinja2": "jinja2", "safetensors": "safetensors", "gguf": "gguf"}
-    if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
-        stop(f"{command} needs {', '.join(missing)}: pip install 'whorl[engine]'")
 
 
 @app.command()
@@ -290,18 +284,24 @@ def serve(
     dtype: ModelDtype = None,
     pld: Lookup = False,
     pld_k: LookupK = None,
+    draft_model: DraftModelPath = None,
+    draft_k: DraftK = None,
+    draft_fixed: DraftFixed = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface, until Ctrl-C or SIGTERM."""
     need_torch()
-    _need_engine("serve")
+    need_engine("serve")
     from whorl.serve import openai
+    from whorl.serve.command import Options
 
     with asking():
         openai.need_extra()
         if model is not None and model_dir is not None:
             raise ValueError(f"serve: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
-        if pld_k is not None and not pld:
-            raise ValueError("serve: --pld-k needs --pld")
+        drafting = Options(
+            pld=pld, pld_k=pld_k, draft_model=draft_model, draft_k=draft_k, draft_fixed=draft_fixed, device=device
+        )
+        drafting.check_drafting()
         run = openai.prepare(
             model or model_dir,
             host=host,
@@ -312,7 +312,7 @@ def serve(
             max_model_len=max_seq,
             max_num_seqs=max_num_seqs,
             tp=tp,
-            lookup=(pld_k or 10) if pld else None,
+            drafting=drafting,
             api_key=api_key,
             origins=tuple(origins or ()),
             max_queue=max_queue,

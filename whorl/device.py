@@ -138,6 +138,12 @@ def tune_collectives(device: str) -> dict[str, str]:
     return missing
 
 
+@functools.cache
+def overlaps_kernels(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one ahead of it has ended: NVIDIA's from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def synchronize(device: str) -> None:
     module = accelerator(device)
     if module is not None:

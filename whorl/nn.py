@@ -17,6 +17,7 @@ from whorl.rope_table import RopeTable, get_rope
 
 Rows = Literal["prompt", "decode", "batch"]
 Index = tuple[slice, ...]
+_FEW_BYTES = 1 << 19  # gathered by a rank: below this a second collective costs more than the bytes it saves
 ALL = slice(None)
 
 
@@ -127,22 +128,30 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks of x [T, N], in rank order, in fp32 and rounded once: a row's bits are its own affair.
 
-        Each rank adds up T / size rows and hands them round, so as many bytes move as in an all-reduce.
+        Each rank adds up T / size rows and hands them round, so as many bytes move as in an all-reduce. Few bytes take
+        one turn instead of two: every rank gets all parts and adds them up itself, to the same bits.
         """
         if self.size == 1:
             return x
         from torch import distributed
 
+        if self.size * x.nbytes <= _FEW_BYTES:
+            all_parts = x.new_empty(self.size * x.shape[0], x.shape[1])
+            _all_gather(all_parts, x.contiguous(), self.group)
+            return self._add(all_parts).to(x.dtype)
         per_rank = -(-x.shape[0] // self.size)
         sent = nn.functional.pad(x, (0, 0, 0, per_rank * self.size - x.shape[0])).contiguous()
         parts = torch.empty_like(sent)
         distributed.all_to_all_single(parts, sent, group=self.group)
-        first, *others = parts.unflatten(0, (self.size, per_rank)).float()
+        out = torch.empty_like(sent)
+        _all_gather(out, self._add(parts).to(x.dtype), self.group)
+        return out[: x.shape[0]]
+
+    def _add(self, parts: Tensor) -> Tensor:
+        first, *others = parts.unflatten(0, (self.size, -1)).float()
         for other in others:
             first = first + other
-        out = torch.empty_like(sent)
-        _all_gather(out, first.to(x.dtype), self.group)
-        return out[: x.shape[0]]
+        return first
 
     def gather(self, x: Tensor) -> Tensor:
         """x [T, N] of every rank side by side: [T, size * N]."""
@@ -204,7 +213,8 @@ class Linear(nn.Module):
         cut = {"inputs": inputs} if shard == "row" else self.sizes
         shares = parts or [self.ranks.share(name or "outputs", size) for name, size in cut.items()]
         whole = [slice(0, size) for size in self.sizes.values()]
-        self.rows, self.columns = (whole, shares[0]) if shard == "row" else (list(shares), slice(0, inputs))
+        self.rows = whole if shard == "row" else list(shares)
+        self.columns = shares[0] if shard == "row" else slice(0, inputs)
         self.inputs, self.is_summed = inputs, shard == "row"
         self.splits = [rows.stop - rows.start for rows in self.rows]
         self.weight = _parameter(sum(self.splits), self.columns.stop - self.columns.start)
@@ -332,9 +342,8 @@ class Rope:
         return self._cos_sin[step.positions]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
-    """Write the new keys and values, then let every query see its sequence's cache: [T, HQ, D]."""
-    ops.write_kv(k, v, cache.k, cache.v, step.slots)
+def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
+    """Every query sees its sequence's cache, new keys and values included: [T, HQ, D]."""
     return ops.paged_attention(
         q,
         cache.k,

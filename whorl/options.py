@@ -44,6 +44,12 @@ def need_torch() -> None:
         stop("this command needs torch: pip install torch")
 
 
+def need_engine(command: str) -> None:
+    packages = {"tokenizers": "tokenizers", "jinja2": "jinja2", "safetensors": "safetensors", "gguf": "gguf"}
+    if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
+        stop(f"{command} needs {', '.join(missing)}: pip install 'whorl[engine]'")
+
+
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 

@@ -22,8 +22,12 @@ def scatter_pa_kv_cache(
 ) -> None:
     assert cache_mode == "Norm", cache_mode
     size = key_cache.shape[1]
+    first: dict[int, int] = {}
     for t, slot in enumerate(slot_mapping.tolist()):
         assert 0 <= slot < key_cache.shape[0] * size, slot
+        same = first.setdefault(slot, t)  # of two in one slot either may win
+        assert torch.equal(key[t], key[same]), slot
+        assert torch.equal(value[t], value[same]), slot
         key_cache[slot // size, slot % size] = key[t]
         value_cache[slot // size, slot % size] = value[t]
 
@@ -31,11 +35,11 @@ def scatter_pa_kv_cache(
 def hidden_keys(
     queries: int, keys: int, mode: int, mask: Tensor | None, pre: int, after: int, is_single: bool
 ) -> Tensor:
-    """[queries, keys] bool. With one query a sequence sparse_mode, pre_tokens and next_tokens do not count."""
+    """[queries, keys] bool. With one query a sequence sparse_mode, its compressed mask and the limits do not count."""
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
     if is_single or mode in (0, 1):
         hidden = torch.zeros(queries, keys, dtype=torch.bool)
-        if mask is not None:
+        if mask is not None and mode in (0, 1):
             hidden = hidden | mask[:queries, :keys].bool()
             if mode == 0 and not is_single:
                 hidden = hidden | (j < i - pre) | (j > i + after)
@@ -105,6 +109,8 @@ def fused_infer_attention_score(
     else:
         given = actual_seq_lengths if actual_seq_lengths and not is_single else [q.shape[1]]
         starts, lengths = [0] * q.shape[0], list(given) * (q.shape[0] if len(given) == 1 else 1)
+    if block_table is not None and actual_seq_lengths_kv is not None:
+        assert sum(-(-n // block_size) for n in actual_seq_lengths_kv) <= key.shape[0], "too few blocks"
     out = torch.zeros_like(q, dtype=torch.float32)
     lse = torch.full(q.shape[:-1], torch.inf)
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -121,7 +127,9 @@ def fused_infer_attention_score(
             k, v = (x[first : ends[b if len(ends) > 1 else 0]] for x in (k, v))
         mask = atten_mask
         if mask is not None:
-            mask = mask.view(-1, *mask.shape[-2:])
+            if mask.dim() == 2 and is_single:
+                mask = mask[:, None]  # [B, KV_S]
+            mask = mask.reshape(-1, *mask.shape[-2:])
             mask = mask[b if mask.shape[0] > 1 else 0]
             if block_table is not None and sparse_mode in (0, 1):
                 assert mask.shape[1] >= block_table.shape[1] * block_size, mask.shape

@@ -22,11 +22,13 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
         {"queries": (5, 2), "contexts": (140, 2), "window": 4, **_WIDE},
         {"queries": (5, 2), "contexts": (140, 2), "idle": 2, **_SMALL},
         {"queries": (5, 2), "contexts": (140, 2), "idle": 1, **_WIDE},
+        {"queries": (5, 0, 2), "contexts": (300, 300, 200), "shared": True, **_SMALL},
+        {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle": 1, **_SMALL, **_DECODE},
     ],
     "write_kv": [{"tokens": (3,), "kv_heads": 2, "dim": 16, "skipped": 3}],
     "linear": [{"tokens": (70,), "size": (24, 40), "rows": "decode"}, {"tokens": (515,), "size": (8, 16)}],
     "sample": [
-        {"tokens": (3,), "vocab": 3000, "scale": 3.0, "top_k": 1500, "top_p": 0.9},
+        {"tokens": (8,), "vocab": 3000, "scale": 0.01, "top_k": 1100},
         {"tokens": (3,), "vocab": 100, "top_k": 200},
     ],
 }

@@ -98,9 +98,13 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
     library._destroy()
 
 
-def made(op: Op, idle: int = 0, **case: Any) -> Values:
-    """An operator's arguments; with `idle` rows of q that belong to no sequence."""
+def made(op: Op, idle: int = 0, shared: bool = False, **case: Any) -> Values:
+    """An operator's arguments; with `idle` rows of q that belong to no sequence, or one sequence's blocks for all."""
     values = op.make(**case, device="cpu")
+    if shared:
+        count = values["block_tables"].shape[1]
+        values["block_tables"][:] = torch.arange(count)
+        values |= {n: values[n][:count].contiguous() for n in ("k_cache", "v_cache")}
     if idle:
         values["q"] = torch.cat((values["q"], torch.randn(idle, *values["q"].shape[1:]).to(values["q"])))
     return values

@@ -71,10 +71,10 @@ def npu_fused_infer_attention_score(
     Layouts BSH, BSND, BNSD, BNSD_BSND and TND; pages with block_table [B, blocks], key and value then
     [blocks, block_size, HK * D] or [blocks, HK, block_size, D]. True in atten_mask hides. sparse_mode 0: atten_mask,
     and pre_tokens before to next_tokens after, counted from the first query; 1: atten_mask alone; 2, 3: causal, counted
-    from the first or from the last query; 4: pre_tokens to next_tokens, counted from the last. With one query only
-    atten_mask counts. Lengths are per sequence; in TND cumulative, but not those of pages. A query that sees nothing
-    gives zeros. lse: fp32 [B, N, S, 1], TND [T, N, 1], or empty. No gradient: torch_npu drops it silently. Off the NPU
-    the other arguments are refused by name.
+    from the first or from the last query; 4: pre_tokens to next_tokens, counted from the last. With one query only the
+    atten_mask of modes 0 and 1 counts. Lengths are per sequence; in TND cumulative, but not those of pages. A query
+    that sees nothing gives zeros. lse: fp32 [B, N, S, 1], TND [T, N, 1], or empty. No gradient: torch_npu drops it
+    silently. Off the NPU the other arguments are refused by name.
     """
     given = dict(locals())
     asked = _Asked(
@@ -205,11 +205,11 @@ def _keys(x: Tensor, asked: _Asked, b: int) -> Tensor:
 
 
 def _hidden(asked: _Asked, b: int, count: int, keys: int, *, is_single: bool) -> Tensor:
-    """[count, keys] bool: which keys a query does not see. With one query a sequence only a full mask counts."""
+    """[count, keys] bool: which keys a query does not see. With one query only a mask of mode 0 or 1 counts."""
     query, key = torch.arange(count)[:, None], torch.arange(keys)
     last = query + keys - count
     if is_single or asked.sparse_mode in (0, 1):
-        if asked.mask is None:
+        if asked.mask is None or asked.sparse_mode > 1:
             return torch.zeros(count, keys, dtype=torch.bool)
         mask = asked.mask
         mask = mask.unsqueeze(1 if is_single else 0) if mask.dim() == 2 else mask.flatten(0, -3)

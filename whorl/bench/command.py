@@ -6,7 +6,25 @@ from typing import Annotated
 
 import typer
 
-from whorl.options import Device, Dtype, Json, asking, need_torch, print_json
+from whorl.options import (
+    Device,
+    DraftFixed,
+    DraftK,
+    DraftModelPath,
+    Dtype,
+    Json,
+    LookupK,
+    LookupMinHist,
+    LookupNgram,
+    LookupNoGuard,
+    Model,
+    ModelDevice,
+    ModelDtype,
+    asking,
+    need_engine,
+    need_torch,
+    print_json,
+)
 
 bench = typer.Typer(help="Measure, next to the best alternatives in the same run.", no_args_is_help=True)
 
@@ -78,3 +96,120 @@ def bench_rope_lookup(
         where = ["--device", require(device.value)] if device else []
     counts = ["--layers", str(layers), "--repeats", str(repeats)]
     sys.exit(rope_lookup.main([*where, *counts, *(["--json"] if as_json else [])]))
+
+
+@bench.command("collectives")
+def bench_collectives(
+    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Processes. Default: all devices; 2 on a CPU.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Of a tensor; may be given several times.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Time collectives between ranks under each setting of their library, next to our rank-ordered forms."""
+    need_torch()
+    from whorl.bench import collectives
+
+    with asking():
+        result = collectives.run(device.value if device else None, ranks, rows, repeats)
+    if as_json:
+        print_json(result)
+    else:
+        collectives.show(result)
+    sys.exit(0 if collectives.is_good(result) else 1)
+
+
+@bench.command("decode")
+def bench_decode(
+    model: Model = None,
+    random_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH", help="Random weights of this shape: Qwen3-30B-A3B, Qwen3-0.6B, a config.json."
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,N|N..N", help="Sequences (1,8,64), or tokens that --verify checks (1..8).")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="To generate. Default: 128, or 64 without an accelerator.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Time the prefill of a prompt this long, too.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 5,
+    peer: Annotated[str | None, typer.Option(metavar="NAME", help="transformers: time it in the same run.")] = None,
+    classify: Annotated[
+        bool, typer.Option("--classify", help="Speculation against plain decoding, with a verdict on every output.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="k=..,ngram=..", help="A table of prompt lookup over draft and match lengths.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="What a step costs by tokens checked in it.")] = False,
+    pld_k: LookupK = None,
+    pld_ngram: LookupNgram = None,
+    pld_min_hist: LookupMinHist = None,
+    pld_no_guard: LookupNoGuard = False,
+    draft_model: DraftModelPath = None,
+    draft_k: DraftK = None,
+    draft_fixed: DraftFixed = False,
+    device: ModelDevice = None,
+    dtype: ModelDtype = None,
+    as_json: Json = False,
+) -> None:
+    """Time decoding of a whole model against what it must read, or say what speculation brings and on what text."""
+    need_torch()
+    if random_config is None:
+        need_engine("bench decode")
+    from whorl.bench import decode_command
+
+    with asking():
+        work = decode_command.prepare(**{name: value for name, value in locals().items() if name != "decode_command"})
+    document, text, is_good = work()
+    if as_json:
+        print_json(document)
+    else:
+        print(text)
+    sys.exit(0 if is_good else 1)
+
+
+@bench.command("sp")
+def bench_sp(
+    simulate: Annotated[bool, typer.Option("--simulate", help="Ask the cost model only: TP 2 to 16.")] = False,
+    ranks: Annotated[int, typer.Option(min=2, max=4, help="Processes.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Of one prefill.")] = 512,
+    hidden: Annotated[int | None, typer.Option(min=128, help="Channels; 512, or 8192 with --simulate.")] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 5,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="A link of our own, 100mbit say: network namespaces, needs root.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="Of that link, one way: 1ms say.")] = None,
+    timeout: Annotated[int, typer.Option(min=10, help="Seconds for all of it.")] = 600,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time prefill with all-reduces, sequence parallelism, int8 gathers and MLA placement, and count their bytes."""
+    need_torch()
+    from whorl.bench import sp
+
+    if simulate:
+        table = sp.simulate(hidden or 8192)
+        print_json(table) if as_json else print(sp.render_simulation(table))
+        return
+    with asking():
+        settings = sp.Settings(
+            ranks=ranks,
+            tokens=tokens,
+            hidden=hidden or 512,
+            layers=layers,
+            repeats=repeats,
+            rate=rate,
+            delay=delay,
+            timeout=timeout,
+        )
+        if plot is not None:
+            sp.need_plot(plot)
+        result = sp.run(settings)
+    if plot is not None:
+        sp.write_plot(result, plot)
+    print_json(result) if as_json else print(sp.render(result))
+    sys.exit(0 if sp.is_good(result) else 1)

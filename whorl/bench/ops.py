@@ -102,7 +102,7 @@ def _header(settings: Settings) -> Document:
         "device": settings.device,
         "device_name": devices.device_name(settings.device),
         "versions": devices.versions() | {"liger_kernel": _liger_version()},
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "dtype": _name(settings.dtype),
         "quick": settings.quick,
@@ -110,7 +110,7 @@ def _header(settings: Settings) -> Document:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout this runs from; "unknown" where there is none."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

@@ -103,8 +103,8 @@ class Member:
 
     def __init__(self, place: Place, device: str, store: distributed.Store) -> None:
         self.rank, self.size, self.device, self._store = place.rank, place.size, device, store
-        self.control: Any = None  # a group on the host that may wait for ever
-        self._is_local = not place.is_given
+        self.control: Any = None  # a group on the host, where ranks may wait for rank 0 for ever
+        self._is_local, self._has_joined = not place.is_given, False
         use_device(device, place.local_rank)
 
     def put(self, key: str, value: Any) -> None:
@@ -123,6 +123,8 @@ class Member:
 
     def join(self) -> None:
         """Connect with the others; all ranks must be at this point."""
+        self._has_joined = True
+        hook = sys.excepthook
         with _loopback() if self._is_local else contextlib.nullcontext():
             distributed.init_process_group(
                 collective_backend(self.device),
@@ -131,11 +133,12 @@ class Member:
                 world_size=self.size,
                 timeout=_TURN,
             )
-            self.control = distributed.new_group(backend="gloo", timeout=_IDLE)
+            self.control = distributed.new_group(backend="gloo", timeout=_IDLE if self.rank else _TURN)
+        sys.excepthook = hook  # torch's puts "[rank0]:" before every line
 
     def leave(self) -> None:
-        if self.control is not None:
-            self.control = None
+        self.control = None
+        if self._has_joined and distributed.is_initialized():
             distributed.destroy_process_group()
 
 
@@ -202,7 +205,7 @@ class Crew(Member):
                     self._wait(_GRACE)
                 self.leave()
         self._kill()
-        if is_broken and self.control is not None and self.device == HOST:
+        if is_broken and self.device == HOST:  # an accelerator's library would wait for the ranks that are gone
             with contextlib.suppress(RuntimeError):
                 self.leave()
         torch.set_num_threads(self._num_threads)
@@ -245,8 +248,8 @@ class Crew(Member):
         return None
 
     def _watch(self) -> None:
-        """Look for lost ranks. Rank 0 hears of one by itself, or when it next asks; only a collective of an
-        accelerator may leave it waiting for ever."""
+        """Look for lost ranks. Rank 0 hears of one by itself, or when it next asks something of them. But it may wait
+        for an accelerator, whose collective never returns; then nothing is left but to end the process."""
         own = self._address.connect()
         while not self._is_closed and self._failure is None:
             lost = self._lost(own)
@@ -254,7 +257,7 @@ class Crew(Member):
                 self._failure = lost
             time.sleep(0.2)
         deadline = time.monotonic() + _STUCK
-        while self._failure is not None and self._is_busy:
+        while not self._is_closed and (self._is_busy or self.device != HOST):
             if time.monotonic() > deadline:
                 print(f"whorl: {self._failure}", file=sys.stderr, flush=True)
                 self._kill()
@@ -276,7 +279,7 @@ class Crew(Member):
                 process.stdin.close()
 
 
-def start(place: Place, device: str, job: str, settings: dict[str, Any]) -> Crew:
+def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> Crew:
     """Rank 0's side. job: "module:function", which every other rank calls with its `Member`, where it finds `settings`.
 
     Where torchrun started the ranks, this does not return on the others: they work, then their process ends.
@@ -288,24 +291,23 @@ def start(place: Place, device: str, job: str, settings: dict[str, Any]) -> Crew
         raise ValueError(
             f"tensor parallel: {place.size} ranks were asked for; this machine has {have} {device} devices"
         )
-    if (chosen := tune_collectives(device)) and place.rank == 0:
+    if tune and (chosen := tune_collectives(device)) and place.rank == 0:
         log.warning("tensor parallel: set %s", " ".join(f"{name}={value}" for name, value in chosen.items()))
     if place.is_given and place.rank > 0:
-        _work(place, Address.given(place.rank))
+        _work(place, Address.given(place.rank), job, device)
     if place.is_given:
         crew = Crew(place, device, Address.given(0))
-        if crew.has("job"):
+        if crew.has("settings"):
             raise ValueError("tensor parallel: torchrun's ranks serve one engine, and there has been one")
     else:
         address = Address.open()
-        processes = [_spawn(rank, place.size, device, address) for rank in range(1, place.size)]
+        processes = [_spawn(rank, place.size, address, job, device) for rank in range(1, place.size)]
         crew = Crew(place, device, address, processes)
     crew.put("settings", settings)
-    crew.put("job", {"function": job, "device": device})
     return crew
 
 
-def _spawn(rank: int, size: int, device: str, address: Address) -> "subprocess.Popen[bytes]":
+def _spawn(rank: int, size: int, address: Address, job: str, device: str) -> "subprocess.Popen[bytes]":
     """A new interpreter and not a fork, so that it neither shares this one's threads nor runs its main module."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -319,7 +321,7 @@ def _spawn(rank: int, size: int, device: str, address: Address) -> "subprocess.P
     if device == HOST:
         environment.setdefault("OMP_NUM_THREADS", str(_threads(size)))
     # The pipe carries nothing: it closes when rank 0 ends, however it ends.
-    return subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen([*COMMAND, job, device], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
 
 
 def _threads(size: int) -> int:
@@ -368,7 +370,8 @@ def follow() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; rank 0 decides what it means
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank = int(os.environ["RANK"])
-    _work(Place(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False), Address.given(rank))
+    place = Place(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False)
+    _work(place, Address.given(rank), *sys.argv[1:3])
 
 
 def _end_with_rank_0() -> NoReturn:
@@ -376,13 +379,11 @@ def _end_with_rank_0() -> NoReturn:
     os._exit(1)
 
 
-def _work(place: Place, address: Address) -> NoReturn:
+def _work(place: Place, address: Address, job: str, device: str) -> NoReturn:
     store = address.connect()
     try:
-        store.wait(["job"], _IDLE)
-        job = json.loads(store.get("job"))
-        member = Member(place, job["device"], store)
-        module, _, name = job["function"].partition(":")
+        member = Member(place, device, store)
+        module, _, name = job.partition(":")
         getattr(importlib.import_module(module), name)(member)
         member.leave()
     except BaseException as error:

@@ -85,19 +85,18 @@ class Attention(Module):
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction
         self.spec = CacheSpec(num_kv_heads=self.num_kv_heads, head_dim=dim, window=self.window)
 
-    def heads(self, qkv: Tensor) -> Sequence[Tensor]:
-        """q, k and v [T, heads, D] as views of the packed projection."""
-        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        return qkv.unflatten(-1, (sum(counts), -1)).split(counts, 1)
-
-    def rotate(self, qkv: Tensor, rotary: Tensor) -> Sequence[Tensor]:
-        q, k, v = self.heads(qkv)
-        q, k = ops.rope(q, k, rotary, style=self.rope.style, where=self.rope.where)
-        return q, k, v
+    def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """The queries, rotated; keys and values are written into the cache."""
+        heads, count = qkv.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1)), self.num_heads
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        # q and k as one: their heads lie side by side.
+        qk, _ = ops.rope(qk, None, rotary, style=self.rope.style, where=self.rope.where)
+        ops.write_kv(qk[:, count:], v, cache.k, cache.v, step.slots)
+        return qk[:, :count]
 
     def forward(self, x: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        q, k, v = self.rotate(self.qkv_proj(x, step.rows), rotary)
-        y = attend(q, k, v, step, cache, scale=self.scale, window=self.window)
+        q = self.rotate(self.qkv_proj(x, step.rows), rotary, step, cache)
+        y = attend(q, step, cache, scale=self.scale, window=self.window)
         return self.o_proj(y.flatten(1), step.rows)
 
 

@@ -1,6 +1,6 @@
 """Qwen3, dense and mixture of experts: Llama with an RMSNorm of every query and key head, and sliding windows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from whorl import ops
 from whorl.models import llama
-from whorl.nn import Experts, Linear, Ranks, RMSNorm, Rows
+from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Rows, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,21 +77,25 @@ class Attention(llama.Attention):
             self.q_norm = RMSNorm(config.head_dim, self.eps)
             self.k_norm = RMSNorm(config.head_dim, self.eps)
 
-    def rotate(self, qkv: Tensor, rotary: Tensor) -> Sequence[Tensor]:
+    def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         if not self.is_normed:
-            return super().rotate(qkv, rotary)
-        q, k, _ = ops.qk_norm_rope(
+            return super().rotate(qkv, rotary, step, cache)
+        q = qkv.new_empty(qkv.shape[0], self.num_heads, self.spec.head_dim)
+        ops.qk_norm_rope_write(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
             rotary,
+            q,
+            cache.k,
+            cache.v,
+            step.slots,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
             style=self.rope.style,
-            with_v=False,
         )
-        return q, k, self.heads(qkv)[2]
+        return q
 
 
 class MoE(Module):

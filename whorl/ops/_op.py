@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_autograd, register_fake
 
-from whorl.device import unavailable
+from whorl.device import HOST, unavailable
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
+_WIDE = (torch.float32, torch.float64)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 Values = dict[str, Any]  # an operator's arguments by name
 Gradient = Callable[..., Mapping[str, Tensor | None]]
@@ -79,6 +81,7 @@ class Op:
         self._is_sharding_registered = False
         parameters = inspect.signature(reference).parameters.values()
         self._names = [p.name for p in parameters]
+        self._order = {name: i for i, name in enumerate(self._names)}
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := _literals(p.annotation))}
@@ -180,13 +183,18 @@ class Op:
 
     def __call__(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
-        self._validate(values)
-        backend = backend or self._forced
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        for name, options in self._choices.items():
+            if values[name] not in options:
+                raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
+        device = self._device(values, tensors)
+        if self.check is not None:
+            self.check(**values)
+        backend = backend or self._forced
         if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(f"{self.name}: {self._why_no_gradient()}")
         if not _needs_node(tensors):
-            return self._run(values, backend)
+            return self._run(values, device, backend)
         if _is_transformed():
             return self._run_transformed(values, backend)
         if self.sharding is not None and not self._is_sharding_registered and _has_dtensor(tensors):
@@ -201,51 +209,55 @@ class Op:
 
     def _bind(self, args: tuple[Any, ...], kwargs: Values) -> Values:
         """Arguments by name; inspect's own bind is ten times slower and does not trace."""
-        if len(args) > self._num_positional:
-            raise TypeError(f"{self.name} takes {self._num_positional} positional arguments, got {len(args)}")
-        values, left = dict(zip(self._names, args, strict=False)), len(kwargs)
-        for name in self._names[len(args) :]:
-            if name in kwargs:
-                values[name] = kwargs[name]
-                left -= 1
-            elif name in self._defaults:
-                values[name] = self._defaults[name]
-            else:
-                raise TypeError(f"{self.name}: argument {name!r} is missing")
-        if left:
-            wrong = [k for k in kwargs if k not in self._names[len(args) :]]
-            raise TypeError(f"{self.name}: unknown or repeated arguments {wrong}; it takes {self._names} and 'backend'")
+        values = self._defaults.copy()
+        values.update(zip(self._names, args, strict=False))
+        values.update(kwargs)
+        is_wrong = len(values) != len(self._names) or len(args) > self._num_positional
+        for name in kwargs:
+            is_wrong = is_wrong or self._order.get(name, -1) < len(args)  # unknown, or given twice
+        if is_wrong:
+            self._refuse(args, kwargs, values)
         return values
 
-    def _validate(self, values: Values) -> None:
-        for name, options in self._choices.items():
-            if values[name] not in options:
-                raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
-        self._device(values)
-        if self.check is not None:
-            self.check(**values)
+    def _refuse(self, args: tuple[Any, ...], kwargs: Values, values: Values) -> None:
+        count = len(args)
+        if count > self._num_positional:
+            raise TypeError(f"{self.name} takes {self._num_positional} positional arguments, got {count}")
+        if wrong := [k for k in kwargs if k not in self._names[count:]]:
+            raise TypeError(f"{self.name}: unknown or repeated arguments {wrong}; it takes {self._names} and 'backend'")
+        missing = next(name for name in self._names if name not in values)
+        raise TypeError(f"{self.name}: argument {missing!r} is missing")
 
-    def _device(self, values: Values) -> str:
-        found = {v.device for v in values.values() if isinstance(v, Tensor)}
-        if len(found) != 1:
+    def _device(self, values: Values, tensors: list[Tensor] | None = None) -> str:
+        if tensors is None:
+            tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        found = [t.device for t in tensors]
+        if not found or found.count(found[0]) != len(found):
             where = {n: str(v.device) for n, v in values.items() if isinstance(v, Tensor)}
             raise ValueError(f"{self.name}: tensors must be on one device, got {where}")
-        return found.pop().type
+        return found[0].type
 
     def _split(self, values: Values) -> tuple[list[Any], Values]:
         positional, keywords = self._names[: self._num_positional], self._names[self._num_positional :]
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
-    def _run(self, values: Values, backend: str) -> Any:
-        device = next(v.device.type for v in values.values() if isinstance(v, Tensor))
-        choice = self._choose(values, device, backend)
-        if choice.backend == "torch" and device not in ("cpu", "meta") and not backend:
-            _warn_fallback(self.name, device, tuple(choice.reasons.items()))
-        with _no_autocast(device):
-            out = choice.function(**values)
-        for name in self.mutates:  # kernels write behind autograd's back
-            if values[name] is not None:
-                torch.autograd.graph.increment_version(values[name])
+    def _run(self, values: Values, device: str, backend: str) -> Any:
+        if device == HOST and not backend:  # no backend but the reference is at home here
+            function = self.reference
+        else:
+            choice = self._choose(values, device, backend)
+            function = choice.function
+            if choice.backend == "torch" and device not in (HOST, "meta") and not backend:
+                _warn_fallback(self.name, device, tuple(choice.reasons.items()))
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            out = function(**values)
+        else:
+            with torch.autocast(device, enabled=False):
+                out = function(**values)
+        if self.mutates and function is not self.reference:
+            for name in self.mutates:  # kernels write behind autograd's back
+                if values[name] is not None:
+                    torch.autograd.graph.increment_version(values[name])
         return out
 
     def _run_transformed(self, values: Values, backend: str) -> Any:
@@ -261,7 +273,7 @@ class Op:
 
     def _kernel(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
-        return self._fill_absent(self._run(values, backend), values)
+        return self._fill_absent(self._run(values, self._device(values), backend), values)
 
     def _run_fake(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
@@ -354,7 +366,12 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
 
 def widen(x: Tensor) -> Tensor:
     """The accumulation dtype: fp32, except that fp64 stays, since it is the gold in tests."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in _WIDE else x.float()
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The one rounding at an operator's end; a cast to the same dtype would cost microseconds, too."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def is_readable(x: Tensor) -> bool:
@@ -401,11 +418,11 @@ def _needs_node(tensors: list[Tensor]) -> bool:
     return (
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or _is_transformed()
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 

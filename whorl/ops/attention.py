@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from . import attention_torch_npu
-from ._op import Values, operator, widen
+from ._op import Values, narrow, operator, widen
 
 QUERY_TILE = 32  # queries of every product in the prompt class; the last tile is padded
 KEY_TILE = 256  # keys of every product in the prompt class
 
 
-def _check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
@@ -21,7 +21,7 @@ def _check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    _check_cache("write_kv", k_cache, v_cache)
+    check_cache("write_kv", k_cache, v_cache)
     if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
             f"write_kv: k is {list(k.shape)}, v {list(v.shape)}, expected [T, HK, D] of the cache's "
@@ -42,11 +42,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     negative. Two tokens in one slot: either may win. A slot past the cache is an error on the CPU and is not looked
     for elsewhere. Returns nothing.
     """
-    kept = slots >= 0
-    at = slots[kept].long()
-    block, offset = at // k_cache.shape[1], at % k_cache.shape[1]
-    k_cache[block, offset] = k[kept]
-    v_cache[block, offset] = v[kept]
+    if min(slots.tolist(), default=0) < 0:
+        kept = slots >= 0
+        k, v, slots = k[kept], v[kept], slots[kept]
+    # Blocks may lie anywhere, the tokens of a block one behind the other.
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        if cache.stride(0) == cache.shape[1] * cache.stride(1):
+            cache.flatten(0, 1).index_copy_(0, slots, new)
+        else:
+            cache[slots.long() // cache.shape[1], slots.long() % cache.shape[1]] = new
 
 
 def _check_attention(
@@ -60,7 +64,7 @@ def _check_attention(
     window: int,
     rows: str,
 ) -> None:
-    _check_cache("paged_attention", k_cache, v_cache)
+    check_cache("paged_attention", k_cache, v_cache)
     if not q.is_floating_point() or q.dtype != k_cache.dtype:
         raise ValueError(f"paged_attention: q is {q.dtype}, expected the cache's {k_cache.dtype}")
     if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
@@ -80,28 +84,21 @@ def _check_attention(
         raise ValueError(f"paged_attention: window is {window}, expected 0 (none) or a positive number of keys")
 
 
-def _gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """[HK, length, D] of one sequence, in the dtype of accumulation."""
-    blocks = table[: -(-length // cache.shape[1])].long()
-    found = cache[blocks].flatten(0, 1)[:length]
-    return widen(found).transpose(0, 1)
+    return widen(cache.index_select(0, blocks).flatten(0, 1)[:length]).transpose(0, 1)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [HK, G, D], k and v: [HK, S, D]: every key is visible. Shapes depend on the query's own position alone."""
-    weights = torch.softmax(q @ k.transpose(1, 2), -1)
-    return weights @ v
-
-
-def _decode(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """q: [n, HK, G, D], the last n positions of k and v."""
+def _decode(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """q: [n, HK, G, D], the last n positions of k and v: one by one, so that shapes depend on a query's place alone."""
     length, count = k.shape[1], q.shape[0]
     found = []
     for i in range(count):
         end = length - count + i + 1
         start = max(0, end - window) if window else 0
-        found.append(_one_query(q[i], k[:, start:end], v[:, start:end]))
-    return torch.stack(found)
+        seen = k[None, :, start:end], v[None, :, start:end]
+        found.append(torch.nn.functional.scaled_dot_product_attention(q[i : i + 1], *seen, scale=scale))
+    return found[0] if count == 1 else torch.cat(found)
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, first: int, window: int) -> Tensor:
@@ -132,9 +129,10 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, first: int, window: int) -> Tensor:
     return (out / total).view(heads, group, count, dim).permute(2, 0, 1, 3)
 
 
-def _prompt(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def _prompt(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """As `_decode`, in tiles of fixed size."""
     length, count = k.shape[1], q.shape[0]
+    q = q * scale
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEY_TILE)) for x in (k, v))
     q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 0, 0, -count % QUERY_TILE))
     tiles = [_tile(part, k, v, length - count + QUERY_TILE * i, window) for i, part in enumerate(q.split(QUERY_TILE))]
@@ -176,16 +174,19 @@ def paged_attention(
     cut into chunks. Rows of q past the last query_starts are zero. No gradient.
     """
     heads = k_cache.shape[2]
-    wide = (widen(q) * scale).unflatten(1, (heads, -1))
+    wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     attend = _prompt if rows == "prompt" else _decode
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     found = []
     for b, length in enumerate(lengths):
         if starts[b + 1] > starts[b]:
-            k, v = (_gather(cache, block_tables[b], length) for cache in (k_cache, v_cache))
-            found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window))
-    found.append(wide[starts[-1] :] * 0)
-    return torch.cat(found).flatten(1, 2).to(q.dtype).contiguous()
+            blocks = block_tables[b, : -(-length // k_cache.shape[1])]
+            k, v = _gather(k_cache, blocks, length), _gather(v_cache, blocks, length)
+            found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale))
+    if starts[-1] < len(q):
+        found.append(torch.zeros_like(wide[starts[-1] :]))
+    out = found[0] if len(found) == 1 else torch.cat(found) if found else wide
+    return narrow(out.flatten(1, 2), q.dtype).contiguous()
 
 
 def _triton_write_reason(k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
@@ -234,6 +235,9 @@ _CASES: list[Values] = [
     {"queries": (5, 2), "contexts": (40, 2), "window": 4, "sliced": True, **_HEADS},
     {"queries": (2, 1), "contexts": (300, 20), "window": 150, "rows": "decode", **_HEADS},
     {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
+    # Blocks that every backend takes.
+    {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
+    {"queries": (2, 1), "contexts": (9, 130), "block": 128, "rows": "decode", **_HEADS},
 ]
 _QWEN = {"heads": 32, "kv_heads": 4, "dim": 128, "block": 16}
 _BENCH: list[Values] = [

@@ -82,6 +82,15 @@ def attention(
     most = max(counts, default=0)
     if not most:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    half, same = len(counts) // 2, (scale, window, rows)
+    if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
+        # Shared prefixes: the operator wants as many blocks in the cache as its sequences have together.
+        cut = starts[half]
+        parts = (
+            (q[:cut], block_tables[:half], query_starts[: half + 1], context_lens[:half]),
+            (q[cut:], block_tables[half:], query_starts[half:] - cut, context_lens[half:]),
+        )
+        return torch.cat([attention(part[0], k_cache, v_cache, *part[1:], *same) for part in parts])
     keys = {"block_table": block_tables, "block_size": k_cache.shape[1], "actual_seq_lengths_kv": contexts}
     keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
     if most == 1 and not 0 < window < max(contexts):
@@ -122,8 +131,8 @@ def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple
         return q.unflatten(0, (len(counts), most)).contiguous(), None
     inside = torch.arange(most, device=q.device)
     rows = (query_starts[:-1, None] + inside).clamp_max(q.shape[0] - 1)
-    places = [b * most + i for b, count in enumerate(counts) for i in range(count)]
-    return q[rows].contiguous(), torch.tensor(places, device=q.device)
+    places = torch.cat([b * most + inside[:count] for b, count in enumerate(counts)])
+    return q[rows].contiguous(), places
 
 
 def _own_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int, window: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from ._overlap import follow, overlap
 from ._rows import ceil_div, power_of_2
 from .linear_triton import dot, unit_stride
 
@@ -37,7 +38,9 @@ def _write_kv_kernel(
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -99,8 +102,10 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token, one key head and its G queries; every so many splits of the keys, each on its own."""
+    follow(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     b, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
@@ -175,8 +180,10 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     TOGETHER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The splits of one token and head, so many at a time, in order."""
+    follow(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
@@ -310,6 +317,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         BLOCK_H=power_of_2(heads),
         BLOCK_D=power_of_2(dim),
         num_warps=max(1, min(8, power_of_2(heads) * power_of_2(dim) // 256)),
+        **overlap(k),
     )
 
 
@@ -342,7 +350,7 @@ def _decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, windo
     out = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     count = lengths.shape[0]
-    sizes = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "SPLIT": SPLIT}
+    sizes = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "SPLIT": SPLIT} | overlap(q)
     together = min(splits, max(1, PROGRAMS // (tokens * kv_heads)))
     _decode_kernel[(tokens, kv_heads, together)](
         *tensors,

@@ -1,14 +1,18 @@
 """The linear layer of inference, in two classes of rows whose bits do not depend on what runs beside them."""
 
+import functools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from whorl.device import HOST
+
 from . import linear_torch_npu
-from ._op import Values, operator, widen
+from ._op import Values, narrow, operator, widen
 
 TILE = 32  # rows of every matrix product in the prompt class: always as many, so that a row's bits are its own
+MANY = 512  # rows of one product where that is known to give the same bits
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> None:
@@ -27,18 +31,40 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> None:
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T, one product a row: a row's bits depend on that row alone. Both in the dtype of accumulation."""
     if x.shape[0] == 1:
-        return x @ weight.t()
-    parts = [x[i : i + 1] @ weight.t() for i in range(x.shape[0])]
-    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[0])
+        return torch.nn.functional.linear(x, weight)
+    parts = [torch.nn.functional.linear(row, weight) for row in x.split(1)]
+    return torch.cat(parts) if x.shape[0] else x.new_zeros(0, weight.shape[0])
 
 
 def multiply_tiles(x: Tensor, weight: Tensor, tile: int = TILE) -> Tensor:
-    """x @ weight.T, always `tile` rows at a time, the last padded: how many rows there are changes no bits."""
+    """x @ weight.T, `tile` rows at a time, the last padded: how many rows there are changes no bits.
+
+    Several tiles make one product where this machine's library gives a row the same bits there.
+    """
     count = x.shape[0]
     if not count:
         return x.new_zeros(0, weight.shape[0])
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile))
-    return torch.cat([part @ weight.t() for part in padded.split(tile)])[:count]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile)) if count % tile else x
+    if count <= tile:
+        return (padded @ weight.t())[:count]
+    size = _rows_at_once(weight.shape, weight.dtype, weight.device.type, tile, torch.get_num_threads())
+    return torch.cat([part @ weight.t() for part in padded.split(size)])[:count]
+
+
+@functools.cache
+def _rows_at_once(shape: torch.Size, dtype: torch.dtype, device: str, tile: int, num_threads: int) -> int:
+    """The most rows of a product in which a row has the bits that it has in a tile, by trial; `tile` off the CPU.
+
+    Libraries for the CPU choose a kernel by size and then sum along K in one order: a trial of one weight tells.
+    """
+    if device != HOST:
+        return tile
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, shape[1], generator=generator).to(dtype) for n in (MANY, shape[0]))
+    expected = torch.cat([part @ weight.t() for part in x.split(tile)])
+    sizes = range(2 * tile, MANY + 1, tile)
+    is_same = all(torch.equal(x[:n] @ weight.t(), expected[:n]) for n in (sizes[0], sizes[1], sizes[-2], sizes[-1]))
+    return MANY if is_same else tile
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor:
@@ -62,14 +88,14 @@ def linear(
 
     x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; y: [T, N] like x,
     contiguous. Sums and bias in fp32, one rounding. A row's bits depend on the row, the weight and `rows` alone, not on
-    how many rows there are nor on its place: "decode" fixes the order of each row's sum and is for few rows, "prompt"
-    works in tiles of fixed size and is for many. The two classes differ in their last bits. No gradient.
+    how many rows there are nor on its place. "decode" is for a few rows, "batch" for the tokens of many sequences and
+    "prompt" for those of a prompt; classes may differ in their last bits. No gradient.
     """
     multiply = multiply_tiles if rows == "prompt" else multiply_rows
     y = multiply(widen(x).contiguous(), widen(weight))
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype).contiguous()
+    return narrow(y, x.dtype)
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:
@@ -97,14 +123,16 @@ _CASES: list[Values] = [
     {"tokens": (0,), "size": (16, 32), "rows": "decode"},
     {"tokens": (35,), "size": (70, 100), "sliced": True, "bias": True},
     {"tokens": (17,), "size": (9, 136), "sliced": True, "rows": "decode"},
+    {"tokens": (17,), "size": (40, 136), "sliced": True, "rows": "batch", "bias": True},
+    {"tokens": (2,), "size": (33, 64), "rows": "batch", "scale": 0.01},
     {"tokens": (5,), "size": (64, 64), "bias": True, "bias_dtype": torch.float32},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "size": size, "rows": rows}
-    for rows, counts in (("decode", (1, 8)), ("prompt", (4096,)))
+    for rows, counts in (("decode", (1, 8)), ("batch", (1, 64)), ("prompt", (8192,)))
     for tokens in counts
     for size in ((5120, 2048), (2048, 4096), (151936, 2048))
-    if rows == "decode" or size[0] < 100000
+    if rows != "prompt" or size[0] < 100000
 ]
 
 

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from ._overlap import follow, overlap, prefetch
 from ._rows import ceil_div, power_of_2
 
+CACHE_LINE = 128  # bytes
 LARGEST_ROW = 8192  # bytes of a weight row that one warp of a decode kernel holds
 
 
@@ -34,12 +36,16 @@ def _decode_kernel(
     HAS_BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A few rows of the weight, read once and kept in registers while every row of x passes by."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    weight_at = weight_ptr + columns.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    weight = tl.load(weight_at, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0)
+    row_at = weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * weight_stride
+    prefetch(row_at + tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, K - 1)[None, :], OVERLAP)
+    follow(OVERLAP)
+    weight = tl.load(row_at + k[None, :], mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0)
     x_at, y_at = x_ptr + k, y_ptr + columns
     for _ in range(T):
         x = tl.load(x_at, mask=k < K, other=0.0)
@@ -67,8 +73,10 @@ def _tile_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile. Tiles that run together take GROUP blocks of rows and few of columns: both then come from the cache."""
+    follow(OVERLAP)
     row_blocks, column_blocks = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
     first = program // (GROUP * column_blocks) * GROUP
@@ -99,17 +107,17 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor
     added = y if bias is None else bias.contiguous()
     tensors, sizes = (x, weight, added, y), (x.stride(0), weight.stride(0), x.shape[0], *weight.shape)
     if rows == "decode":
-        plan = decode_plan(*weight.shape, x.element_size())
+        plan = decode_plan(weight.shape[1], x.element_size())
         grid = (ceil_div(weight.shape[0], plan["COLUMNS"]),)
-        _decode_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, **plan)
+        _decode_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, **plan, **overlap(x))
     else:
         plan = tile_plan(rows, x.shape[0], weight.shape[0], x.element_size())
         grid = (ceil_div(x.shape[0], plan["ROWS"]) * ceil_div(weight.shape[0], plan["COLUMNS"]),)
-        _tile_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan)
+        _tile_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan, **overlap(x))
     return y
 
 
-def decode_plan(columns: int, length: int, element_size: int) -> dict[str, int]:
+def decode_plan(length: int, element_size: int) -> dict[str, int]:
     """By the weight alone, never by the number of rows: how a sum is cut decides its bits.
 
     A warp that keeps its sums to itself needs no barrier, and many small programs keep more bytes in flight than a few
@@ -117,8 +125,9 @@ def decode_plan(columns: int, length: int, element_size: int) -> dict[str, int]:
     """
     block = power_of_2(length)
     return {
-        "COLUMNS": 4 if columns >= 65536 else 2 if columns >= 4096 else 1,
+        "COLUMNS": 1,
         "BLOCK_K": block,
+        "LINE": min(block, CACHE_LINE // element_size),
         "num_warps": max(1, block * element_size // LARGEST_ROW),
     }
 

@@ -267,12 +267,14 @@ _CASES: list[Values] = [
     {"tokens": (2,), "hidden": 64, "width": 40, "experts": 8, "k": 8, "rows": "decode", "scale": 0.01},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "rows": "decode"},
+    {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True, "rows": "batch"},
     {"tokens": (20,), "hidden": 40, "width": 24, "experts": 3, "k": 2, "sliced": True},
     {"tokens": (5,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True, "rows": "decode"},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [
-    *({"tokens": (tokens,), "rows": "decode", **_QWEN} for tokens in (1, 4, 64)),
+    *({"tokens": (tokens,), "rows": "decode", **_QWEN} for tokens in (1, 4)),
+    {"tokens": (64,), "rows": "batch", **_QWEN},
     {"tokens": (8192,), **_QWEN},
 ]
 

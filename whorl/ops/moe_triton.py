@@ -7,15 +7,26 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from ._overlap import follow, overlap, prefetch
 from ._rows import ceil_div, power_of_2
-from .linear_triton import LARGEST_ROW, dot, unit_stride
+from .linear_triton import CACHE_LINE, LARGEST_ROW, dot, unit_stride
+
+LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _highest(values, ids, NONE: tl.constexpr):
-    """The id of the highest value of a 2-D block, the lowest of equals."""
-    best = tl.max(tl.max(values, 1), 0)
-    return tl.min(tl.min(tl.where(values == best, ids, NONE), 1), 0)
+def _ranked(values, ids):
+    """One integer that orders by value and then the lowest id first: a maximum finds both at once."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _highest(ranked):
+    """The highest of a 2-D block of `_ranked`, and its id."""
+    best = tl.max(tl.max(ranked, 1), 0)
+    return best, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -36,8 +47,10 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row, its experts as [groups, experts of a group]."""
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
@@ -53,7 +66,6 @@ def _route_kernel(
     if HAS_BIAS:
         choice += tl.load(bias_ptr + ids, mask=is_real, other=0.0).to(tl.float32)
     choice = tl.where(is_real, choice, float("-inf"))
-    NONE: tl.constexpr = BLOCK_G * (SIZE + BLOCK_S)
     if GROUPS > 1:
         best = tl.max(choice, 1)[:, None]
         if HAS_BIAS:  # a group is as good as its best two
@@ -62,21 +74,26 @@ def _route_kernel(
             best = best + (second if SIZE > 1 else 0.0)
         best = tl.where(group < GROUPS, best, float("-inf"))
         is_kept = group < 0
+        ranked = _ranked(best, group)
         for _ in range(TOP_GROUPS):
-            winner = _highest(best, group, NONE)
+            winner = _highest(ranked)[1]
             is_kept = is_kept | (group == winner)
-            best = tl.where(group == winner, float("-inf"), best)
+            ranked = tl.where(group == winner, LOWEST, ranked)
         choice = tl.where(is_kept, choice, float("-inf"))
     slot = tl.arange(0, BLOCK_K)
     weights = tl.zeros((BLOCK_K,), tl.float32)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     total = 0.0
+    ranked = _ranked(choice, ids)
     for i in range(K):
-        winner = _highest(choice, ids, NONE)
-        weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
+        best, winner = _highest(ranked)
+        if HAS_BIAS:
+            weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
+        else:  # scores are never negative: their rank holds their bits
+            weight = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         weights = tl.where(slot == i, weight, weights)
         chosen = tl.where(slot == i, winner, chosen)
-        choice = tl.where(ids == winner, float("-inf"), choice)
+        ranked = tl.where(ids == winner, LOWEST, ranked)
         total += weight
     if RENORMALIZE:
         weights = weights / tl.maximum(total, 1e-20)
@@ -103,8 +120,10 @@ def _gate_up_decode_kernel(
     F,
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One (token, slot), a few rows of its expert: dot products whose order depends on nothing else."""
+    follow(OVERLAP)
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -132,13 +151,24 @@ def _down_decode_kernel(
     K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    LINE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory."""
+    """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory.
+
+    It starts behind the kernel above, which waited for the ids: they can be read before this one waits.
+    """
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     f = tl.arange(0, BLOCK_F)
     mask = (channels < C)[:, None] & (f < F)[None, :]
     y = tl.zeros((BLOCK_C,), tl.float32)
+    if OVERLAP:
+        row_at = down_ptr + tl.minimum(channels, C - 1)[:, None] * stride_c
+        row_at += tl.minimum(tl.arange(0, BLOCK_F // LINE) * LINE, F - 1)[None, :]
+        for slot in tl.static_range(K):
+            prefetch(row_at + tl.load(ids_ptr + token * K + slot).to(tl.int64) * stride_e, OVERLAP)
+    follow(OVERLAP)
     for slot in tl.static_range(K):  # unrolled: the rows of all experts are on their way at once
         pair = token * K + slot
         expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -149,8 +179,9 @@ def _down_decode_kernel(
 
 
 @triton.jit
-def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
+def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr):
     """The (token, slot) pairs of one expert, in order, behind those of the experts before it."""
+    follow(OVERLAP)
     expert = tl.program_id(0)
     first, count = 0, 0
     for start in range(0, P, BLOCK_P):
@@ -198,7 +229,9 @@ def _gate_up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     expert, at, is_row = _tile_of(counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -236,8 +269,10 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows sorted by expert in, (token, slot) order out."""
+    follow(OVERLAP)
     expert, at, is_row = _tile_of(counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -255,7 +290,8 @@ def _down_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts_ptr, weights_ptr, y_ptr, K, C, BLOCK_C: tl.constexpr):
+def _combine_kernel(parts_ptr, weights_ptr, y_ptr, K, C, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     y = tl.zeros((BLOCK_C,), tl.float32)
@@ -299,6 +335,7 @@ def route(
             BLOCK_S=power_of_2(experts // num_groups),
             BLOCK_K=power_of_2(k),
             num_warps=1,
+            **overlap(logits),
         )
     return weights, ids
 
@@ -323,10 +360,10 @@ def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Te
     hidden = torch.empty(count * slots, width, dtype=x.dtype, device=x.device)
     inner, outer = decode_plan(channels, width, x.element_size())
     _gate_up_decode_kernel[(count * slots, ceil_div(width, inner["BLOCK_F"]))](
-        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner
+        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner, **overlap(x)
     )
     _down_decode_kernel[(count, ceil_div(channels, outer["BLOCK_C"]))](
-        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer
+        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer, **overlap(x)
     )
 
 
@@ -335,13 +372,14 @@ def decode_plan(channels: int, width: int, element_size: int) -> tuple[dict[str,
     block_c, block_f = power_of_2(channels), power_of_2(width)
     inner = {"BLOCK_F": 1, "BLOCK_C": block_c, "num_warps": max(1, 2 * block_c * element_size // LARGEST_ROW)}
     outer = {"BLOCK_C": 1, "BLOCK_F": block_f, "num_warps": max(1, block_f * element_size // LARGEST_ROW)}
+    outer["LINE"] = min(block_f, CACHE_LINE // element_size)
     return inner, outer
 
 
 def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
     block = min(1024, power_of_2(y.shape[1]))
     _combine_kernel[(y.shape[0], ceil_div(y.shape[1], block))](
-        parts, weights, y, weights.shape[1], y.shape[1], BLOCK_C=block, num_warps=4
+        parts, weights, y, weights.shape[1], y.shape[1], BLOCK_C=block, num_warps=4, **overlap(y)
     )
 
 
@@ -349,11 +387,11 @@ def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: T
     pairs, (number, channels, width) = ids.numel(), down.shape
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.empty(number, dtype=torch.int32, device=x.device)
-    _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4)
+    _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x))
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, channels, dtype=torch.float32, device=x.device)
     inner, outer = tile_plan(rows, x.element_size())
-    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting()}
+    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), **overlap(x)}
     tiles = min(pairs, ceil_div(pairs, inner["ROWS"]) + number)  # every expert may have one that is not full
     _gate_up_kernel[(tiles, ceil_div(width, inner["COLUMNS"]))](
         x,

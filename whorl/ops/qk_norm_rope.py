@@ -22,7 +22,7 @@ from .rope.contract import (
 )
 
 
-def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     """q, k and v as views of the packed projection, each [*tokens, heads, D]."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     return list(heads.split([num_heads, num_kv_heads, num_kv_heads], -2))
@@ -33,7 +33,8 @@ def _copied(v: Tensor) -> Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
-def _check(
+def check_qkv(
+    name: str,
     qkv: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
@@ -46,12 +47,12 @@ def _check(
     layout: str,
     **_: object,
 ) -> None:
-    name, count = "qk_norm_rope", num_heads + 2 * num_kv_heads
+    count = num_heads + 2 * num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or qkv.shape[-1] % count:
         raise ValueError(
             f"{name}: qkv is {list(qkv.shape)}, expected a last dim of ({num_heads} + 2 x {num_kv_heads}) heads x D"
         )
-    q = _heads(qkv, num_heads, num_kv_heads)[0]
+    q = split_heads(qkv, num_heads, num_kv_heads)[0]
     check_tensors(name, q, None, cos_sin)
     for what, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
@@ -90,6 +91,10 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return tokens * (moved * dim * qkv.element_size() + table.shape[-1] * table.element_size())
 
 
+def _check(**values: Any) -> None:
+    check_qkv("qk_norm_rope", **values)
+
+
 @operator(check=_check, absent={2: "with_v"}, bytes=_bytes)
 def qk_norm_rope(
     qkv: Tensor,
@@ -117,7 +122,7 @@ def qk_norm_rope(
     """
     how: Values = {"sections": sections, "layout": layout, "style": style}
     wide = qkv if qkv.dtype == torch.float64 else qkv.float()
-    q, k, v = _heads(wide, num_heads, num_kv_heads)
+    q, k, v = split_heads(wide, num_heads, num_kv_heads)
     q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
     k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
     q, k = _rotate(rope, mrope, q, k, cos_sin, positions, how, "torch")
@@ -150,7 +155,7 @@ def qk_norm_rope_backward(
     how: Values = {"sections": sections, "layout": layout, "style": style}
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, how, "torch")
-    q, k, _ = _heads(qkv.to(wide), num_heads, num_kv_heads)
+    q, k, _ = split_heads(qkv.to(wide), num_heads, num_kv_heads)
     dq, dq_weight = rms_norm_backward.reference(dq, q, q_weight, eps=eps, plus_one=plus_one)
     dk, dk_weight = rms_norm_backward.reference(dk, k, k_weight, eps=eps, plus_one=plus_one)
     dv = torch.zeros_like(dk) if dv is None else dv.to(wide)
@@ -160,7 +165,7 @@ def qk_norm_rope_backward(
 
 @qk_norm_rope.gradient(save=("qkv", "q_weight", "k_weight", "cos_sin", "positions"))
 def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    likes = _heads(args["qkv"], args["num_heads"], args["num_kv_heads"])[:2]
+    likes = split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"])[:2]
     dq, dk = (torch.zeros_like(like) if g is None else g for g, like in zip(grads[:2], likes, strict=True))
     how = {n: v for n, v in args.items() if n != "with_v"}
     dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, grads[2], **how)
@@ -170,21 +175,21 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 # ---- backends
 
 
-def _triton_reason(qkv: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
+def triton_reason(qkv: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
     if qkv.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     return None if dim <= 512 else f"head size {dim} is larger than 512"
 
 
-@qk_norm_rope.impl("triton", accepts=_triton_reason)
+@qk_norm_rope.impl("triton", accepts=triton_reason)
 def _(**values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     from .qk_norm_rope_triton import forward
 
     return forward(**values)
 
 
-@qk_norm_rope_backward.impl("triton", accepts=_triton_reason)
+@qk_norm_rope_backward.impl("triton", accepts=triton_reason)
 def _(**values: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .qk_norm_rope_triton import backward
 
@@ -192,7 +197,7 @@ def _(**values: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
-    q, k = _heads(qkv, num_heads, num_kv_heads)[:2]
+    q, k = split_heads(qkv, num_heads, num_kv_heads)[:2]
     return rope.impls["torch_npu"].accepts(q=q, k=k, cos_sin=cos_sin)
 
 
@@ -214,7 +219,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     norm = rms_norm.impls["torch_npu"].function
     how: Values = {"sections": sections, "layout": layout, "style": style}
-    q, k, v = _heads(qkv, num_heads, num_kv_heads)
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     q, k = norm(q, q_weight, eps, plus_one), norm(k, k_weight, eps, plus_one)
     return *_rotate(rope, mrope, q, k, cos_sin, positions, how, "torch_npu"), _copied(v) if with_v else None
 
@@ -239,7 +244,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = rms_norm_backward.impls["torch_npu"].function
     how: Values = {"sections": sections, "layout": layout, "style": style}
-    q, k, _ = _heads(qkv, num_heads, num_kv_heads)
+    q, k, _ = split_heads(qkv, num_heads, num_kv_heads)
     dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, cos_sin, positions, how, "torch_npu")
     dq, dq_weight = backward(dq, q, q_weight, None, eps, plus_one)
     dk, dk_weight = backward(dk, k, k_weight, None, eps, plus_one)
@@ -267,7 +272,7 @@ _BENCH: list[Values] = [
 ] + [{"tokens": (16384,), "heads": 32, "kv_heads": 4, "dim": 128, "with_v": False}]
 
 
-def _make(
+def make_case(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -296,12 +301,12 @@ def _make(
 
 
 def _make_backward(**case: Any) -> Values:
-    args = _make(**case)
-    dq, dk, dv = (torch.randn_like(h) for h in _heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
+    args = make_case(**case)
+    dq, dk, dv = (torch.randn_like(h) for h in split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
     return {"dq": dq, "dk": dk, "dv": dv if args.pop("with_v") else None} | args
 
 
-qk_norm_rope.inputs(cases=_CASES, bench=_BENCH)(_make)
+qk_norm_rope.inputs(cases=_CASES, bench=_BENCH)(make_case)
 qk_norm_rope_backward.inputs(
     cases=[*_CASES, {"tokens": (130,), "heads": 2, "kv_heads": 1, "dim": 64}], bench=_BENCH[:2]
 )(_make_backward)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._op import Values
+from ._overlap import follow, overlap
 from ._rows import ceil_div, power_of_2
 from .rope.triton import angle_constants, flat_table, load_angles, load_pair, store_pair, token_strides
 
@@ -110,6 +112,18 @@ def _norm_rotate_heads(
 
 
 @triton.jit
+def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offset_stride, CACHE_BLOCK: tl.constexpr):
+    """Where the keys or values of these tokens go, [BLOCK_T, 1], and which go anywhere."""
+    if CACHE_BLOCK == 0:
+        places = (tokens * width)[:, None]
+    else:
+        slots = tl.load(slots_ptr + tokens[:, None], mask=is_token, other=-1).to(tl.int64)
+        places = slots // CACHE_BLOCK * block_stride + slots % CACHE_BLOCK * offset_stride
+        is_token = is_token & (slots >= 0)
+    return places, is_token
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -119,9 +133,15 @@ def _qk_norm_rope_kernel(
     v_ptr,
     table_ptr,
     positions_ptr,
+    slots_ptr,
     T,
     P,
     qkv_stride,
+    q_stride_t,
+    q_stride_h,
+    block_stride,
+    offset_stride,
+    head_stride,
     eps,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -140,8 +160,14 @@ def _qk_norm_rope_kernel(
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one."""
+    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one.
+
+    k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache.
+    """
+    follow(OVERLAP)
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     k_groups: tl.constexpr = (HK + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
@@ -151,21 +177,27 @@ def _qk_norm_rope_kernel(
     x_token = (tokens * qkv_stride)[:, None]
     if group < q_groups:
         heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
-        x_at, y_at = x_token + heads * D, (tokens * (HQ * D))[:, None] + heads * D
+        x_at, y_at = x_token + heads * D, (tokens * q_stride_t)[:, None] + heads * q_stride_h
         _norm_rotate_heads(
             qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
             T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
     elif group < q_groups + k_groups:
         heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
-        x_at, y_at = x_token + (HQ + heads) * D, (tokens * (HK * D))[:, None] + heads * D
+        y_token, is_token = _places(
+            slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
+        )  # fmt: skip
+        x_at, y_at = x_token + (HQ + heads) * D, y_token + heads * head_stride
         _norm_rotate_heads(
             qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
             T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
         )  # fmt: skip
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
-        x_at, y_at = x_token + (HQ + HK + heads) * D, (tokens * (HK * D))[:, None] + heads * D
+        y_token, is_token = _places(
+            slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
+        )  # fmt: skip
+        x_at, y_at = x_token + (HQ + HK + heads) * D, y_token + heads * head_stride
         _copy_heads(qkv_ptr, v_ptr, x_at, y_at, is_token & (heads < HK), D, BLOCK_D)
 
 
@@ -343,34 +375,83 @@ def forward(
     style: str,
     with_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    heads = hq, hk = num_heads, num_kv_heads
+    hq, hk = num_heads, num_kv_heads
     rows, dim = _rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     q, k = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk))
     v = torch.empty_like(k) if with_v else None
     if not rows.shape[0]:
         return q, k, v
+    how: Values = {"eps": eps, "plus_one": plus_one, "sections": sections, "layout": layout, "style": style}
+    _launch(rows, (q_weight, k_weight), (q, k, v), cos_sin, positions, None, hk, **how)
+    return q, k, v
+
+
+def write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    plus_one: bool,
+    style: str,
+) -> None:
+    """`forward` into the paged cache."""
+    if qkv.shape[0]:
+        how: Values = {"eps": eps, "plus_one": plus_one, "sections": None, "layout": "chunked", "style": style}
+        outputs = (q, k_cache, v_cache)
+        _launch(_rows(qkv), (q_weight, k_weight), outputs, cos_sin, None, slots.contiguous(), num_kv_heads, **how)
+
+
+def _launch(
+    rows: Tensor,
+    weights: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor | None],
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor | None,
+    num_kv_heads: int,
+    *,
+    eps: float,
+    plus_one: bool,
+    sections: Sequence[int] | None,
+    layout: str,
+    style: str,
+) -> None:
+    q, k, v = outputs
+    heads = hq, hk = q.shape[-2], num_kv_heads
+    dim = q.shape[-1]
     table, index = flat_table(cos_sin, positions)
     constants = _constants(
         hq, hk, dim, cos_sin.shape[-1], positions is not None, _tuple(sections), layout, style, plus_one
     )
-    groups = sum(_groups(heads, constants["BLOCK_H"])[: 3 if with_v else 2])
+    groups = sum(_groups(heads, constants["BLOCK_H"])[: 2 if v is None else 3])
     _qk_norm_rope_kernel[(ceil_div(rows.shape[0], constants["BLOCK_T"]) * groups,)](
         rows,
-        q_weight.contiguous(),
-        k_weight.contiguous(),
+        *(weight.contiguous() for weight in weights),
         q,
         k,
         k if v is None else v,
         table,
         index,
+        index if slots is None else slots,
         rows.shape[0],
         table.shape[0],
         rows.stride(0),
+        q.stride(-3) if q.dim() == 3 else hq * dim,
+        q.stride(-2),
+        *((hk * dim, hk * dim, dim) if slots is None else k.stride()[:3]),
         eps,
         **constants,
         GROUPS=groups,
+        CACHE_BLOCK=0 if slots is None else k.shape[1],
+        **overlap(rows),
     )
-    return q, k, v
 
 
 def backward(
@@ -390,7 +471,7 @@ def backward(
     layout: str,
     style: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads = hq, hk = num_heads, num_kv_heads
+    hq, hk = num_heads, num_kv_heads
     rows, dim = _rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     dq, dk, dv = _readable(dq), _readable(dk), None if dv is None else _readable(dv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -400,7 +481,7 @@ def backward(
     constants = _constants(
         hq, hk, dim, cos_sin.shape[-1], positions is not None, _tuple(sections), layout, style, plus_one
     )
-    groups = _groups(heads, constants["BLOCK_H"])
+    groups = _groups((hq, hk), constants["BLOCK_H"])
     num_groups = sum(groups[: 2 if dv is None else 3])
     waves = 16 * multiprocessors(qkv.device) // num_groups
     programs = max(1, min(ceil_div(rows.shape[0], constants["BLOCK_T"]), waves))

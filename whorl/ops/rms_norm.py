@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
-from ._op import Values, operator, widen
+from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
 
@@ -67,6 +67,13 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[T
     return wide * inverse, inverse, scale + 1 if plus_one else scale
 
 
+def _norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """The norm in fp32, by torch's own: all of it in one call."""
+    wide = widen(x)
+    scale = narrow(weight, wide.dtype)
+    return torch.nn.functional.rms_norm(wide, weight.shape, scale + 1 if plus_one else scale, eps)
+
+
 @operator(check=_check_rms_norm, sharding=_row_wise(("x",), 1))
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim.
@@ -75,8 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = F
     1 + weight, added in fp32 (Gemma). Everything in fp32, one rounding at the end; Hugging Face rounds once more,
     before the weight. A row of zeros gives zeros. Differentiable in x and weight.
     """
-    unit, _, scale = _normalise(x, weight, eps, plus_one)
-    return (unit * scale).to(x.dtype).contiguous()
+    return narrow(_norm(x, weight, eps, plus_one), x.dtype).contiguous()
 
 
 @operator(check=_check_add_rms_norm, sharding=_row_wise(("x", "residual"), 2))
@@ -88,9 +94,8 @@ def add_rms_norm(
     Shapes and dtypes as `rms_norm`. h is added in fp32 and rounded to x's dtype; the norm is of the rounded h, so the
     pair equals an addition followed by `rms_norm`. Inputs are not written. Differentiable in all three tensors.
     """
-    total = (widen(x) + widen(residual)).to(x.dtype).contiguous()
-    unit, _, scale = _normalise(total, weight, eps, plus_one)
-    return (unit * scale).to(x.dtype), total
+    total = narrow(widen(x) + widen(residual), x.dtype).contiguous()
+    return narrow(_norm(total, weight, eps, plus_one), x.dtype), total
 
 
 @operator(check=_check_backward, sharding=_row_wise(("dy", "x", "residual_grad"), 2, reduced=1))

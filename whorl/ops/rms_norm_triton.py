@@ -7,6 +7,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._overlap import follow, overlap
 from ._rows import as_rows, ceil_div, power_of_2
 
 SHARED_MEMORY = 200 * 1024  # bytes that a program may fill with blocks in flight; Hopper has 227 KiB
@@ -48,7 +49,9 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     NESTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < T) & (columns < C)
@@ -146,6 +149,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus
         PLUS_ONE=plus_one,
         NESTED=rows.shape[0] > 1,
         num_warps=num_warps,
+        **overlap(x),
     )
     return y, total
 

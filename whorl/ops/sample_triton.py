@@ -9,7 +9,6 @@ from whorl.device import is_interpreting
 
 from ._rows import ceil_div, power_of_2
 from .linear_triton import unit_stride
-from .sample import _keys
 
 CHUNK = 4096
 
@@ -31,6 +30,15 @@ def _mix(x):
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
+
+
+@triton.jit
+def _keys(seed, step):
+    """The two keys of sample.py's `_keys`."""
+    low, high = _mix(seed.to(tl.uint32)), (seed >> 32).to(tl.uint32)
+    first = _mix(_mix(low ^ high) ^ step.to(tl.uint32))
+    second = _mix(_mix((low + 0x9E3779B9) ^ high) ^ (step >> 32).to(tl.uint32) ^ _mix(first ^ 0x85EBCA6B))
+    return first, second
 
 
 @triton.jit
@@ -83,7 +91,8 @@ def _draw_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    keys_ptr,
+    seeds_ptr,
+    steps_ptr,
     chosen_ptr,
     stride,
     V,
@@ -107,7 +116,7 @@ def _draw_kernel(
         if p < 1:
             wanted = p * _within(logits_ptr, V, top, temperature, limit, False, BLOCK)
             limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, wanted, False, BLOCK))
-        first, second = tl.load(keys_ptr + row * 2).to(tl.uint32), tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+        first, second = _keys(tl.load(seeds_ptr + row), tl.load(steps_ptr + row))
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         best_id = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, V, BLOCK):
@@ -135,13 +144,13 @@ def forward(
     top = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _top_kernel[(rows, chunks)](logits, top, ids, logits.stride(0), vocab, CHUNK=chunk, num_warps=4)
-    keys = torch.stack(_keys(seeds.long(), steps.long()), 1)
     _draw_kernel[(rows,)](
         logits,
         top,
         ids,
         *(t.contiguous() for t in (temperature, top_k, top_p, min_p)),
-        keys,
+        seeds.long().contiguous(),
+        steps.long().contiguous(),
         chosen,
         logits.stride(0),
         vocab,

@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl.contracts import swiglu_limit
 
 from . import _torch_npu
-from ._op import Values, operator, widen
+from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
 
@@ -49,7 +49,7 @@ def swiglu(x: Tensor, *, interleaved: bool = False) -> Tensor:
     """
     gate, up = _split(widen(x), interleaved)
     # Not torch.sigmoid: on a CPU its bits depend on an element's place, and a row's bits must not.
-    return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype).contiguous()
+    return narrow(gate / (1 + torch.exp(-gate)) * up, x.dtype).contiguous()
 
 
 @operator(check=_check_backward, sharding=_row_wise)

@@ -44,8 +44,8 @@ def exchange(group: str, topic: str, message: Any) -> list[Any]:
     except Exception as e:
         missing = [m for m, key in zip(members, keys, strict=True) if not store.check([key])]
         raise RuntimeError(
-            f"sequence parallelism: rank {members[ranks.rank()]} waited {TIMEOUT.total_seconds():.0f} s for ranks {missing} "
-            f"to say {topic}: every rank of the group must compile the same model, at the same time, from equal caches"
+            f"sequence parallelism: rank {members[ranks.rank()]} waited {TIMEOUT.total_seconds():.0f} s for ranks "
+            f"{missing} to say {topic}: every rank must compile the same model, at the same time, from equal caches"
         ) from e
     return [json.loads(store.get(key)) for key in keys]
 

@@ -1,7 +1,6 @@
 """Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +10,10 @@ from torch.fx import GraphModule, Node
 
 from . import agree, collectives
 from .config import SequenceParallel
-from .layout import Layout
-from .pipeline import matches, order_sums, rewrite
+from .inputs import Input, input_layouts, name_inputs
+from .pipeline import order_sums, rewrite
 from .report import Report
+from .retrace import retraced
 from .rows import value
 
 Backend = Literal["inductor", "eager"]
@@ -23,11 +23,18 @@ NEVER = 1 << 62  # more tokens than there are
 class Compiled:
     """A compiled model. `report` is that of the graph captured last, `reports` of all of them."""
 
-    def __init__(self, model: Callable[..., Any], config: SequenceParallel, backend: Backend, dynamic: bool | None, dump: Any) -> None:
-        self.model, self.config, self.reports, self.dump = model, config, [], dump
-        self.backend, self._call = backend, torch.compile(model, backend=self._capture, fullgraph=True, dynamic=dynamic)
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        config: SequenceParallel,
+        backend: Backend,
+        dynamic: bool | None,
+        dump: str | Path | None,
+    ) -> None:
+        self.model, self.config, self.backend, self.dump = model, config, backend, dump
         self.reports: list[Report] = []
-        self.dispatched: list[str] = []  # which graph each capture runs first, for tests and curious readers
+        self.last_run = ""  # "plain" or "rewritten": the graph that the last call ran
+        self._call = torch.compile(model, backend=self._capture, fullgraph=True, dynamic=dynamic)
 
     @property
     def report(self) -> Report:
@@ -45,6 +52,8 @@ class Compiled:
                 f"sequence parallelism needs the model as one graph, since its residual lives across it; torch.compile "
                 f"cannot capture it: {e}"
             ) from e
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            raise e.inner_exception from None
 
     # ---- capturing
 
@@ -52,28 +61,30 @@ class Compiled:
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor.decomposition import select_decomp_table
 
-        layouts = input_layouts(gm, self.config)
+        inputs = input_layouts(gm, self.config)
         decompositions = select_decomp_table() if self.backend == "inductor" else {}
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compile(gm, example_inputs, layouts)
+            return self._compile(gm, example_inputs, inputs)
 
         return aot_autograd(fw_compiler=compiler, decompositions=decompositions)(gm, example_inputs)
 
-    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], layouts: list[Layout]) -> Callable[..., Any]:
-        inputs = _by_name(gm, layouts)
+    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inputs: list[Input]) -> Callable[..., Any]:
+        layouts = name_inputs(gm, inputs)
         plain = order_sums(gm, self.config)
-        source, mode = (gm, None) if self.backend == "eager" else _retraced(gm, collectives.group_size(self._group()))
-        short = rewrite(source, self.config, inputs=inputs, dump=self.dump)
+        source, mode = (gm, None) if self.backend == "eager" else retraced(gm, collectives.group_size(self._group()))
+        short = rewrite(source, self.config, inputs=layouts, dump=self.dump)
         report: Report = short.meta["report"]
-        report.min_tokens = minimum = least_tokens(self.config, report)
+        minimum = least_tokens(self.config, report)
+        report.min_tokens = "never" if minimum == NEVER else minimum
         self.reports.append(report)
         tokens = short.meta["tokens"]
-        if not report.rewrites or minimum == NEVER or (isinstance(tokens, int) and not self._is_short(tokens, minimum)):
-            return self._lower(plain, example_inputs)
+        is_plain = isinstance(tokens, int) and not self._is_short(tokens, minimum)
+        if is_plain or not report.rewrites or minimum == NEVER:
+            return _Single("plain", self._lower(plain, example_inputs), self)
         rewritten = self._lower(short, None, mode)
         if isinstance(tokens, int):
-            return rewritten
+            return _Single("rewritten", rewritten, self)
         return _Dispatch(self._lower(plain, example_inputs), rewritten, short, self, minimum)
 
     def _group(self) -> str:
@@ -110,37 +121,46 @@ class _Boxed:
         return self.function(*args)
 
 
+class _Single:
+    """The one graph of a capture with a fixed number of tokens, or with nothing to choose."""
+
+    _boxed_call = True
+
+    def __init__(self, name: str, graph: Callable[..., Any], owner: Compiled) -> None:
+        self.name, self.graph, self.owner = name, graph, owner
+
+    def __call__(self, args: list[Any]) -> Any:
+        self.owner.last_run = self.name
+        return self.graph(args)
+
+
 class _Dispatch:
-    """Runs the plain or the rewritten graph by the number of tokens of this call; torch's guards are left as they were."""
+    """Runs the plain or the rewritten graph by the number of tokens of this call; torch's guards stay as they were."""
 
     _boxed_call = True
 
     def __init__(self, plain: Any, short: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
-        self.plain, self.short, self.owner, self.minimum = plain, short, owner, minimum
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        self.symbols = _symbol_places(placeholders)
-        tokens = gm.meta["tokens"]
-        self.tokens = tokens.node.expr
-        env = tokens.node.shape_env
+        self.graphs = {"plain": plain, "rewritten": short}
+        self.owner, self.minimum = owner, minimum
+        self.symbols = _symbol_places([n for n in gm.graph.nodes if n.op == "placeholder"])
+        self.tokens = gm.meta["tokens"].node.expr
         # The rewritten graph was compiled in a shape environment of its own, whose guards are asked here.
+        env = gm.meta["tokens"].node.shape_env
         self.guards = [guard.expr for guard in env.guards] if owner.backend == "inductor" else []
-        self.chosen: dict[tuple[int, ...], Any] = {}
-        self.num_runs = {"plain": 0, "rewritten": 0}
+        self.chosen: dict[tuple[int, ...], str] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         sizes = tuple(args[i] if dim is None else args[i].shape[dim] for i, dim in self.symbols.values())
         if sizes not in self.chosen:
             self.chosen[sizes] = self._choose(sizes)
-        name, graph = self.chosen[sizes]
-        self.owner.dispatched.append(name)
-        return graph(args)
+        self.owner.last_run = self.chosen[sizes]
+        return self.graphs[self.chosen[sizes]](args)
 
-    def _choose(self, sizes: tuple[int, ...]) -> tuple[str, Any]:
+    def _choose(self, sizes: tuple[int, ...]) -> str:
         known = dict(zip(self.symbols, sizes, strict=True))
         tokens = int(self.tokens.xreplace(known))
         holds = all(bool(guard.xreplace(known)) for guard in self.guards)
-        is_short = holds and self.owner._is_short(tokens, self.minimum)
-        return ("rewritten", self.short) if is_short else ("plain", self.plain)
+        return "rewritten" if holds and self.owner._is_short(tokens, self.minimum) else "plain"
 
 
 def _symbol_places(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | None]]:
@@ -153,67 +173,6 @@ def _symbol_places(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | N
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 found.setdefault(size.node.expr, (i, dim))
     return found
-
-
-# ---- inputs
-
-
-def input_layouts(gm: GraphModule, config: SequenceParallel) -> list[Layout]:
-    """Of each input of a graph from Dynamo: by its placement, by name, or by comparing it on all ranks."""
-    group = collectives.group_name(config.group)
-    tensors: dict[str, Any] = {}
-    found: dict[str, Layout] = {}
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
-        argument = node.meta.get("grapharg")
-        name = _source_name(argument, node)
-        example = None if argument is None else argument.example
-        if matches(name, config.sharded):
-            found[node.name] = Layout.VARYING
-        elif hasattr(example, "placements"):
-            is_whole = all(p.is_replicate() for p in example.placements)
-            found[node.name] = Layout.REPLICATED if is_whole else Layout.VARYING
-        elif isinstance(example, Tensor) and config.probe:
-            tensors[node.name] = example
-        else:
-            found[node.name] = Layout.REPLICATED
-    found |= agree.probe(tensors, group) if config.probe else {}
-    return [found[node.name] for node in placeholders]
-
-
-def _source_name(argument: Any, node: Node) -> str:
-    """`layers.0.up.weight` of L['self']._modules['layers']._modules['0']._modules['up']._parameters['weight']."""
-    import re
-
-    source = getattr(argument, "source", None)
-    if source is None:
-        return node.name
-    name = source.name() if callable(source.name) else source.name
-    parts = re.findall(r"(?:\._(?:modules|parameters|buffers)\['([^']+)'\])|L\['([^']+)'\]|\.(\w+)$", name)
-    named = [next(p for p in part if p) for part in parts]
-    return ".".join(named[1:] if len(named) > 1 and named[0] in ("self", "slf", "s", "fn") else named) or node.name
-
-
-def _by_name(gm: GraphModule, layouts: list[Layout]) -> dict[str, Layout]:
-    """Layouts of the traced graph's inputs. What the graph writes to is not equal on all ranks for being so once."""
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    context = torch._guards.TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    mutated = set(metadata.mutated_inp_runtime_indices) if metadata is not None else set()
-    found = {}
-    for i, node in enumerate(placeholders):
-        index = _input_index(node.meta.get("desc"))
-        index = i if index is None and len(placeholders) == len(layouts) else index
-        known = layouts[index] if index is not None and index < len(layouts) else Layout.VARYING
-        found[node.name] = Layout.VARYING if i in mutated else known
-    return found
-
-
-def _input_index(description: Any) -> int | None:
-    """The captured input that an input of the traced graph is, or is a part of (a DTensor's local tensor)."""
-    while description is not None and not hasattr(description, "idx"):
-        description = getattr(description, "base", None)
-    return getattr(description, "idx", None)
 
 
 # ---- thresholds
@@ -243,60 +202,7 @@ def _measured(group: str) -> Any:
     return table("h200_nvlink") if agree.is_alone(group) else measure(group)
 
 
-# ---- a shape environment of its own
-
-
-def _retraced(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
-    """A copy of the graph with symbols of its own: what its compilation asks of sizes is no guard of the capture.
-
-    Symbols get an example large enough that no rank's share looks like a constant 0 or 1.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    gm = copy.deepcopy(gm)
-    env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    symbols: dict[Any, Any] = {}
-    inputs = [_renewed(value(n), env, mode, symbols, size) for n in placeholders]
-    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    return gm, mode
-
-
-def _renewed(old: Any, env: Any, mode: Any, symbols: dict[Any, Any], size: int) -> Any:
-    if isinstance(old, torch.SymInt):
-        return _new_size(old, env, symbols, size)
-    if not isinstance(old, Tensor):
-        return old
-    sizes = [_new_size(s, env, symbols, size) for s in old.shape]
-    strides = [_new_size(s, env, symbols, size) for s in old.stride()]
-    with mode:
-        return torch.empty_strided(sizes, strides, dtype=old.dtype, device=old.device)
-
-
-def _new_size(old: Any, env: Any, symbols: dict[Any, Any], size: int) -> Any:
-    if not isinstance(old, torch.SymInt):
-        return old
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    expr = old.node.expr
-    for symbol in sorted(expr.free_symbols, key=str):
-        if symbol in symbols:
-            continue
-        hint = int(old.node.shape_env.size_hint(symbol))
-        hint = hint if hint >= 4 * size else 8 * size
-        source = ConstantSource(f"whorl_{symbol}")
-        new = env.create_symbol(hint, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
-        symbols[symbol] = env.create_symintnode(new, hint=hint, source=source)
-    return int(expr) if expr.is_number else sympy_interp(PythonReferenceAnalysis, symbols, expr)
-
-
-def compile(  # noqa: A001 - the name that readers know from torch
+def compile(
     model: Callable[..., Any],
     sequence_parallel: SequenceParallel | None = None,
     *,
@@ -306,13 +212,11 @@ def compile(  # noqa: A001 - the name that readers know from torch
 ) -> Compiled:
     """A model, compiled, that keeps its rows apart between all-reduces when there are enough tokens.
 
-    Inputs and outputs are as they were. Both graphs come from one capture; which of them runs is decided at each call by
-    the number of tokens. backend "eager" runs the graphs operator by operator. dump: a folder for graphs.
+    Inputs and outputs are as they were. Both graphs come from one capture; which of them runs is decided at each call
+    by the number of tokens. backend "eager" runs the graphs operator by operator. dump: a folder for graphs.
     """
     if backend not in ("inductor", "eager"):
         raise ValueError(f"compile: backend is {backend!r}, expected 'inductor' or 'eager'")
     config = sequence_parallel or SequenceParallel()
     collectives.group_name(config.group)
     return Compiled(model, config, backend, dynamic, dump)
-
-

@@ -42,15 +42,18 @@ def write_report(state: Rewrite) -> int:
     report = state.report
     for root in state.roots:
         is_local = root in state.local_roots
-        reason = "rows stay on their rank until the gathers below" if is_local else state.reasons.get(root, "not placed")
+        reason = (
+            "rows stay on their rank until the gathers below" if is_local else state.reasons.get(root, "not placed")
+        )
         report.collectives.append(_describe(state, root, state.kinds[root], rewritten=is_local, reason=reason))
     report.collectives += state.left_alone
     for node, (size, reason) in state.placed.items():
         if node._erased:
             continue
+        shard: Any = node.args[0]
         report.gathers.append(
             Gather(
-                value=node.args[0].name,  # type: ignore[union-attr]
+                value=shard.name,
                 module=module_path(node),
                 source=source_line(node),
                 shape=str(list(value(node).shape)),
@@ -72,41 +75,49 @@ def _wire_dtype(state: Rewrite, node: Node) -> str:
 # ---- contracts
 
 
-def check(gm: GraphModule, before: list[Any], mode: Any) -> None:
-    """No full and short values meet, and every output has the shape it had: the graph is run on shapes alone."""
+def check(gm: GraphModule, before: list[Any], known: set[Node], mode: Any) -> None:
+    """No full and short values meet, and every output has the shape it had.
+
+    Nodes that are new, or read one that is, are run on shapes alone; `known` are those of the graph as it came.
+    """
     env = mode.shape_env
     with mode, env.suppress_guards() if env is not None else contextlib.nullcontext():
-        try:
-            after = _run_shapes(gm)
-        except Exception as e:
-            raise RuntimeError(f"sequence parallelism left full and short values together: {e}") from e
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        if isinstance(old, Tensor) and [str(s) for s in old.shape] != [str(s) for s in new.shape]:
-            sizes = zip(old.shape, new.shape, strict=False)
-            if old.dim() != new.dim() or not all(same(a, b) for a, b in sizes):
-                raise RuntimeError(
-                    f"sequence parallelism changed output {i} from {list(old.shape)} to {list(new.shape)}: "
-                    "inputs and outputs keep their layout"
-                )
+        for node in gm.graph.nodes:
+            is_touched = node not in known or any(a not in known for a in node.all_input_nodes)
+            if node.op == "call_function" and is_touched:
+                _check_node(node)
+    for i, (old, new) in enumerate(zip(before, outputs_of(gm), strict=True)):
+        if isinstance(old, Tensor) and not _same_shape(old, new):
+            raise RuntimeError(
+                f"sequence parallelism changed output {i} from {list(old.shape)} to {list(new.shape)}: "
+                "inputs and outputs keep their layout"
+            )
 
 
-def _run_shapes(gm: GraphModule) -> list[Any]:
-    found: dict[Node, Any] = {}
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            return outputs_of(gm, found)
-        if node.op == "call_function":
-            read = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: found[a] if isinstance(a, Node) else a)
-            found[node] = node.target(*read[0], **read[1])
-        else:
-            found[node] = value(node)
-    raise AssertionError("a graph has an output")
+def _check_node(node: Node) -> None:
+    read = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
+    try:
+        found = node.target(*read[0], **read[1])  # type: ignore[operator]
+    except Exception as e:
+        raise RuntimeError(f"sequence parallelism left full and short values together in {node.name}: {e}") from e
+    pairs = zip(*(torch.utils._pytree.tree_leaves(x) for x in (found, value(node))), strict=True)
+    for got, said in pairs:
+        if isinstance(said, Tensor) and (not _same_shape(got, said) or got.dtype != said.dtype):
+            raise RuntimeError(
+                f"sequence parallelism: {node.name} gives {list(got.shape)} {got.dtype}, "
+                f"not {list(said.shape)} {said.dtype}"
+            )
 
 
-def outputs_of(gm: GraphModule, found: dict[Node, Any] | None = None) -> list[Any]:
+def _same_shape(a: Tensor, b: Tensor) -> bool:
+    """Sizes are compared as they stand; rows of a rank are one symbol throughout."""
+    return a.dim() == b.dim() and all(str(x) == str(y) or same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
+def outputs_of(gm: GraphModule) -> list[Any]:
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     given, _ = torch.utils._pytree.tree_flatten(output.args[0])
-    return [(value(n) if found is None else found[n]) if isinstance(n, Node) else n for n in given]
+    return [value(n) if isinstance(n, Node) else n for n in given]
 
 
 # ---- the backend's own collectives

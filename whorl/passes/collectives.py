@@ -16,7 +16,7 @@ from torch.library import custom_op
 SCALE_BYTES = 4  # beside each quantised row
 
 
-def process_group(group: str) -> Any:
+def process_group(group: Any) -> Any:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(group)
@@ -31,8 +31,11 @@ def group_name(group: Any) -> str:
     if isinstance(group, str):
         return group
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("sequence parallelism needs a process group: call torch.distributed.init_process_group first")
-    return str((group or dist.group.WORLD).group_name)
+        raise RuntimeError(
+            "sequence parallelism needs a process group: call torch.distributed.init_process_group first"
+        )
+    found: Any = group or dist.group.WORLD
+    return str(found.group_name)
 
 
 def rows_per_rank(tokens: Any, size: int) -> Any:
@@ -74,7 +77,9 @@ def _all_gather(x: Tensor, tokens: int, group: str) -> Tensor:
     out = x.new_empty(ranks.size() * x.shape[0], *x.shape[1:])
     if out.numel():  # gloo has no fp8; bytes are bytes
         as_bytes = torch.uint8 if x.element_size() == 1 else x.dtype
-        dist.all_gather_into_tensor(out.view(as_bytes), x.contiguous().view(as_bytes), group=ranks)
+        # all_gather_into_tensor goes by this name from torch 2.13 on
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(out.view(as_bytes), x.contiguous().view(as_bytes), group=ranks)
     return out[:tokens].clone() if tokens < out.shape[0] else out
 
 
@@ -160,6 +165,6 @@ def _(x: Tensor, tokens: int, group: str) -> Tensor:
 
 
 def wire_bytes(what: str, row_bytes: int, tokens: int, size: int) -> int:
-    """Bytes one rank sends: for "all_reduce", "reduce_scatter" (row_bytes of the sum) or "all_gather" (of what moves)."""
+    """Bytes that one rank sends; `what` is all_reduce, reduce_scatter or all_gather, row_bytes what a row has of it."""
     once = (size - 1) * rows_per_rank(tokens, size) * row_bytes
     return int(2 * once if what == "all_reduce" else once)

@@ -69,7 +69,7 @@ class CostModel:
     is_direct: every pair has its own way and the library uses it: reduce-scatter and all-gather take one step each.
     has_one_shot: small all-reduces may send everything to everyone at once.
     switch_gain: by ranks, how much faster an all-reduce is than its bytes say, because a switch does the sum.
-    quantize: seconds a byte of the 16-bit tensor that quantising on the shard and restoring what was gathered take.
+    quantize: seconds for each byte gathered in 8 bits that quantising on the shard and restoring the whole take.
     fitted: (seconds, seconds a byte sent) by collective, as measured on a group of `world` ranks.
     """
 
@@ -105,6 +105,11 @@ class CostModel:
         """`num_bytes` of the gathered tensor."""
         return self._half("all_gather", num_bytes, world)
 
+    def all_gather_quantized(self, num_bytes: float, world: int) -> float:
+        """`num_bytes` of what is gathered in 8 bits; quantising and restoring included."""
+        work = 0.0 if self._is_fitted(world) else self.quantize * num_bytes
+        return self._half("all_gather_quantized", num_bytes, world) + work
+
     def _half(self, what: str, num_bytes: float, world: int) -> float:
         sent = (world - 1) / world * num_bytes
         if self._is_fitted(world):
@@ -137,11 +142,8 @@ class CostModel:
             return reduced + sum(self.all_gather(b * tokens, world) for b in traffic.gathered)
         if traffic.quantized is None:
             raise ValueError("cost model: sp_int8 was asked for, and the graph has no quantised gathers on offer")
-        if self._is_fitted(world):
-            sent = [(world - 1) / world * b * tokens for b in traffic.quantized]
-            return reduced + sum(self._line("all_gather_quantized", b) for b in sent)
-        gathered = sum(self.all_gather(b * tokens, world) for b in traffic.quantized)
-        return reduced + gathered + self.quantize * tokens * sum(traffic.gathered)
+        gathered = sum(self.all_gather_quantized(b * tokens, world) for b in traffic.quantized)
+        return reduced + gathered
 
     def choose(
         self,
@@ -228,9 +230,9 @@ TABLE: dict[str, CostModel] = {
             # With NVLink SHARP the switch adds up: bus bandwidth 420, 440, 460 and 480 GB/s at 5 to 8 GPUs, no gain
             # below (NVIDIA/nccl#1455); 475 on H200 (NVIDIA/nccl-tests#272).
             switch_gain={5: 420 / 370, 6: 440 / 370, 7: 460 / 370, 8: 480 / 370},
-            # Three bytes of traffic for two on the shard and again on the whole, at 4.28 TB/s, the rate of a copy
+            # Three bytes of traffic for each on the whole, and on a shard of eight, at 4.28 TB/s, the rate of a copy
             # (bench/results/ops_h200.md).
-            quantize=1.5 * (1 + 1 / 8) / 4.28e12,
+            quantize=3 * (1 + 1 / 8) / 4.28e12,
         ),
         CostModel(
             name="ascend_910_hccs",
@@ -245,7 +247,7 @@ TABLE: dict[str, CostModel] = {
             is_direct=True,
             has_one_shot=True,
             # HBM of 910B: 1.6 TB/s.
-            quantize=1.5 * (1 + 1 / 8) / 1.6e12,
+            quantize=3 * (1 + 1 / 8) / 1.6e12,
         ),
         CostModel(
             name="pcie",
@@ -254,7 +256,7 @@ TABLE: dict[str, CostModel] = {
             # PCIe 4.0 x16 is 31.5 GB/s each way; 20 is what Ascend's profiler holds PCIe to (msprof) and what
             # NVIDIA/nccl-tests#178 reports once a path leaves NVLink.
             bandwidth=20e9,
-            quantize=1.5 * (1 + 1 / 8) / 2e12,
+            quantize=3 * (1 + 1 / 8) / 2e12,
         ),
         CostModel(
             name="ethernet",
@@ -262,7 +264,7 @@ TABLE: dict[str, CostModel] = {
             launch=_NCCL_LAUNCH,
             # 100 Gbit/s, one port a rank: 12.5 GB/s, which RDMA reaches (msprof, RDMA_BANDWIDTH_V2_1_0).
             bandwidth=12.5e9,
-            quantize=1.5 * (1 + 1 / 8) / 2e12,
+            quantize=3 * (1 + 1 / 8) / 2e12,
         ),
     )
 }
@@ -301,6 +303,7 @@ _TIMED: dict[str, Callable[[Tensor, str], Tensor]] = {
     ),
 }
 _CHANNELS = 2048
+_LONG = 0.1  # seconds
 
 
 def _sent(what: str, rows: int, world: int) -> float:
@@ -310,7 +313,10 @@ def _sent(what: str, rows: int, world: int) -> float:
 
 
 def _times(what: str, group: str, device: str, num_bytes: Sequence[int], repeats: int) -> list[tuple[float, float]]:
-    """(bytes sent, seconds) for each size; seconds are the median of a rank's calls, the mean over ranks."""
+    """(bytes sent, seconds) for each size; seconds are the median of a rank's calls, the mean over ranks.
+
+    On a slow link the largest sizes are left out: two points make a line.
+    """
     ranks, world, run = collectives.process_group(group), collectives.group_size(group), _TIMED[what]
     found = []
     for size in num_bytes:
@@ -328,6 +334,8 @@ def _times(what: str, group: str, device: str, num_bytes: Sequence[int], repeats
         mine = torch.tensor([statistics.median(times)], device=device)
         dist.all_reduce(mine, group=ranks)
         found.append((_sent(what, rows, world), mine.item() / world))
+        if len(found) > 1 and found[-1][1] > _LONG:
+            break
     return found
 
 

@@ -1,6 +1,7 @@
 """Adding nodes to a captured graph without adding guards: shapes are carried, never evaluated."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,14 +42,20 @@ class Editor:
         """A node whose value follows from its arguments; for operators that ask nothing of sizes."""
         node = self.graph.call_function(target, args)
         with self._faking():
-            node.meta["val"] = target(*torch.fx.node.map_aggregate(args, lambda a: value(a) if isinstance(a, Node) else a))
+            node.meta["val"] = target(
+                *torch.fx.node.map_aggregate(args, lambda a: value(a) if isinstance(a, Node) else a)
+            )
         return self._remember(node, like)
 
-    def local(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node, lead: int, rows: Any) -> Node:
+    def local(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node, lead: int, rows: Any
+    ) -> Node:
         """The node `like` on a rank's rows: the same features, `rows` instead of its `lead` token dims."""
         node = self.graph.call_function(target, args, dict(kwargs))
         with self._faking():
-            node.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, lambda x: _shortened(x, lead, rows), value(like))
+            node.meta["val"] = torch.utils._pytree.tree_map_only(
+                Tensor, lambda x: _shortened(x, lead, rows), value(like)
+            )
         return self._remember(node, like)
 
     @staticmethod
@@ -80,14 +87,16 @@ class Editor:
         proxies = {}
         for symbol in sorted(expr.free_symbols, key=str):
             env = count.node.shape_env
-            proxies[symbol] = Proxy(self.size(torch.SymInt(torch.fx.experimental.sym_node.SymNode(symbol, env, int, None))))
+            proxies[symbol] = Proxy(
+                self.size(torch.SymInt(torch.fx.experimental.sym_node.SymNode(symbol, env, int, None)))
+            )
         return self._append(lambda: sympy_interp(PythonReferenceAnalysis, proxies, expr).node, count)
 
     def _append(self, make: Callable[[], Node], count: torch.SymInt) -> Node:
         """Behind the placeholders and earlier sizes, so that every node may use it."""
         before = set(self.graph.nodes)
-        place = self.graph.inserting_after(self._last) if self._last is not None else contextlib.nullcontext()
-        with place:
+        first = next(iter(self.graph.nodes)) if self._last is None else self._last.next
+        with self.graph.inserting_before(first):  # inserting_after would turn the order round
             node = make()
         for new in [n for n in self.graph.nodes if n not in before]:
             with self._faking():
@@ -103,6 +112,18 @@ class Editor:
         with self._faking():
             reshaped.meta["val"] = torch.empty(tuple(sizes), dtype=value(node).dtype, device=value(node).device)
         return self._remember(reshaped, like)
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A graph of its own over the same parameters."""
+    graph = torch.fx.Graph()
+    nodes: dict[Node, Node] = {}
+    returned = graph.graph_copy(gm.graph, nodes)
+    output = graph.output(returned)
+    output.meta = dict(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
+    new = GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    return new
 
 
 def _symbol_sources(placeholders: Iterable[Node]) -> dict[Any, tuple[Node, int | None]]:
@@ -122,9 +143,7 @@ def _symbol_sources(placeholders: Iterable[Node]) -> dict[Any, tuple[Node, int |
 def _shortened(x: Tensor, lead: int, rows: Any) -> Tensor:
     """Fake rows of x, its features laid out as they were."""
     features, strides = tuple(x.shape[lead:]), tuple(x.stride()[lead:])
-    dense: list[int] = []
-    for size in reversed(features):
-        dense.insert(0, dense[0] * features[len(features) - len(dense)] if dense else 1)
+    dense = [math.prod(features[i + 1 :]) for i in range(len(features))]
     if strides == tuple(dense) or not all(isinstance(s, int) for s in strides):
         return x.new_empty((rows, *features))
     return torch.empty_strided((rows, *features), (x.stride()[lead - 1], *strides), dtype=x.dtype, device=x.device)

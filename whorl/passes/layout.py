@@ -27,7 +27,7 @@ PURE = ("aten", "prims", "whorl", "_operator", "math", "torch")
 
 
 class Layout(Enum):
-    """REPLICATED: equal on all ranks. PARTIAL: summands of what is. SHARDED: each rank has its rows. VARYING: unknown."""
+    """REPLICATED: equal on all ranks. PARTIAL: its summands. SHARDED: each rank has its rows. VARYING: anything."""
 
     REPLICATED = "replicated"
     PARTIAL = "partial"
@@ -77,7 +77,9 @@ def infer(graph: Graph, group: str, inputs: Mapping[str, Layout], differing: Set
 def _sums(node: Node, group: str) -> bool:
     if node.target not in ALL_REDUCES | REDUCE_SCATTERS or group_of(node) != group:
         return False
-    return node.target in (ours.ordered_all_reduce.default, ours.ordered_reduce_scatter.default) or node.args[1] == "sum"
+    return (
+        node.target in (ours.ordered_all_reduce.default, ours.ordered_reduce_scatter.default) or node.args[1] == "sum"
+    )
 
 
 def _layout(node: Node, group: str, found: Mapping[Node, Layout]) -> Layout:

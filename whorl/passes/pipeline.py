@@ -1,6 +1,5 @@
 """Runs the passes over one graph, in order, and says what they did."""
 
-import copy
 import fnmatch
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,10 @@ from torch.fx import GraphModule, Node
 from . import agree, collectives
 from .cleanup import check, cleanup, outputs_of, write_report
 from .config import SequenceParallel
-from .editor import Editor
-from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
+from .editor import Editor, copied
+from .layout import ALL_GATHERS, ALL_REDUCES, Layout, c10d, group_of, ours
 from .report import Report
-from .rows import same, value
+from .rows import product, same, value
 from .sequence_parallel import (
     Rewrite,
     eliminate_noops,
@@ -35,7 +34,7 @@ def fuse_matmuls(state: Rewrite) -> int:
         return 0
     from . import async_tp
 
-    return async_tp.fuse(state.graph, state.group, state.report.not_fused)
+    return async_tp.fuse(state)
 
 
 # In this order. Each pass returns how much it changed; `SequenceParallel(skip=(name,))` leaves one out.
@@ -60,19 +59,33 @@ def rewrite(
     dump: str | Path | None = None,
     pipeline: Sequence[tuple[str, Pass]] = PIPELINE,
 ) -> GraphModule:
-    """The graph with sequence parallelism; `meta["report"]` says what was done, `meta["tokens"]` how many rows there are.
+    """The graph with sequence parallelism; `meta["report"]` says what was done, `meta["tokens"]` counts the rows.
 
     gm: of aten, `_c10d_functional` and our own operators, with fake values. It is not changed. inputs: the layout of
     placeholders by name; those not named are REPLICATED, unless `config.sharded` matches their names. Every rank of
     the group must call this with the same graph. dump: a folder for the graph before and after each pass.
     """
+    gm = copied(gm)
+    rewrite_in_place(gm, config, inputs=inputs, dump=dump, pipeline=pipeline)
+    return gm
+
+
+def rewrite_in_place(
+    gm: GraphModule,
+    config: SequenceParallel,
+    *,
+    inputs: Mapping[str, Layout] | None = None,
+    dump: str | Path | None = None,
+    pipeline: Sequence[tuple[str, Pass]] = PIPELINE,
+) -> Report:
+    """As `rewrite`, on the graph itself."""
     _check_skip(config, pipeline)
-    gm = copy.deepcopy(gm)
     group = collectives.group_name(config.group)
     size = collectives.group_size(group)
+    tokens = tokens_of(gm, group)
+    report = Report(group=group, size=size, tokens=_hint(tokens), min_tokens=config.min_tokens)
     differing = agree.compare(gm, group, "captured graph")
-    editor = Editor(gm)
-    report = Report(group=group, size=size, tokens=0, min_tokens=config.min_tokens, varying=sorted(differing))
+    report.varying = sorted(differing)
     state = Rewrite(
         gm=gm,
         config=config,
@@ -80,33 +93,37 @@ def rewrite(
         report=report,
         inputs=_inputs(gm, config, inputs or {}),
         differing=differing,
-        editor=editor,
+        editor=Editor(gm),
     )
-    before = outputs_of(gm)
+    before, known = outputs_of(gm), set(gm.graph.nodes)
     for i, (name, run) in enumerate(pipeline):
         if name in config.skip:
             continue
         _dump(dump, f"{i}_{name}_before", gm)
         report.counts[name] = run(state)
         _dump(dump, f"{i}_{name}_after", gm)
-    check(gm, before, editor.mode)
+    check(gm, before, known, state.editor.mode)
     agree.compare(gm, group, "rewritten graph")
-    tokens = _tokens(state)
-    report.tokens = _hint(tokens)
     report.graph_hash = agree.graph_hash(gm)
     gm.meta["report"], gm.meta["tokens"] = report, tokens
     if not report.rewrites and size > 1:
-        warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=2)
-    return gm
+        warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=3)
+    return report
 
 
 def order_sums(gm: GraphModule, config: SequenceParallel) -> GraphModule:
     """The plain graph with every all-reduce over the group summed in rank order, as the rewritten graph does."""
-    gm = copy.deepcopy(gm)
+    gm = copied(gm)
+    order_sums_in_place(gm, config)
+    return gm
+
+
+def order_sums_in_place(gm: GraphModule, config: SequenceParallel) -> int:
+    """As `order_sums`, on the graph itself. Returns how many."""
     group = collectives.group_name(config.group)
     if not config.ordered or collectives.group_size(group) == 1:
-        return gm
-    editor = Editor(gm)
+        return 0
+    editor, count = Editor(gm), 0
     for node in list(gm.graph.nodes):
         is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and group_of(node) == group
         if not is_sum or [u.target for u in node.users] != [c10d.wait_tensor.default]:
@@ -117,8 +134,24 @@ def order_sums(gm: GraphModule, config: SequenceParallel) -> GraphModule:
         wait.replace_all_uses_with(ordered)
         gm.graph.erase_node(wait)
         gm.graph.erase_node(node)
+        count += 1
     gm.recompile()
-    return gm
+    return count
+
+
+def tokens_of(gm: GraphModule, group: str) -> Any:
+    """The rows of most of the all-reduces and gathers over the group: a number or a symbol; 0 without any."""
+    counts: list[list[Any]] = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target not in ALL_REDUCES | ALL_GATHERS or group_of(node) != group:
+            continue
+        rows = product(value(node).shape[:-1])
+        known = next((c for c in counts if same(c[0], rows)), None)
+        if known is None:
+            counts.append([rows, 1])
+        else:
+            known[1] += 1
+    return max(counts, key=lambda c: c[1])[0] if counts else 0
 
 
 def _check_skip(config: SequenceParallel, pipeline: Sequence[tuple[str, Pass]]) -> None:
@@ -145,19 +178,6 @@ def _dump(folder: str | Path | None, name: str, gm: GraphModule) -> None:
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}.txt").write_text(f"{gm.graph}\n")
-
-
-def _tokens(state: Rewrite) -> Any:
-    """The rows of most of the collectives."""
-    counts: list[list[Any]] = []
-    for node in state.roots:
-        rows = node.meta["val"].shape[0]
-        known = next((c for c in counts if same(c[0], rows)), None)
-        if known is None:
-            counts.append([rows, 1])
-        else:
-            known[1] += 1
-    return max(counts, key=lambda c: c[1])[0] if counts else 0
 
 
 def _hint(count: Any) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .layout import Layout
-from .rows import CHUNKS, Plan, is_tensor, plan_for, product, same, value
+from .rows import CHUNKS, Plan, is_tensor, label, plan_for, product, same, value
 
 # A byte that crosses the cut weighs so much; what is left of a unit counts gathers, so that of two cuts with equal
 # bytes the one with fewer messages wins. Whole numbers: every rank finds the same cut.
@@ -33,7 +33,7 @@ def find_region(graph: Graph, tokens: Any, roots: list[Node], layouts: Mapping[N
         if node in region.held or not any(a in region.held for a in node.all_input_nodes):
             continue
         if node.op == "output":
-            region.misses[node] = "the graph returns it"
+            region.misses[node] = "the graph returns it, and outputs are whole"
         elif _is_chunk(node, group, region.held):
             region.chunks.append(node)
         else:
@@ -54,7 +54,9 @@ def _plan(node: Node, region: Region, layouts: Mapping[Node, Layout]) -> Plan | 
     for argument in node.all_input_nodes:
         layout = layouts.get(argument)
         if argument not in region.held and layout is not Layout.REPLICATED:
-            return f"its operand {argument.name} is {layout.value if layout else 'unknown'}"
+            return f"its operand {label(argument)} is {layout.value if layout else 'unknown'}"
+    if layouts.get(node) is not Layout.REPLICATED:
+        return "it does not do the same on all ranks"
     plan = plan_for(node, region.held, region.tokens)
     if isinstance(plan, str):
         return plan

@@ -66,7 +66,9 @@ class Report:
         if self.is_quantized:
             return "rounds: activations are gathered in 8 bits"
         if self.gemms:
-            return f"bitwise where a product's row does not depend on the rows beside it ({len(self.gemms)} run on fewer)"
+            return (
+                f"bitwise where a product's row does not depend on the rows beside it ({len(self.gemms)} run on fewer)"
+            )
         return "bitwise"
 
     def bytes_before(self, tokens: int | None = None) -> int:

@@ -65,6 +65,11 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else None
 
 
+def label(node: Node) -> str:
+    """What a reader calls a node: the model's name of an input, else the graph's."""
+    return str(node.meta.get("whorl_name", node.name))
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(value(node), Tensor)
 
@@ -135,7 +140,11 @@ def _unbind(node: Node, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict
 
 
 def _is_default(given: Any, default: Any) -> bool:
-    return not isinstance(given, Node | Rows | Features | list | tuple) and type(given) is type(default) and given == default
+    return (
+        not isinstance(given, Node | Rows | Features | list | tuple)
+        and type(given) is type(default)
+        and given == default
+    )
 
 
 def _leading(node: Node, held: Held) -> int | str:
@@ -216,7 +225,7 @@ def _over_features(rows: Sequence[str], dims: Sequence[str], *, of_output: bool 
 
 
 def _negative(dims: Any, total: int, lead: int) -> Any:
-    """Dims counted from the end, where flattening the token dims does not move them; None for a token dim or all dims."""
+    """Dims counted from the end, where flattening tokens does not move them; None if one is a token dim, or for all."""
     if isinstance(dims, int):
         found = dims if dims < 0 else dims - total
         return found if found + total >= lead else None
@@ -234,7 +243,7 @@ def _place_rows(argument: Any, token_dims: Sequence[Any], lead: int, held: Held)
         return Rows(argument, lead) if is_tensor(argument) else argument
     own = value(argument).shape
     if len(own) < lead or not all(same(a, b) for a, b in zip(own, token_dims, strict=False)):
-        return f"its argument {argument.name} has other token dims"
+        return f"its argument {label(argument)} has other token dims"
     return Rows(argument, lead)
 
 
@@ -266,12 +275,13 @@ _features((aten.stack.default,), "dim", rows=("tensors",), of_output=True)
 
 
 def _permute(node: Node, held: Held, tokens: Any) -> Plan | str:
-    source, dims = node.args[0], node.args[1]
-    lead, total = held[source], len(dims)  # type: ignore[arg-type,index]
-    order = [d % total for d in dims]  # type: ignore[union-attr]
+    source: Any = node.args[0]
+    dims: Any = node.args[1]
+    lead, total = held[source], len(dims)
+    order = [d % total for d in dims]
     if order[:lead] != list(range(lead)):
         return "it moves the token dims"
-    return Plan(lead, (Rows(source, lead), [0, *(d - lead + 1 for d in order[lead:])]))  # type: ignore[arg-type]
+    return Plan(lead, (Rows(source, lead), [0, *(d - lead + 1 for d in order[lead:])]))
 
 
 RULES[aten.permute.default] = _permute
@@ -406,6 +416,7 @@ def _register_ours() -> None:
         (dequantize, ("q", "scale")),
     ):
         register_row_wise(op, rows)
+    register_row_wise(ops.rope, ("q", "k", "positions"))
     register_row_wise(ops.linear, ("x",), single=True)
     register_row_wise(ops.route, ("logits",), single=True)
     register_row_wise(ops.experts, ("x", "weights", "ids"), single=True)

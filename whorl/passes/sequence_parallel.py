@@ -15,10 +15,10 @@ from . import collectives, layout, noop
 from .config import SequenceParallel
 from .editor import Editor
 from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
-from .placement import Region, find_region, minimum_cut, row_bytes, why_cut
-from .report import Collective, Gather, Report, module_path, source_line
 from .noop import has_shape_of
-from .rows import CHUNKS, Features, Rows, product, same, value
+from .placement import Region, find_region, minimum_cut, row_bytes, why_cut
+from .report import Collective, Report, module_path, source_line
+from .rows import CHUNKS, Features, Rows, label, product, same, value
 
 aten = torch.ops.aten
 MIN_QUANTIZED = 64  # features of a row; shorter rows gain nothing beside their scale and a message
@@ -36,11 +36,11 @@ class Rewrite:
     differing: frozenset[str]
     editor: Editor
     layouts: dict[Node, Layout] = field(default_factory=dict)
-    roots: dict[Node, Node] = field(default_factory=dict)  # gathers that stand for a captured collective, and its input
-    kinds: dict[Node, str] = field(default_factory=dict)
-    reasons: dict[Node, str] = field(default_factory=dict)  # why a root stays as it was
+    roots: dict[Node, Any] = field(default_factory=dict)  # gathers that stand for a captured collective, and its input
+    kinds: dict[Node, Any] = field(default_factory=dict)
+    reasons: dict[Node, Any] = field(default_factory=dict)  # why a root stays as it was
     left_alone: list[Collective] = field(default_factory=list)
-    placed: dict[Node, tuple[int, str]] = field(default_factory=dict)  # gathers by placement: bytes of a row, and why
+    placed: dict[Node, Any] = field(default_factory=dict)  # gathers by placement: bytes of a row, and why
     local_roots: set[Node] = field(default_factory=set)
 
     @property
@@ -229,7 +229,9 @@ def _place(state: Rewrite, region: Region) -> int:
     if local:
         _Rows(state, region, set(local)).emit(set(cut.gathered) - set(still))
     state.local_roots |= {r for r in region.roots if r in local}
-    return sum(n not in region.roots for n in local)
+    count = sum(n not in region.roots for n in local)
+    state.report.local_operators += count
+    return count
 
 
 def _has_local_users(node: Node, region: Region, kept: set[Node]) -> bool:
@@ -289,7 +291,7 @@ class _Rows:
             if token_dims > 1:
                 full = self.edit.reshape(full, (self.region.tokens, *features))
             self.sliced[key] = self.edit.call(ours.local_rows.default, full, self.group, like=wanted.node)
-            self.state.report.sliced.append(wanted.node.name)
+            self.state.report.sliced.append(label(wanted.node))
         return self.sliced[key]
 
     def _gather(self, node: Node) -> None:
@@ -361,9 +363,10 @@ def _skip_gather(state: Rewrite, chunk: Node, gather: Node) -> None:
 def _rename(state: Rewrite, old: Node, new: Node) -> None:
     """Put `new` in the place of `old`, also in what is known about it."""
     old.replace_all_uses_with(new)
-    for known in (state.roots, state.kinds, state.reasons, state.placed):
+    tables: list[dict[Node, Any]] = [state.roots, state.kinds, state.reasons, state.placed]
+    for known in tables:
         if old in known:
-            known[new] = known.pop(old)  # type: ignore[attr-defined,index]
+            known[new] = known.pop(old)
     if old in state.local_roots:
         state.local_roots.remove(old)
         state.local_roots.add(new)
@@ -381,9 +384,7 @@ def quantize_gathers(state: Rewrite) -> int:
             continue
         reason = state.placed[node][1]
         with state.graph.inserting_before(node):
-            packed = state.editor.call(
-                ours.all_gather_quantized.default, *node.args, state.config.quantize, like=node
-            )
+            packed = state.editor.call(ours.all_gather_quantized.default, *node.args, state.config.quantize, like=node)
         _rename(state, node, packed)
         state.placed[packed] = (less, reason)
         count += 1

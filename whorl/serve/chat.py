@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from whorl.engine import roofline
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
@@ -122,6 +123,15 @@ def describe(seq: Sequence) -> str:
         share = 100 * seq.num_accepted / seq.num_drafted
         parts.append(f"{seq.num_accepted} of {seq.num_drafted} drafted tokens accepted ({share:.0f}%)")
     return "; ".join(parts)
+
+
+def describe_limit(llm: LLM, seq: Sequence) -> str | None:
+    """How an answer's speed compares with what reading the weights and the cache once a token would allow."""
+    model, speed = llm.model, seq.timings.tokens_per_second
+    if not speed or (share := roofline.share(model, speed, context=len(seq.token_ids))) is None:
+        return None
+    read = roofline.step_bytes(model, context=len(seq.token_ids)) / 1e6
+    return f"{share:.0%} of the roofline: {read:.3f} MB a token at a copy's speed would be {speed / share:.1f} tok/s"
 
 
 def read_line(prompt: str) -> str:
@@ -237,7 +247,12 @@ class Chat:
         self._screen.note(f"({len(messages)} messages written to {path})")
 
     def _stats(self, argument: str) -> None:
-        self._screen.note("no answer yet" if self._last is None else describe(self._last))
+        if self._last is None:
+            self._screen.note("no answer yet")
+            return
+        self._screen.note(describe(self._last))
+        if limit := describe_limit(self.conversation.llm, self._last):
+            self._screen.note(limit)
 
     def _help(self, argument: str) -> None:
         for name, (_, text) in self._commands.items():

@@ -55,6 +55,19 @@ class Options:
 
     def check(self) -> None:
         """What contradicts itself or cannot be done is refused before anything is loaded."""
+        self.check_drafting()
+        if self.prompt is None and not self.interactive:
+            raise ValueError("nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive")
+        if self.prompt is not None and self.interactive:
+            raise ValueError("--prompt and --interactive: say one of them")
+        if not self.chat and (self.system is not None or self.think is not None):
+            raise ValueError("--system, --think and --no-think are written by the chat template: add --chat")
+        if self.reset and not self.interactive:
+            raise ValueError("--reset is about a conversation: add --interactive")
+        if self.as_json and self.interactive:
+            raise ValueError("--json is for one answer, not for --interactive")
+
+    def check_drafting(self) -> None:
         pld = ("pld_k", "pld_ngram", "pld_min_hist", "pld_guard_distinct", "pld_guard_tail", "pld_loop_warn")
         given = [name for name in pld if getattr(self, name) is not None] + ["pld_no_guard"] * self.pld_no_guard
         if given and not self.pld:
@@ -67,16 +80,6 @@ class Options:
             raise ValueError("--draft-k needs --draft-model")
         if self.draft_fixed and self.draft_model is None and not self.pld:
             raise ValueError("--draft-fixed needs --pld or --draft-model")
-        if self.prompt is None and not self.interactive:
-            raise ValueError("nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive")
-        if self.prompt is not None and self.interactive:
-            raise ValueError("--prompt and --interactive: say one of them")
-        if not self.chat and (self.system is not None or self.think is not None):
-            raise ValueError("--system, --think and --no-think are written by the chat template: add --chat")
-        if self.reset and not self.interactive:
-            raise ValueError("--reset is about a conversation: add --interactive")
-        if self.as_json and self.interactive:
-            raise ValueError("--json is for one answer, not for --interactive")
 
 
 def prepare(options: Options) -> Callable[[], int]:
@@ -117,7 +120,7 @@ def load(options: Options) -> "LLM":
         options.model,
         device=options.device,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
-        speculate=_proposer(options),
+        speculate=proposer(options),
         draft_length="fixed" if options.draft_fixed else "measured",
         max_model_len=options.max_seq,
         max_num_seqs=1,
@@ -139,7 +142,7 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     return SamplingParams(max_tokens=max_tokens, seed=options.seed or None, **(advised | given))
 
 
-def _proposer(options: Options) -> "Proposer | None":
+def proposer(options: Options) -> "Proposer | None":
     if options.draft_model is not None:
         from whorl.engine.speculate.draft_model import DraftModel
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from whorl.engine.llm import LLM
 
+    from .command import Options
+
 _LOG = logging.getLogger("whorl.serve")
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -134,7 +136,7 @@ def prepare(
     port: int = 8000,
     names: Sequence[str] = (),
     dtype: str | None = None,
-    lookup: int | None = None,
+    drafting: "Options | None" = None,
     llm: "LLM | None" = None,
     device: str | None = None,
     max_model_len: int | None = None,
@@ -146,7 +148,7 @@ def prepare(
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
-    lookup: longest draft of prompt lookup; None: no speculation. settings: fields of `Settings`.
+    drafting: what `whorl generate` takes about speculation; None: none. settings: fields of `Settings`.
     """
     need_extra()
     chosen = Settings(names=tuple(names) or _names(model), **settings)
@@ -154,13 +156,15 @@ def prepare(
         import torch
 
         from whorl.engine.llm import LLM
-        from whorl.engine.speculate.prompt_lookup import PromptLookup
+
+        from .command import proposer
 
         llm = LLM(
             model,
             device=device,
             dtype=getattr(torch, dtype) if dtype else None,
-            speculate=None if lookup is None else PromptLookup(k=lookup),
+            speculate=None if drafting is None else proposer(drafting),
+            draft_length="fixed" if drafting is not None and drafting.draft_fixed else "measured",
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tp=tp,

@@ -44,6 +44,7 @@ class Proposer(Protocol):
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse a target that this proposer cannot draft for, with a ValueError."""
+        return
 
 
 def make_proposer(name: str, **options: Any) -> Proposer:

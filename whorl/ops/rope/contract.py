@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whorl.contracts import interleaved_range_reason
 
-from .._op import Op, Values, is_readable, operator, widen
+from .._op import Op, Values, is_readable, narrow, operator, widen
 
 Style = Literal["half", "pairs"]
 Where = Literal["leading", "trailing"]
@@ -176,14 +176,14 @@ def _join(first: Tensor, second: Tensor, style: str) -> Tensor:
 
 def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str, inverse: bool) -> Tensor:
     """Turn R channels of every head: read them in one order, write them in another. x: [*tokens, H, D]."""
-    rotary = rows.shape[-1]
-    start = 0 if where == "leading" else x.shape[-1] - rotary
-    wide = widen(x[..., start : start + rotary])
-    cos, sin = rows.to(wide.dtype).unsqueeze(-2).chunk(2, -1)  # [*tokens, 1, R/2]
+    rotary, dim = rows.shape[-1], x.shape[-1]
+    start = 0 if where == "leading" else dim - rotary
+    wide = widen(x if rotary == dim else x[..., start : start + rotary])
+    cos, sin = narrow(rows, wide.dtype).unsqueeze(-2).chunk(2, -1)  # [*tokens, 1, R/2]
     sin = -sin if inverse else sin
     first, second = _split(wide, read)
-    turned = _join(first * cos - second * sin, second * cos + first * sin, write).to(x.dtype)
-    return torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
+    turned = narrow(_join(first * cos - second * sin, second * cos + first * sin, write), x.dtype)
+    return turned if rotary == dim else torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
 
 
 def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:

@@ -34,6 +34,35 @@ _WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _NARROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE.value, 2))
 _NARROW_LEFT = gl.constexpr(gl.DotOperandLayout(0, _NARROW.value, 2))
+# What a warp stores at once: whole lines of 128 bytes for shares, 64 bytes of a row for P and dS. As the tensor cores
+# hold them a warp would touch 8 rows with every store, a sector or half of one each.
+_SHARE_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [4, 0], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+_REST_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 32], [4, 0], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+_SCORE_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
 _FEW_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 
 
@@ -96,10 +125,10 @@ def _score_gradient(
         slots = start + gl.arange(0, FEW, gl.SliceLayout(0, _SCORES))
         p = gl.where(gl.expand_dims(slots < end, 0), p, 0.0)
     at = _score_offsets(start, pitch)
-    gl.store(p_ptr + at, p.to(nope.dtype))
+    gl.store(p_ptr + at, gl.convert_layout(p.to(nope.dtype), _SCORE_LINES))
     dp = warpgroup_mma_wait(0, [dp])
     ds = (p * (dp - gl.expand_dims(delta, 1)) * scale).to(nope.dtype)
-    gl.store(ds_ptr + at, ds)
+    gl.store(ds_ptr + at, gl.convert_layout(ds, _SCORE_LINES))
     return ds
 
 
@@ -111,15 +140,15 @@ def _row_statistics(lse_ptr, delta_ptr):
 
 @gluon.jit
 def _score_offsets(start, pitch):
-    heads = gl.arange(0, HEADS, gl.SliceLayout(1, _SCORES))
-    slots = gl.arange(0, FEW, gl.SliceLayout(0, _SCORES))
+    heads = gl.arange(0, HEADS, gl.SliceLayout(1, _SCORE_LINES))
+    slots = gl.arange(0, FEW, gl.SliceLayout(0, _SCORE_LINES))
     return gl.expand_dims(heads * pitch + start, 1) + gl.expand_dims(slots, 0)
 
 
 @gluon.jit
 def _left_consumer(
-    q_nope, q_rope, dout, nope, rope, shared_ds, ready, free, told, end, pairs, scale, lse_ptr, delta_ptr, p_ptr, ds_ptr,
-    pitch, dq_ptr,
+    q_nope, q_rope, dout, nope, rope, shared_ds, ready, free, told, end, pairs, scale, lse_ptr, delta_ptr, p_ptr,
+    ds_ptr, pitch, dq_ptr,
 ):  # fmt: skip
     """dS of the even blocks, and the left half of dq."""
     lse, delta = _row_statistics(lse_ptr, delta_ptr)
@@ -153,8 +182,8 @@ def _left_consumer(
 
 @gluon.jit
 def _right_consumer(
-    q_nope, q_rope, dout, nope, rope, shared_ds, ready, free, told, end, pairs, scale, lse_ptr, delta_ptr, p_ptr, ds_ptr,
-    pitch, dq_ptr,
+    q_nope, q_rope, dout, nope, rope, shared_ds, ready, free, told, end, pairs, scale, lse_ptr, delta_ptr, p_ptr,
+    ds_ptr, pitch, dq_ptr,
 ):  # fmt: skip
     """dS of the odd blocks, the right half of dq and its rest channels."""
     lse, delta = _row_statistics(lse_ptr, delta_ptr)
@@ -274,15 +303,16 @@ def _share_consumer(
             rest = gl.zeros([KEYS, REST], gl.float32, _NARROW)
             rest = warpgroup_mma(turned, q_rest.index(zero), rest, use_acc=False, is_async=True)
             rest = warpgroup_mma_wait(0, [rest])
-            _hand_out(dkv_ptr + HALF, indices_ptr, rest, block * KEYS, end, ADD, _NARROW)
+            _hand_out(dkv_ptr + HALF, indices_ptr, rest, block * KEYS, end, ADD, _REST_LINES)
         share = warpgroup_mma_wait(0, [share])
         gl.thread_barrier()
         mbarrier.arrive(free.index(OWN))
-        _hand_out(dkv_ptr, indices_ptr, share, block * KEYS, end, ADD, _WIDE)
+        _hand_out(dkv_ptr, indices_ptr, share, block * KEYS, end, ADD, _SHARE_LINES)
 
 
 @gluon.jit
 def _hand_out(dkv_ptr, indices_ptr, share, start, end, ADD: gl.constexpr, layout: gl.constexpr):
+    share = gl.convert_layout(share, layout)
     slots = start + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     columns = gl.expand_dims(gl.arange(0, share.shape[1], gl.SliceLayout(0, layout)), 0)
     keys = gl.load(indices_ptr + slots, mask=slots < end, other=-1)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from .._op import Values
 from .contract import sparse_attention, sparse_attention_backward
+from .masked import masked_attention, masked_attention_backward, selection_mask
 
 MLA_SCALE = 192**-0.5  # of the heads that absorbed MLA stands for; their 576 channels are not what is scaled by
 
 _CASES: list[Values] = [
-    {"tokens": (1,), "keys": 1, "topk": 1, "heads": 1, "dim": 16},
+    {"tokens": (1,), "keys": 3, "topk": 2, "heads": 1, "dim": 16},
     {"tokens": (3,), "keys": 9, "topk": 5, "heads": 3, "dim": 24, "value_dim": 16, "scale": 0.01},
     {"tokens": (5,), "keys": 40, "topk": 17, "heads": 8, "dim": 40, "value_dim": 32, "deterministic": True},
     {"tokens": (4,), "keys": 70, "topk": 64, "heads": 16, "dim": 64, "counts": (64, 0, 33, 1)},
@@ -104,3 +105,101 @@ sparse_attention_backward.inputs(
     cases=[*_CASES, {**_CASES[2], "with_dlse": True, "deterministic": False}],
     bench=[*_BENCH, {**_BENCH[0], "deterministic": True}, {**_BENCH[1], "deterministic": True}],
 )(_make_backward)
+
+
+_MASKED: list[Values] = [
+    {"tokens": (1,), "keys": 3, "topk": 2, "heads": 1, "dim": 16},
+    {"tokens": (3,), "keys": 9, "topk": 5, "heads": 3, "dim": 24, "value_dim": 8, "scale": 0.01},
+    {"tokens": (5,), "keys": 40, "topk": 17, "heads": 4, "kv_heads": 2, "dim": 40, "value_dim": 32},
+    {"tokens": (4,), "keys": 70, "topk": 64, "heads": 2, "dim": 64, "counts": (64, 0, 33, 1)},
+    {"tokens": (0,), "keys": 8, "topk": 4, "heads": 2, "dim": 16},
+    {"tokens": (3,), "keys": 20, "topk": 64, "heads": 2, "dim": 48, "value_dim": 32, "sliced": True},
+    {"tokens": (2,), "keys": 33, "topk": 7, "heads": 2, "dim": 32, "counts": (0, 0)},
+    {"tokens": (2,), "keys": 0, "topk": 7, "heads": 2, "dim": 32, "counts": (0, 0)},
+    {"tokens": (37,), "keys": 70, "topk": 50, "heads": 2, "dim": 192, "value_dim": 128, "causal": True},
+]
+_HEADS: Values = {"heads": 128, "dim": 192, "value_dim": 128, "topk": 2048, "causal": True}
+_MASKED_BENCH: list[Values] = [
+    {"tokens": (4096,), "keys": 4096, **_HEADS},
+    {"tokens": (8192,), "keys": 8192, **_HEADS},
+]
+
+
+def _make_masked(
+    tokens: tuple[int, ...],
+    keys: int,
+    topk: int,
+    heads: int,
+    dim: int,
+    kv_heads: int = 0,
+    value_dim: int = 0,
+    counts: tuple[int, ...] = (),
+    causal: bool = False,
+    scale: float = 1.0,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    wider, kv_heads, value_dim = 8 * sliced, kv_heads or heads, value_dim or dim
+    indices = select(tokens[0], keys, topk, counts, causal, 0.0, device)
+    return {
+        "q": torch.randn(tokens[0], heads, dim + wider, **more)[..., :dim],
+        "k": (scale * torch.randn(keys, kv_heads, dim + wider, **more))[..., :dim],
+        "v": (scale * torch.randn(keys, kv_heads, value_dim + wider, **more))[..., :value_dim],
+        "bits": selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32)),
+        "scale": dim**-0.5,
+    }
+
+
+def _make_masked_backward(with_dlse: bool = False, **case: Any) -> Values:
+    args = _make_masked(**case)
+    if args["q"].is_meta:
+        out, lse = (
+            args["v"].new_empty(*args["q"].shape[:2], args["v"].shape[2]),
+            args["q"].new_empty(args["q"].shape[:2], dtype=torch.float32),
+        )
+    else:
+        out, lse = masked_attention(**args)
+    return {
+        "dout": torch.randn_like(out),
+        "out": out,
+        "lse": lse,
+        "dlse": torch.randn_like(lse) if with_dlse else None,
+        **args,
+    }
+
+
+masked_attention.inputs(cases=_MASKED, bench=_MASKED_BENCH)(_make_masked)
+masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[2], "with_dlse": True}], bench=_MASKED_BENCH)(
+    _make_masked_backward
+)
+
+
+def _make_selection(
+    tokens: tuple[int, ...],
+    keys: int,
+    topk: int,
+    counts: tuple[int, ...] = (),
+    sliced: bool = False,
+    scale: float = 1.0,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    """Has no floating point tensors: `scale` changes nothing."""
+    indices = select(tokens[0], keys, topk, counts, False, 0.0, device)
+    return {"indices": torch.stack((indices, indices), -1)[..., 0] if sliced else indices, "num_keys": keys}
+
+
+selection_mask.inputs(
+    cases=[
+        {"tokens": (1,), "keys": 1, "topk": 1, "scale": 0.01},
+        {"tokens": (3,), "keys": 33, "topk": 5},
+        {"tokens": (5,), "keys": 100, "topk": 100, "counts": (100, 0, 1, 64, 99)},
+        {"tokens": (0,), "keys": 8, "topk": 4},
+        {"tokens": (4,), "keys": 64, "topk": 70, "sliced": True},
+    ],
+    bench=[{"tokens": (4096,), "keys": 4096, "topk": 2048}],
+)(_make_selection)

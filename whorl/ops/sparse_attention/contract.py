@@ -190,7 +190,7 @@ def sparse_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, DV]; the rest as there. dq and dkv are like q and kv, contiguous, summed in fp32 and rounded once;
+    dout, out: [T, HQ, DV]; the rest as there. dq and dkv are like q and kv, contiguous, summed in fp32, rounded once;
     weights and score gradients may be rounded to q's dtype before they are multiplied. dkv's first DV channels receive
     the values' gradient as well. Tokens without keys give zeros, keys that nobody selected too. `deterministic`: the
     same bits every time; otherwise the tokens' shares of dkv may be added in any order.

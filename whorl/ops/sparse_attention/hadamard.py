@@ -25,11 +25,11 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
     is orthogonal and its own inverse, so the scores of queries and keys that both went through it do not change. Sums in
     fp32, one rounding. Differentiable.
     """
-    y, size = widen(x), x.shape[-1]
-    for level in range(size.bit_length() - 1):
-        even, odd = y.unflatten(-1, (-1, 2, 2**level)).unbind(-2)
-        y = torch.stack((even + odd, even - odd), -2).flatten(-3)
-    return (y * factor(size, scale)).to(x.dtype).contiguous()
+    wide, size = widen(x), x.shape[-1]
+    matrix = torch.ones(1, 1, dtype=wide.dtype, device=x.device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (wide @ matrix * factor(size, scale)).to(x.dtype).contiguous()
 
 
 @operator()

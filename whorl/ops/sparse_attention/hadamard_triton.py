@@ -30,7 +30,7 @@ def _hadamard_kernel(
     shared = channels[:, None] & channels[None, :]
     for shift in tl.static_range(3, -1, -1):
         shared ^= shared >> (1 << shift)
-    signs = (1 - 2 * (shared & 1)).to(x.dtype)
+    signs = (1 - 2 * (shared & 1)).to(tl.float32).to(x.dtype)
     y = dot(x, signs, tl.zeros((BLOCK, BLOCK_D), tl.float32), WIDEN) * scale
     tl.store(y_ptr + rows.to(tl.int64)[:, None] * D + channels[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._op import Values, operator, widen
+from .._op import Values, operator
 from ..rope import rope
 
 CHUNK = 2**25  # scores of one chunk: 128 MiB in fp32
-FP8 = torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
 
 
 def causal_bounds(
@@ -54,17 +52,6 @@ def indexer_rope(
     """
     turned_q, turned_k = rope(q, k.unsqueeze(-2), cos_sin, positions, style="pairs" if interleaved else "half")
     return turned_q, turned_k.squeeze(-2)
-
-
-def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] as e4m3 and fp32 scales [...]: the largest of each row becomes 448. A row of zeros has scale 1.
-
-    For fp8 scores multiply the weights by the queries' scales and hand the keys' scales to the indexer.
-    """
-    largest = widen(x).abs().amax(-1)
-    scale = torch.where(largest > 0, largest / LARGEST_FP8, 1.0).float()
-    scaled = (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8)
-    return scaled.to(FP8), scale
 
 
 # ---- who sees whom
@@ -172,8 +159,9 @@ def index_scores(
     q: [T, HI, D] and k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale: [S],
     multiplied last (fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s] < ends[t],
     all int32; key_positions defaults to 0, 1, ..., and the bounds to causal, the last query at the last key. Products
-    and sums in fp32. Any constant factor (HI^-0.5 * D^-0.5) belongs into the weights. No gradient: `indexer_kl_loss`
-    trains what is scored here.
+    and sums in fp32. Any constant factor (HI^-0.5 * D^-0.5) belongs into the weights. For fp8 scores quantise q and k with
+    `dynamic_quant`, multiply the weights by q's scales and give k's as k_scale. No gradient: `indexer_kl_loss` trains
+    what is scored here.
     """
     wide, keys, factors = (x.to(wide_dtype(q)) for x in (q, k, weights))
     scores = torch.empty(q.shape[0], k.shape[0], dtype=wide.dtype, device=q.device)
@@ -219,7 +207,7 @@ def top_k(
     """The `topk` highest of the scores each query sees: (indices [T, topk] int32 ascending, their scores).
 
     scores: [T, S] fp32; bounds and key_positions as in `index_scores`. Equal scores go to the lowest index (0.0 and -0.0
-    are equal, NaN counts as minus infinity), so the answer is one and the same everywhere. A query that sees fewer than
+    are equal, NaN is taken for minus infinity), so the answer is one and the same everywhere. A query that sees fewer than
     topk keys gets all of them; what is left at the end is index -1, score 0. No gradient.
     """
     num_queries, num_keys = scores.shape
@@ -230,7 +218,7 @@ def top_k(
     order = order.gather(1, seen_first)[:, :topk]
     is_real = torch.arange(order.shape[1], device=scores.device) < visible.sum(1, keepdim=True)
     order = torch.sort(torch.where(is_real, order, num_keys), dim=-1).values
-    values = scores.gather(1, order.clamp_max(max(0, num_keys - 1))) if num_keys else scores
+    values = comparable.gather(1, order.clamp_max(max(0, num_keys - 1))) if num_keys else scores
     indices = torch.where(order < num_keys, order, -1).int()
     values = torch.where(order < num_keys, values, 0.0)
     padding = (0, topk - order.shape[1])

@@ -117,7 +117,7 @@ def scores_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
     sizes = {"BLOCK_H": block_h, "BLOCK_D": block_d, "TOKENS": tokens, "GROUP": max(32, tokens)}
     if element_size == 4 or block_d > 128 or block_h > 64:
         return {"BLOCK_S": 64, **sizes, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_S": 256, **sizes, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_S": 256, **sizes, "num_warps": 8, "num_stages": 3}
 
 
 def index_scores(

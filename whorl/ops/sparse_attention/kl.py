@@ -35,8 +35,8 @@ def _check_indices(name: str, indices: Tensor, num_queries: int) -> None:
 
 def _check_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> None:
     _check_attention("indexer_target", q, lse)
-    if k.dim() != 2 or k.shape[1] != q.shape[2] or k.dtype != q.dtype:
-        raise ValueError(f"indexer_target: k is {list(k.shape)} {k.dtype}, expected [S, {q.shape[2]}] {q.dtype}")
+    if k.dim() != 3 or k.shape[1:] != (1, q.shape[2]) or k.dtype != q.dtype:
+        raise ValueError(f"indexer_target: k is {list(k.shape)} {k.dtype}, expected [S, 1, {q.shape[2]}] {q.dtype}")
     _check_indices("indexer_target", indices, q.shape[0])
 
 
@@ -59,15 +59,15 @@ def _target_flops(values: Values) -> int:
 def indexer_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
     """target[t, i] = sum over heads h of exp(scale * q[t, h] . k[s] - lse[t, h]), s = indices[t, i]; 0 where s is -1.
 
-    q: [T, H, D] and k: [S, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K] int32; lse:
-    [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised: sums of several
+    q: [T, H, D] and k: [S, 1, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K] int32;
+    lse: [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised: sums of several
     ranks' heads may be added first, and no head is weighed on its own. Products and sums in fp32. No gradient: the main
     model does not learn from the indexer.
     """
     wide = wide_dtype(q)
     target = torch.empty(indices.shape, dtype=wide, device=q.device)
     for rows in chunks(q.shape[0], indices.shape[1] * (q.shape[1] + q.shape[2])):
-        keys, valid = gathered(k, indices[rows])
+        keys, valid = gathered(k[:, 0], indices[rows])
         logits = torch.einsum("thd,tkd->thk", q[rows].to(wide), keys.to(wide)) * scale - lse[rows].to(wide).unsqueeze(-1)
         target[rows] = logits.exp().sum(1).masked_fill(~valid, 0)
     return target
@@ -286,7 +286,7 @@ def _triton_target_reason(q: Tensor, **_: object) -> str | None:
 def _(q, k, indices, lse, scale):  # type: ignore[no-untyped-def]
     from . import kl_triton
 
-    return kl_triton.target(q, k, indices, lse, scale)
+    return kl_triton.target(q, k[:, 0], indices, lse, scale)
 
 
 @dense_indexer_target.impl("triton", accepts=_triton_target_reason)
@@ -369,7 +369,7 @@ def _make_target(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {
         "q": _normal(*tokens, heads, dim, **more),
-        "k": _normal(keys, dim, **more),
+        "k": _normal(keys, 1, dim, **more),
         "indices": _make_indices(tokens[0], keys, k, empty, device),
         "lse": 2 + torch.rand(*tokens, heads, device=device).to(wide),
         "scale": dim**-0.5,
@@ -383,7 +383,7 @@ def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) 
     target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
     target = target.masked_fill(values["indices"] < 0, 0)
     options = {"grad_scale": grad_scale, "deterministic": deterministic}
-    return {"q": values["q"], "k": values["k"], "weights": weights, "indices": values["indices"], "target": target} | options
+    return {"q": values["q"], "k": values["k"][:, 0], "weights": weights, "indices": values["indices"], "target": target} | options
 
 
 def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any) -> tuple[Values, Values]:
@@ -402,13 +402,13 @@ def _make_dense_target(key_heads: int = 1, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
     heads = values["q"].shape[1]
     shape = (values["k"].shape[0], heads // max(1, heads // key_heads) if heads % key_heads == 0 else 1, case["dim"])
-    k = values["k"].unsqueeze(1).expand(shape) + torch.arange(shape[1], device=case["device"]).to(case["dtype"])[:, None] / 8
+    k = values["k"].expand(shape) + torch.arange(shape[1], device=case["device"]).to(case["dtype"])[:, None] / 8
     return {"q": values["q"], "k": k, "lse": values["lse"], "scale": values["scale"], **bounds}
 
 
 def _make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
-    q, k = values["q"], values["k"]
+    q, k = values["q"], values["k"][:, 0]
     weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
     target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
     visible = visible_keys(q.shape[0], k.shape[0], *bounds.values(), q.device)

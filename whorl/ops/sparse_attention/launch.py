@@ -16,7 +16,8 @@ HOPPER = (9, 0)
 SCRATCH = 320 * 2**20
 REGISTERS = 224  # of a consumer's thread in the Gluon kernels
 SLOTS_BLOCK = 1024
-REDUCED = 8  # tokens whose shares are read at once
+REDUCE_WARPS = 1
+REDUCED = 128  # tokens whose slots are read at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +263,7 @@ class _Backward:
             D=self.dim,
             BLOCK_D=power_of_2(self.dim),
             BLOCK_T=REDUCED,
-            num_warps=4,
+            num_warps=REDUCE_WARPS,
         )
 
     def _share_out(self, first: int, now: int, p: Tensor, ds: Tensor, to: Tensor) -> None:

@@ -83,7 +83,7 @@ def indexer_kl_loss(
     """coefficient * mean or sum over queries of KL(main attention || indexer), both over the selected keys.
 
     q [T, HI, D], k [S, D], weights [T, HI]: the indexer's, and all that gets a gradient; indices [T, K]: its choice. main_q
-    [T, H, D'], main_k [S, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no gradient reaches
+    [T, H, D'], main_k [S, 1, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no gradient reaches
     them. The heads are summed, then normalised once over the selected keys.
 
     reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,

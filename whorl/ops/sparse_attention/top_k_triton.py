@@ -1,8 +1,9 @@
 """Exact selection of the k highest in a row, by the bits of their order: no atomics, no dependence on chance.
 
-A row's scores become integers of the same order and stay in registers while the k-th highest is built from its top
-bit down, one count a bit. A second reading writes what lies above it, and as many equals as are missing, by a running
-count. Rows longer than one program holds are cut; the chosen of the pieces are chosen from again.
+A row's scores stay in registers while a threshold is built, from the top bit of its place in the order of all floats
+down, one count a bit. A second reading writes what lies above it, and as many equals as are missing, by a running
+count. A long row goes through twice: first only until few enough are left, then exactly; one longer than a program
+holds is cut into pieces for the first round.
 """
 
 import torch
@@ -15,34 +16,51 @@ from whorl.device import is_interpreting
 from .._rows import ceil_div, power_of_2
 
 LONGEST = 32768  # of one program: 32 scores for each of 1024 threads; counts of it fit 16 bits
-MOST = LONGEST // 2  # chosen: pieces must shrink
+MOST = LONGEST // 4  # chosen: twice as many are left of a piece, which must be shorter then
 
 
 @triton.jit
-def _ordered(scores, visible):
-    """uint32 in the order of the scores; 0 where not visible. -0.0 is 0.0, NaN is minus infinity."""
-    scores = tl.where(scores == scores, scores, float("-inf"))
-    scores = tl.where(scores == 0.0, 0.0, scores)
-    bits = scores.to(tl.int32, bitcast=True)
-    flipped = bits ^ tl.where(bits < 0, -1, -2147483648)
-    return tl.where(visible, flipped, 0).to(tl.uint32, bitcast=True)
+def _score_of(bits):
+    """The float at this place of the order of all floats, as uint32; minus infinity for those below it."""
+    signed = bits.to(tl.int32, bitcast=True)
+    score = (signed ^ tl.where(signed < 0, -2147483648, -1)).to(tl.float32, bitcast=True)
+    return tl.where(bits > 8388607, score, float("-inf"))
 
 
 @triton.jit
 def _load(
-    scores_ptr, positions_ptr, at, end, whole, start, stop, first, HAS_POSITIONS: tl.constexpr, IS_CHOSEN: tl.constexpr
+    scores_ptr, positions_ptr, at, end, whole, start, stop, first, HAS_POSITIONS: tl.constexpr,
+    IS_CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the columns `at`, and which of them the query sees."""
+    """Scores of the columns `at`: minus infinity where they are NaN, NaN where the query does not see them."""
     inside = at < end
     scores = tl.load(scores_ptr + at, mask=at < whole, other=0.0)
-    if IS_CHOSEN:  # positions_ptr: the indices that were chosen from the pieces, -1 where there was none
+    if IS_CHOSEN:  # positions_ptr: the indices that were left of the pieces, -1 where there was none
         visible = inside & (tl.load(positions_ptr + at, mask=inside, other=-1) >= 0)
     elif HAS_POSITIONS:
         positions = tl.load(positions_ptr + at, mask=inside, other=0)
         visible = inside & (positions >= start) & (positions < stop)
     else:
-        visible = inside & (first + at >= start) & (first + at < stop)
-    return scores, visible
+        visible = inside & (first + at >= start)
+    return tl.where(visible, tl.where(scores == scores, scores, float("-inf")), float("nan"))
+
+
+@triton.jit
+def _counted(scores, edge):
+    return ((scores > edge).to(tl.int32) << 16) | (scores == edge).to(tl.int32)
+
+
+@triton.jit
+def _put(
+    scores, running, at, edge, missing, positions_ptr, indices_ptr, values_ptr, first, IS_CHOSEN: tl.constexpr
+):  # fmt: skip
+    """Write what is above the edge, and of its equals those still missing, after the `running` counts before each."""
+    equals = running & 65535
+    slot = (running >> 16) + tl.minimum(equals, missing)
+    chosen = (scores > edge) | ((scores == edge) & (equals < missing))
+    index = tl.load(positions_ptr + at, mask=chosen) if IS_CHOSEN else first + at
+    tl.store(indices_ptr + slot, index, mask=chosen)
+    tl.store(values_ptr + slot, scores, mask=chosen)
 
 
 @triton.jit
@@ -56,14 +74,16 @@ def _top_k_kernel(
     scores_stride,
     S,
     K,
+    SLOTS,
     LENGTH,
     HAS_POSITIONS: tl.constexpr,
     IS_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """One piece of one row: columns [first, first + LENGTH) of the S."""
+    """One piece of one row, columns [first, first + LENGTH) of the S: at least its K highest, at most SLOTS."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts_ptr + row), tl.load(ends_ptr + row)
     first = piece * LENGTH
@@ -73,43 +93,53 @@ def _top_k_kernel(
     whole = tl.minimum((end + 3) // 4 * 4, S - first)  # whole vectors of 16 bytes
     scores_ptr += row * scores_stride + first
     positions_ptr += row * scores_stride + first if IS_CHOSEN else first
-    indices_ptr += (row * tl.num_programs(1) + piece) * K
-    values_ptr += (row * tl.num_programs(1) + piece) * K
+    indices_ptr += (row * tl.num_programs(1) + piece) * SLOTS
+    values_ptr += (row * tl.num_programs(1) + piece) * SLOTS
 
     columns = tl.arange(0, BLOCK)
-    found, visible = _load(scores_ptr, positions_ptr, columns, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
-    row_bits = _ordered(found, visible)
-    seen = tl.sum(visible.to(tl.int32), 0)
+    held = _load(scores_ptr, positions_ptr, columns, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
+    seen = tl.sum((held == held).to(tl.int32), 0)
     wanted = tl.minimum(seen, K)
-    # The largest threshold that at least `wanted` reach. A query that sees no more than K keys takes all: none needed.
+    # Raised as long as too many reach it; never so far that fewer than wanted do.
     threshold, reached, bit = tl.zeros((), tl.uint32), seen, tl.full((), 2147483648, tl.uint32)
-    while (bit != 0) & (reached != wanted):
-        candidate = threshold | bit
-        count = tl.sum((row_bits >= candidate).to(tl.int32), 0)
+    while (bit != 0) & (reached > tl.maximum(wanted, SLOTS)):
+        count = tl.sum((held >= _score_of(threshold | bit)).to(tl.int32), 0)
         is_enough = count >= wanted
-        threshold = tl.where(is_enough, candidate, threshold)
+        threshold = tl.where(is_enough, threshold | bit, threshold)
         reached = tl.where(is_enough, count, reached)
         bit = bit >> 1
-    missing = wanted - tl.sum((row_bits > threshold).to(tl.int32), 0)
+    edge = _score_of(threshold)
+    taken = tl.where(reached > SLOTS, wanted, reached)
+    missing = taken - tl.sum((held > edge).to(tl.int32), 0)
 
-    before = tl.zeros((), tl.int32)  # in the columns so far: above the threshold << 16 | equal to it
-    for tile in range(0, end, TILE):
-        at = tile + tl.arange(0, TILE)
-        scores, shown = _load(scores_ptr, positions_ptr, at, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
-        ordered = _ordered(scores, shown)
-        above, equal = ordered > threshold, ordered == threshold
-        counted = (above.to(tl.int32) << 16) | equal.to(tl.int32)
-        running = before + tl.cumsum(counted, 0) - counted
-        equals = running & 65535
-        slot = (running >> 16) + tl.minimum(equals, missing)
-        chosen = above | (equal & (equals < missing))
-        index = tl.load(positions_ptr + at, mask=chosen) if IS_CHOSEN else first + at
-        tl.store(indices_ptr + slot, index, mask=chosen)
-        tl.store(values_ptr + slot, scores, mask=chosen)
-        before += tl.sum(counted, 0)
-    for tail in range(wanted // TAIL * TAIL, K, TAIL):
+    # Four neighbours lie in one thread, LANES of those in a warp: a line, counted without a barrier. Each of the four is
+    # stored as a tensor of its own: as one tensor they would be moved between threads first.
+    lanes = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    four = tl.arange(0, ROWS)[:, None] * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
+    before = tl.zeros((), tl.int32)  # in the columns so far: above the edge << 16 | equal to it
+    for tile in range(0, end, ROWS * LANES * 4):
+        scores = _load(
+            scores_ptr, positions_ptr, tile + four, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN
+        )  # fmt: skip
+        even, odd = tl.split(tl.reshape(scores, (ROWS, LANES, 2, 2)))
+        score_0, score_2 = tl.split(even)
+        score_1, score_3 = tl.split(odd)
+        count_0, count_1, count_2 = _counted(score_0, edge), _counted(score_1, edge), _counted(score_2, edge)
+        in_lane = count_0 + count_1 + count_2 + _counted(score_3, edge)
+        in_line = tl.sum(in_lane, 1)
+        running = tl.cumsum(in_lane, 1) - in_lane + (before + tl.cumsum(in_line, 0) - in_line)[:, None]
+        at = tile + lanes * 4
+        _put(score_0, running, at, edge, missing, positions_ptr, indices_ptr, values_ptr, first, IS_CHOSEN)
+        running += count_0
+        _put(score_1, running, at + 1, edge, missing, positions_ptr, indices_ptr, values_ptr, first, IS_CHOSEN)
+        running += count_1
+        _put(score_2, running, at + 2, edge, missing, positions_ptr, indices_ptr, values_ptr, first, IS_CHOSEN)
+        running += count_2
+        _put(score_3, running, at + 3, edge, missing, positions_ptr, indices_ptr, values_ptr, first, IS_CHOSEN)
+        before += tl.sum(in_line, 0)
+    for tail in range(taken // TAIL * TAIL, SLOTS, TAIL):
         left = tail + tl.arange(0, TAIL)
-        is_left = (left >= wanted) & (left < K)
+        is_left = (left >= taken) & (left < SLOTS)
         tl.store(indices_ptr + left, tl.full((TAIL,), -1, tl.int32), mask=is_left)
         tl.store(values_ptr + left, tl.zeros((TAIL,), tl.float32), mask=is_left)
 
@@ -118,45 +148,58 @@ def select(
     scores: Tensor, starts: Tensor, ends: Tensor, key_positions: Tensor | None, indices: Tensor, values: Tensor
 ) -> None:
     """Write the chosen of `scores` [T, S], unit stride along S, into `indices` and `values` [T, K], contiguous."""
-    num_rows, width = scores.shape
     if not indices.numel():
         return
-    if not width:
-        indices.fill_(-1), values.zero_()
+    if not scores.shape[1]:
+        indices.fill_(-1)
+        values.zero_()
         return
-    positions, is_chosen = key_positions, False
-    while True:
-        pieces = ceil_div(width, LONGEST)
-        if pieces == 1:
-            to = (indices, values)
-        else:
-            to = tuple(x.new_empty(num_rows, pieces * indices.shape[1]) for x in (indices, values))
-        block = max(16, power_of_2(min(width, LONGEST)))
-        _top_k_kernel[(num_rows, pieces)](
-            scores,
-            starts,
-            ends,
-            ends if positions is None else positions,
-            *to,
-            scores.stride(0),
-            width,
-            indices.shape[1],
-            min(width, LONGEST),
-            HAS_POSITIONS=positions is not None,
-            IS_CHOSEN=is_chosen,
-            **_plan(block),
-        )
-        if pieces == 1:
-            return
-        (positions, scores), is_chosen = to, True
-        width = scores.shape[1]
+    topk, positions, is_chosen = indices.shape[1], key_positions, False
+    slots = 2 * max(topk, 256)
+    while scores.shape[1] > min(LONGEST, 4 * slots):
+        pieces = ceil_div(scores.shape[1], LONGEST)
+        shape = (scores.shape[0], pieces * slots)
+        left, left_scores = indices.new_empty(shape), values.new_empty(shape)
+        _launch(scores, starts, ends, positions, left, left_scores, topk, pieces, is_chosen)
+        positions, scores, is_chosen = left, left_scores, True
+    _launch(scores, starts, ends, positions, indices, values, topk, 1, is_chosen)
+
+
+def _launch(
+    scores: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    positions: Tensor | None,
+    indices: Tensor,
+    values: Tensor,
+    topk: int,
+    pieces: int,
+    is_chosen: bool,
+) -> None:
+    width = scores.shape[1]
+    _top_k_kernel[(scores.shape[0], pieces)](
+        scores,
+        starts,
+        ends,
+        ends if positions is None else positions,
+        indices,
+        values,
+        scores.stride(0),
+        width,
+        topk,
+        indices.shape[1] // pieces,
+        min(width, LONGEST),
+        HAS_POSITIONS=positions is not None,
+        IS_CHOSEN=is_chosen,
+        **_plan(max(16, power_of_2(min(width, LONGEST)))),
+    )
 
 
 def _plan(block: int) -> dict[str, int]:
     if is_interpreting():
-        return {"BLOCK": block, "TILE": min(block, 64), "TAIL": 64}
-    warps = min(32, max(4, block // 1024))
-    return {"BLOCK": block, "TILE": min(block, 128 * warps), "TAIL": 1024, "num_warps": warps}
+        return {"BLOCK": block, "ROWS": 4, "LANES": 4, "TAIL": 64}
+    warps = min(16, max(4, block // 1024))
+    return {"BLOCK": block, "ROWS": 2 * warps, "LANES": 32, "TAIL": 1024, "num_warps": warps}
 
 
 def forward(

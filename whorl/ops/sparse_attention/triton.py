@@ -45,7 +45,9 @@ def _rows(ptr, heads, stride_h, H: tl.constexpr, first: tl.constexpr, width: tl.
 
 
 @triton.jit
-def _store_rows(ptr, x, heads, stride_h, H: tl.constexpr, first: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr):
+def _store_rows(
+    ptr, x, heads, stride_h, H: tl.constexpr, first: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr
+):
     channels = tl.arange(0, BLOCK)[None, :]
     mask = (heads < H)[:, None] & (channels < width)
     tl.store(ptr + heads[:, None] * stride_h + first + channels, x.to(ptr.dtype.element_ty), mask=mask)
@@ -95,12 +97,11 @@ def _sparse_forward_kernel(
         total = total * shrink + tl.sum(p, 1)
         out = dot(p.to(v.dtype), v, out * shrink[:, None], WIDEN)
         top = new
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    safe = tl.where(total > 0, total, 1.0)
+    out = out / safe[:, None]
     _store_rows(out_ptr + token * (H * DV), out, heads, DV, H, 0, DV, BLOCK_DV)
-    lse = tl.where(total > 0, (top + tl.log2(total)) * LN_2, float("-inf"))
+    lse = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
     tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
-
-
 
 
 @triton.jit
@@ -245,18 +246,31 @@ def _sparse_slots_kernel(indices_ptr, slots_ptr, first, S, K, BLOCK: tl.constexp
 
 
 @triton.jit
+def _share(shares_ptr, row, rank, i, channels, D: tl.constexpr):
+    """The i-th share of a key; zeros past the last."""
+    at = tl.sum(tl.where(rank == i, row, 0), 0).to(tl.int64) * D
+    return tl.load(shares_ptr + at + channels, mask=(channels < D) & (tl.max(rank, 0) >= i), other=0.0)
+
+
+@triton.jit
 def _sparse_reduce_kernel(
     shares_ptr, slots_ptr, dkv_ptr, tokens, S, K, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """dkv[key] += the shares of the tokens that selected it, in the order of the tokens."""
+    """dkv[key] += the shares of the tokens that selected it, one after the other in the order of the tokens."""
     key = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK_D)
     at = dkv_ptr + key * D + channels
     total = tl.load(at, mask=channels < D, other=0.0)
     for start in range(0, tokens, BLOCK_T):
-        token = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        slot = tl.load(slots_ptr + token * S + key, mask=token < tokens, other=-1)
-        mask = (slot >= 0)[:, None] & (channels < D)[None, :]
-        shares = tl.load(shares_ptr + (token * K + slot)[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        total += tl.sum(shares, 0)
+        token = start + tl.arange(0, BLOCK_T)
+        slot = tl.load(slots_ptr + token.to(tl.int64) * S + key, mask=token < tokens, other=-1)
+        chosen = (slot >= 0).to(tl.int32)
+        rank = tl.cumsum(chosen, 0) * chosen
+        row = token * K + slot
+        for i in range(1, tl.sum(chosen, 0) + 1, 4):  # four reads in flight, added in order
+            first = _share(shares_ptr, row, rank, i, channels, D)
+            second = _share(shares_ptr, row, rank, i + 1, channels, D)
+            third = _share(shares_ptr, row, rank, i + 2, channels, D)
+            fourth = _share(shares_ptr, row, rank, i + 3, channels, D)
+            total = total + first + second + third + fourth
     tl.store(at, total, mask=channels < D)

@@ -1,0 +1,270 @@
+"""`whorl bench decode`: what it counts, what it calls an output, what it refuses, and that every mode runs."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from mock_model import ByteTokenizer, MockModel
+from typer.testing import CliRunner
+
+from whorl.bench import classify, decode
+from whorl.bench.classify import LOW_DIVERSITY, OK, distinct, parse_sweep
+from whorl.bench.decode import PRESETS, parse_batches
+from whorl.cli import app
+from whorl.engine import roofline
+from whorl.engine.roofline import step_bytes
+from whorl.engine.weights import build, random_model
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "decode", *arguments])
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(Qwen3.tiny(num_experts=8) | {"dtype": "float32"}))
+    return str(path)
+
+
+# ---- bytes
+
+
+def test_bytes_of_a_token_of_the_preset() -> None:
+    """Counted by hand: 3.042 B weights are read for a token of Qwen3-30B-A3B, and its 30.532 B fill 61.064 GB."""
+    model = build(PRESETS["Qwen3-30B-A3B"], device="meta", dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(30.532e9, rel=1e-4)
+    assert step_bytes(model) == pytest.approx(6.084e9, rel=1e-3)
+    cache = step_bytes(model, context=4096) - step_bytes(model)
+    assert cache == 4096 * 98_304
+    # 125.9 of 128 experts in a step of 64.
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    rest = step_bytes(model) - experts * 8 / 128
+    assert step_bytes(model, batch=64) == pytest.approx(rest + experts * 125.9 / 128, rel=1e-2)
+
+
+def test_bytes_of_a_dense_model() -> None:
+    tied = build(Llama.tiny(tie_word_embeddings=True), device="meta", dtype=torch.float32)
+    weights = sum(p.numel() for p in tied.parameters()) * 4
+    assert 0 < step_bytes(tied) - weights < 4096, "all weights, a row of the embedding, a token of the cache"
+    untied = build(Llama.tiny(tie_word_embeddings=False), device="meta", dtype=torch.float32)
+    assert step_bytes(untied) == step_bytes(tied), "an embedding that is not the head is not read"
+
+
+def test_bytes_with_a_window() -> None:
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    model = build(Qwen3.tiny(**options), device="meta", dtype=torch.float32)
+    per_key = 2 * 2 * 16 * 4
+    assert step_bytes(model, context=100) - step_bytes(model) == per_key * (100 + 7)
+
+
+def test_share_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(Llama.tiny(), device="cpu", dtype=torch.float32)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 100 * step_bytes(model))
+    assert roofline.share(model, 25.0) == pytest.approx(0.25)
+    assert roofline.share(MockModel(), 25.0) is None
+
+
+# ---- classes
+
+
+def test_classes_of_outputs() -> None:
+    text = list(range(60))
+    assert classify.classify(text) == OK
+    assert classify.classify(text + [7] * 24) == "LOOP_1"
+    assert classify.classify(text + [7] * 23) == OK
+    assert classify.classify(text + [1, 2, 3] * 8) == "LOOP_3"
+    assert classify.classify(text + [1, 2, 3] * 8 + [1, 2]) == "LOOP_3", "cut anywhere"
+    assert classify.classify(text + list(range(30)) * 4) == "LOOP_30"
+    assert classify.classify(text + list(range(30)) * 3) == LOW_DIVERSITY, "three times may be a list"
+    assert classify.classify([i % 7 * (i % 3) for i in range(90)]) == "LOOP_21"
+    few = [number for i in range(24) for number in (1, 2, 3, 10 + i)]
+    assert classify.classify(few) == OK
+    assert classify.classify([1, 2, 1, 3, 2, 1, 1, 2, 3, 3] * 3 + [1, 1, 3, 2, 2]) == LOW_DIVERSITY
+    assert classify.classify([]) == OK
+
+
+def test_distinct() -> None:
+    assert distinct([1, 1, 2, 2], 1) == 0.5
+    assert distinct([1, 1, 2, 2], 2) == 1.0
+    assert distinct([1, 1, 1, 1], 3) == 0.5
+    assert distinct([1], 2) == 1.0
+
+
+# ---- options
+
+
+def test_batches() -> None:
+    assert parse_batches("1,8,64") == (1, 8, 64)
+    assert parse_batches("1..4") == (1, 2, 3, 4)
+    for wrong in ("", "a", "0", "1..", "4..1", "1,,2"):
+        with pytest.raises(ValueError, match="expected numbers such as"):
+            parse_batches(wrong)
+
+
+def test_sweeps() -> None:
+    assert parse_sweep("k=2,4,8,ngram=1,2") == {"k": [2, 4, 8], "ngram": [1, 2]}
+    assert parse_sweep("ngram=3 k=1") == {"k": [1], "ngram": [3]}
+    assert parse_sweep("k=5") == {"k": [5], "ngram": [1]}
+    for wrong in ("", "4", "k=", "k=0", "n=1", "k=a"):
+        with pytest.raises(ValueError, match="expected lengths such as"):
+            parse_sweep(wrong)
+
+
+REFUSED = {
+    "--classify --verify": "--classify and --verify: say one of them",
+    "--random-config Qwen3-0.6B --classify": "--classify needs a MODEL that speaks",
+    "--random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, and no config.json",
+    "--random-config Qwen3-0.6B some-model": "say one of them",
+    "--peer vllm": "--peer vllm: expected transformers",
+    "--batch x": "--batch x: expected numbers",
+    "--pld-k 3": "--pld-k is about drafting: add --classify or --sweep",
+    "--classify --draft-k 3": "--draft-k needs --draft-model",
+    "--classify --draft-model x --pld-k 3": "--draft-model and --pld options",
+    "--sweep k": "--sweep k: expected lengths",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
+def test_refused_with_a_line(arguments: str, message: str) -> None:
+    result = run(*arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+# ---- every mode runs
+
+
+def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
+    arguments = ["--random-config", shape, "--batch", "1,2", "--tokens", "4", "--repeats", "1", "--device", "cpu"]
+    document = json.loads(run(*arguments, "--prompt-tokens", "40", "--peer", "transformers", "--json").stdout)
+    assert [row["batch"] for row in document["decode"]] == [1, 2]
+    assert [(row["label"], row["batch"]) for row in document["peers"]] == [("transformers", 1), ("transformers", 2)]
+    for row in document["decode"] + document["peers"]:
+        assert row["tok_s"] > 0, row
+        assert row["tb_s"] == pytest.approx(row["bytes_per_step"] * row["tok_s"] / row["batch"] / 1e12)
+    copy = document["header"]["copy_tb_s"]
+    assert all(row["share_of_roofline"] == pytest.approx(row["tb_s"] / copy) for row in document["decode"])
+    assert document["prefill"]["tok_s"] > 0
+    text = decode.render(document)
+    for word in ("of roofline", "GB/s", "prefill   40 tokens", "transformers", "random weights"):
+        assert word in text
+
+
+def test_a_peer_that_fails_is_reported(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.bench import decode_peer
+
+    def fail(settings: Any) -> None:
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(decode_peer, "_load", fail)
+    result = run("--random-config", shape, "--batch", "1", "--tokens", "2", "--repeats", "1", "--peer", "transformers")
+    assert result.exit_code == 0
+    assert "transformers: did not run: RuntimeError: no such thing" in result.stdout
+
+
+def test_verify(shape: str) -> None:
+    document = json.loads(
+        run("--random-config", shape, "--verify", "--batch", "1..3", "--repeats", "1", "--json").stdout
+    )
+    assert list(document["seconds"]) == ["1", "2", "3"]
+    assert (
+        "pays from acceptance" in run("--random-config", shape, "--verify", "--batch", "1..3", "--repeats", "1").stdout
+    )
+
+
+def test_break_even() -> None:
+    assert classify._break_even(1, 1.0) == "-"
+    assert classify._break_even(2, 1.5) == "50%"
+    assert classify._break_even(4, 4.1) == "never"
+    assert classify._break_even(3, 1.0) == "0%"
+
+
+class Words(ByteTokenizer):
+    """Bytes with a chat template that adds nothing."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(messages[0]["content"])
+
+
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A model that answers quickly in the place of the default one."""
+
+    def load(settings: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        config = Qwen3.tiny(vocab_size=264, num_hidden_layers=1, hidden_size=32)
+        return random_model(config, device="cpu", dtype=torch.float32), Words()
+
+    for module in (decode, classify):
+        monkeypatch.setattr(module, "load", load)
+    return lambda: None
+
+
+def test_classify(speaking: Any) -> None:
+    result = run("--classify", "--tokens", "40", "--repeats", "1", "--draft-fixed", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [row["class"] for row in document["classes"]] == ["structured", "creative", "factual", "code"]
+    for row in document["classes"]:
+        assert row["equal"] == row["runs"] == sum(row["outputs"].values()) == 2
+        assert (row["ok"] or {"runs": 0})["runs"] == row["outputs"].get(OK, 0)
+        assert len(row["acceptance_by_position"]) == len(row["drafted_by_position"])
+    assert any(row["acceptance"] for row in document["classes"])
+    document["classes"][0]["equal"] = 0
+    assert "WRONG" in classify.render(document)
+    assert not classify.is_good(document)
+
+
+def test_classify_finds_an_output_that_differs(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.engine import sampler
+
+    monkeypatch.setattr(sampler, "_num_equal", lambda draft, tokens: len(draft))  # whatever is drafted stays
+    monkeypatch.setattr(classify, "PROMPTS", {"code": classify.PROMPTS["code"]})
+    real = sampler._accept
+
+    def swallow(samples: Any, ids: Any, logprobs: Any) -> Any:
+        found = real(samples, ids, logprobs)
+        return {
+            chunk: [sampler.Token(i) for i in chunk.draft] + tokens[len(chunk.draft) :]
+            for chunk, tokens in found.items()
+        }
+
+    monkeypatch.setattr(sampler, "_accept", swallow)
+    result = run("--classify", "--tokens", "40", "--repeats", "1", "--draft-fixed")
+    assert result.exit_code == 1
+    assert "WRONG: speculation changed an output" in result.stdout
+
+
+def test_sweep(speaking: Any) -> None:
+    result = run("--sweep", "k=2,4,ngram=1,2", "--tokens", "30", "--repeats", "1")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[-3].split() == ["k", "ngram", "1", "ngram", "2"]
+    assert [line.split()[0] for line in lines[-2:]] == ["2", "4"]
+
+
+# ---- what it needs
+
+
+def test_random_weights_need_no_packages_of_checkpoints(shape: str) -> None:
+    code = f"""
+import sys
+for name in ("gguf", "safetensors", "tokenizers", "jinja2", "huggingface_hub"):
+    sys.modules[name] = None
+from whorl.cli import app
+app(["bench", "decode", "--random-config", {shape!r}, "--batch", "1", "--tokens", "2", "--repeats", "1",
+     "--device", "cpu"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "of roofline" in done.stdout

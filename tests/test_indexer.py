@@ -1,0 +1,388 @@
+"""The lightning indexer: whose keys are chosen, by which rule, and that every backend chooses the same."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ops import backends_here, check
+from test_planted_faults import plant
+from torch import Tensor
+
+from whorl.device import is_interpreting
+from whorl.ops import OPS, causal_bounds, dynamic_quant, hadamard, indexer_rope, lightning_indexer
+from whorl.ops.sparse_attention import index_scores, top_k, top_k_triton
+
+BACKENDS = backends_here(lightning_indexer)
+INDEXER, TOP_K = "whorl.ops.sparse_attention.indexer_triton", "whorl.ops.sparse_attention.top_k_triton"
+
+
+def made(tokens: int, keys: int, heads: int, dim: int, topk: int, **case: Any) -> dict[str, Any]:
+    """Arguments whose scores are exact in every dtype and order."""
+    case = {"dtype": torch.float32, "device": "cpu"} | case
+    return lightning_indexer.make(tokens=(tokens,), keys=keys, heads=heads, dim=dim, topk=topk, **case)
+
+
+def by_sorting(scores: list[float], topk: int, visible: list[int]) -> list[int]:
+    """The rule in plain Python: highest first, the lower index among equals; then ascending, padded with -1."""
+    best = sorted(visible, key=lambda s: (-scores[s], s))[:topk]
+    return sorted(best) + [-1] * (topk - len(best))
+
+
+def all_rows(scores: Tensor, topk: int, backend: str, end: int | None = None) -> tuple[Tensor, Tensor]:
+    """`top_k` with every key visible to every row."""
+    ends = torch.full(scores.shape[:1], scores.shape[1] if end is None else end, dtype=torch.int32, device=scores.device)
+    return top_k(scores, topk, torch.zeros_like(ends), ends, backend=backend)
+
+
+# ---- selection
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("width", "topk"), [(1, 1), (5, 64), (70, 1), (100, 33), (130, 64), (64, 64), (65, 64)])
+def test_top_k_is_the_rule(backend: str, width: int, topk: int, device: str) -> None:
+    scores = torch.randint(-3, 3, (4, width)).float()
+    indices, values = all_rows(scores.to(device), topk, backend)
+    for row in range(4):
+        expected = by_sorting(scores[row].tolist(), topk, list(range(width)))
+        assert indices[row].tolist() == expected
+        assert values[row].tolist() == [scores[row, i].item() if i >= 0 else 0 for i in expected]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zeros_of_either_sign_tie(backend: str, device: str) -> None:
+    """All products of a pair may be negative: its score is then 0, with a negative weight -0.0."""
+    scores = torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0, 0.0, 2.0, -0.0]], device=device)
+    assert all_rows(scores, 4, backend)[0].tolist() == [[0, 1, 3, 6]]
+    assert all_rows(torch.zeros(1, 40, device=device), 7, backend)[0].tolist() == [list(range(7))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinities_and_nan_choose_no_garbage(backend: str, device: str) -> None:
+    inf, nan = torch.inf, torch.nan
+    scores = torch.tensor([[nan, -inf, 1.0, inf, nan, -inf, -3.0, inf]], device=device)
+    assert all_rows(scores, 3, backend)[0].tolist() == [[2, 3, 7]]
+    indices, values = all_rows(scores, 6, backend)
+    assert indices.tolist() == [[0, 1, 2, 3, 6, 7]]
+    assert values.tolist() == [[-inf, -inf, 1.0, inf, -3.0, inf]]
+    assert all_rows(scores, 9, backend, end=2)[0].tolist() == [[0, 1] + [-1] * 7]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_order_of_magnitude(backend: str, device: str) -> None:
+    """A threshold is found by its bits, so all of them must count, denormal numbers included."""
+    scores = torch.cat((10.0 ** torch.arange(-44, 38), -(10.0 ** torch.arange(-44, 38))))[torch.randperm(164)]
+    for topk in (1, 40, 82, 83, 120, 163):
+        expected = by_sorting(scores.tolist(), topk, list(range(164)))
+        assert all_rows(scores[None].to(device), topk, backend)[0].tolist() == [expected], topk
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_long_rows_are_chosen_from_in_pieces(ties: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_k_triton, "LONGEST", 1024)  # as if the rows were longer
+    scores = torch.randn(2, 3000, device=device)
+    scores = scores.mul(2).round() if ties else scores
+    ends = torch.tensor([3000, 2100], dtype=torch.int32, device=device)
+    bounds = (torch.tensor([0, 900], dtype=torch.int32, device=device), ends)
+    got, expected = (top_k(scores, 100, *bounds, backend=b) for b in ("triton", "torch"))
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def test_pieces_are_used_where_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    monkeypatch.setattr(top_k_triton, "_launch", lambda scores, *_: widths.append(scores.shape[1]))
+    for width in (8192, 20_000, 200_000):
+        meta = torch.empty(2, width, device="meta")
+        top_k_triton.select(meta, *(torch.empty(2, device="meta"),) * 2, None, *(meta[:, :2048].clone(),) * 2)
+    assert widths == [8192, 20_000, 4096, 200_000, 7 * 4096, 4096]
+
+
+# ---- who sees whom
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_see_no_later_key(backend: str, device: str) -> None:
+    values = made(6, 6, 4, 16, 4, device=device)
+    indices, _ = lightning_indexer(**values, backend=backend)
+    for t, row in enumerate(indices.tolist()):
+        real = [i for i in row if i >= 0]
+        assert len(real) == min(4, t + 1)
+        assert max(real) <= t
+        assert row == sorted(real) + [-1] * (4 - len(real))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_do_not_see_each_other(backend: str, device: str) -> None:
+    lengths = [5, 1, 9]
+    values = made(15, 15, 3, 16, 4, device=device)
+    cu_seqlens = torch.tensor([0, 5, 6, 15], device=device)
+    starts, ends = causal_bounds(15, 15, cu_seqlens=cu_seqlens)
+    indices, scores = lightning_indexer(**values, starts=starts, ends=ends, backend=backend)
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        alone = {n: values[n][rows] for n in ("q", "k", "weights")}
+        expected, expected_scores = lightning_indexer(**alone, topk=4, backend="torch")
+        assert torch.equal(indices[rows], torch.where(expected < 0, expected, expected + first))
+        assert torch.equal(scores[rows], expected_scores)
+        first += length
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slice_of_the_queries_chooses_what_the_whole_does(backend: str, device: str) -> None:
+    """Context parallelism: head and tail of the sequence on one rank, the keys gathered in order."""
+    values = made(24, 24, 3, 16, 5, device=device)
+    whole = lightning_indexer(**values, backend="torch")
+    mine = torch.tensor([0, 1, 2, 21, 22, 23], device=device)
+    starts, ends = causal_bounds(6, 24, positions=mine, device=device)
+    part = {"q": values["q"][mine], "k": values["k"], "weights": values["weights"][mine], "topk": 5}
+    got = lightning_indexer(**part, starts=starts, ends=ends, backend=backend)
+    assert torch.equal(got[0], whole[0][mine])
+    assert torch.equal(got[1], whole[1][mine])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_may_lie_in_any_order(backend: str, device: str) -> None:
+    """With positions a key is visible by where it belongs; without ties the choice is the same."""
+    torch.manual_seed(1)
+    q, k, weights = torch.randn(7, 2, 16), torch.randn(40, 16), torch.rand(7, 2)
+    starts, ends = causal_bounds(7, 40, positions=torch.tensor([3, 8, 9, 20, 30, 38, 39]))
+    expected, _ = lightning_indexer(q, k, weights, 6, starts, ends, backend="torch")
+    order = torch.randperm(40)
+    moved = [x.to(device) for x in (q, k[order], weights, starts, ends, order.int())]
+    indices, _ = lightning_indexer(*moved[:3], 6, *moved[3:], backend=backend)
+    back = torch.where(indices.cpu() < 0, 99, order[indices.cpu().clamp_min(0).long()]).sort(-1).values
+    assert torch.equal(torch.where(back == 99, -1, back).int(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tokens", "keys", "topk"), [(1, 1, 1), (1, 1, 2048), (1, 70, 64), (3, 3, 2048), (2, 0, 4)])
+def test_small_and_short(backend: str, tokens: int, keys: int, topk: int, device: str) -> None:
+    values = made(tokens, keys, 2, 16, topk, device=device)
+    indices, scores = lightning_indexer(**values, backend=backend)
+    expected = lightning_indexer.reference(**values)
+    assert indices.shape == (tokens, topk)
+    assert torch.equal(indices, expected[0])
+    assert torch.equal(scores, expected[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_gets_nothing(backend: str, device: str) -> None:
+    values = made(3, 20, 2, 16, 4, device=device)
+    ends = torch.tensor([0, 5, -3], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 5, 0], dtype=torch.int32, device=device)
+    indices, scores = lightning_indexer(**values, starts=starts, ends=ends, backend=backend)
+    assert (indices == -1).all()
+    assert (scores == 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+def test_any_number_of_heads(heads: int, device: str) -> None:
+    check(index_scores, "triton", index_scores.make(tokens=(3,), keys=40, heads=heads, dim=32, topk=1, dtype=torch.float32, device=device))  # fmt: skip
+
+
+def test_the_last_chunk_may_be_short(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    values = made(11, 50, 2, 16, 6, device=device)
+    expected = lightning_indexer.reference(**values)
+    module = sys.modules["whorl.ops.sparse_attention.indexer"]
+    monkeypatch.setattr(module.chunks, "__defaults__", (4 * 50,))
+    for backend in BACKENDS:
+        for got, right in zip(lightning_indexer(**values, backend=backend), expected, strict=True):
+            assert torch.equal(got, right), backend
+
+
+def test_scores_of_a_chunk_are_all_that_is_in_memory() -> None:
+    """On the meta device every allocation is seen: none may have a row for each query and a column for each key."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    values = made(4096, 65536, 4, 32, 64, device="meta")
+    with Watch(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[INDEXER], "_scores_kernel", {(256, 16): lambda *_, **__: None})
+        patch.setattr(sys.modules[INDEXER].top_k_triton, "select", lambda *_: None)
+        patch.setattr(sys.modules[INDEXER], "_scores_kernel", _Ignore())
+        sys.modules[INDEXER].lightning_indexer(**values, starts=None, ends=None, key_positions=None, k_scale=None)
+    assert 2**20 < largest <= 2**25
+
+
+class _Ignore:
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
+# ---- scores
+
+
+def test_scores_are_transformers() -> None:
+    """Hugging Face's indexer of DeepSeek-V3.2, projections, norm and rotation included."""
+    deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    from transformers.models.deepseek_v32 import DeepseekV32Config
+
+    config = DeepseekV32Config(
+        hidden_size=48, q_lora_rank=24, index_n_heads=4, index_head_dim=32, qk_rope_head_dim=16, index_topk=7,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    theirs = deepseek.DeepseekV32Indexer(config, 0).double()
+    torch.nn.init.normal_(theirs.k_norm.bias)
+    hidden, residual = torch.randn(1, 20, 48).double(), torch.randn(1, 20, 24).double()
+    angles = torch.arange(20)[:, None] * 10_000.0 ** -(torch.arange(0, 16, 2) / 16)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    tables = tuple(torch.cat((t, t), -1)[None].double() for t in cos_sin.chunk(2, -1))
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()[None]
+    expected = theirs(hidden, residual, tables, mask, torch.arange(20)[None])[0]
+
+    q = theirs.wq_b(residual)[0].view(20, 4, 32).detach()
+    k = theirs.k_norm(theirs.wk(hidden))[0].detach()
+    weights = theirs.weights_proj(hidden)[0].detach() * 4**-0.5 * 32**-0.5
+    q, k = indexer_rope(q, k, cos_sin.double())
+    indices, _ = lightning_indexer(q, k, weights, 7)
+    for t in range(20):
+        seen = {s for s in expected[t].tolist() if s <= t}
+        assert {s for s in indices[t].tolist() if s >= 0} == seen, t
+    wrong, _ = lightning_indexer(*indexer_rope(theirs.wq_b(residual)[0].view(20, 4, 32).detach(), k, cos_sin.double(), interleaved=True), weights, 7)  # fmt: skip
+    assert not torch.equal(wrong, indices)
+
+
+def test_rope_turns_the_first_channels_in_halves() -> None:
+    q, k = torch.randn(3, 2, 12), torch.randn(3, 12)
+    angles = torch.rand(3, 4)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    turned, turned_k = indexer_rope(q, k, cos_sin)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    torch.testing.assert_close(turned[..., :4], q[..., :4] * cos - q[..., 4:8] * sin)
+    torch.testing.assert_close(turned[..., 8:], q[..., 8:])
+    torch.testing.assert_close(turned_k[:, :4], k[:, :4] * cos[:, 0] - k[:, 4:8] * sin[:, 0])
+    pairs, _ = indexer_rope(q, k, cos_sin, interleaved=True)
+    torch.testing.assert_close(pairs[..., 0], q[..., 0] * cos[..., 0] - q[..., 1] * sin[..., 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_scores_are_those_of_the_rounded_numbers(backend: str, device: str) -> None:
+    q, k, weights = torch.randn(4, 3, 32), torch.randn(50, 32), torch.randn(4, 3)
+    q8, q_scale = dynamic_quant(q.to(device), format="fp8", backend="torch")
+    k8, k_scale = dynamic_quant(k.to(device), format="fp8", backend="torch")
+    weights = weights.to(device) * q_scale
+    scores = index_scores(q8, k8, weights, k_scale=k_scale, backend=backend)
+    expected = index_scores.reference(q8.double(), k8.double(), weights.double(), k_scale=k_scale.double())
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
+    full = index_scores.reference(q, k, weights.cpu() / q_scale.cpu())
+    assert (scores.cpu() - full).norm() < 0.06 * full.norm()
+    indices, _ = lightning_indexer(q8, k8, weights, 5, k_scale=k_scale, backend=backend)
+    assert torch.equal(indices, top_k.reference(scores, 5)[0])
+
+
+def test_a_common_hadamard_transform_changes_no_choice() -> None:
+    q, k, weights = torch.randn(5, 3, 64).double(), torch.randn(30, 64).double(), torch.randn(5, 3).double()
+    plain, turned = index_scores(q, k, weights), index_scores(hadamard(q), hadamard(k), weights)
+    torch.testing.assert_close(turned, plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hadamard(hadamard(k)), k, rtol=1e-12, atol=1e-12)
+
+
+def test_hadamard_is_scipys_matrix() -> None:
+    linalg = pytest.importorskip("scipy.linalg")
+    matrix = torch.from_numpy(linalg.hadamard(16)).double()
+    assert torch.equal(hadamard(torch.eye(16).double(), 1.0), matrix)
+
+
+def test_hadamard_spreads_an_outlier() -> None:
+    """What it is for: one large channel costs all others their precision in fp8."""
+    x = torch.randn(200, 128)
+    x[:, 3] = 200.0
+
+    def error(x: Tensor) -> float:
+        codes, scale = dynamic_quant(x, format="fp8")
+        return ((codes.float() * scale[:, None] - x)[:, 4:].norm() / x[:, 4:].norm()).item()
+
+    smooth = hadamard(x)
+    codes, scale = dynamic_quant(smooth, format="fp8")
+    assert (hadamard(codes.float() * scale[:, None]) - x)[:, 4:].norm() / x[:, 4:].norm() != error(x)
+    assert smooth.abs().max() < 30
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(5, 9)}, r"lightning_indexer: k is \[5, 9\] torch.float32, expected \[S, 16\]"),
+        ({"k": torch.zeros(5, 16).half()}, "k is .* torch.float16, expected .* torch.float32"),
+        ({"weights": torch.zeros(3, 9)}, r"weights is \[3, 9\] torch.float32, expected \[3, 2\]"),
+        ({"topk": 0}, "topk is 0, expected at least 1"),
+        ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts or key_positions without ends; causal_bounds gives"),
+        ({"ends": torch.zeros(3)}, r"ends is \[3\] torch.float32, expected \[3\] torch.int32"),
+        ({"k_scale": torch.zeros(3)}, r"k_scale is \[3\] torch.float32, expected \[5\]"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lightning_indexer(**(made(3, 5, 2, 16, 4) | change))
+
+
+def test_gradients_are_refused() -> None:
+    values = made(3, 5, 2, 16, 4)
+    values["q"].requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        lightning_indexer(**values)
+    with torch.no_grad():
+        lightning_indexer(**values)
+
+
+def test_bounds_of_a_slice() -> None:
+    starts, ends = causal_bounds(4, 10)
+    assert (starts.tolist(), ends.tolist()) == ([0] * 4, [7, 8, 9, 10])
+    positions = torch.tensor([2, 3, 4, 9])
+    starts, ends = causal_bounds(4, 10, cu_seqlens=torch.tensor([0, 3, 3, 10]), positions=positions)
+    assert (starts.tolist(), ends.tolist()) == ([0, 3, 3, 3], [3, 4, 5, 10])
+    with pytest.raises(ValueError, match=r"positions is \[4\], expected \[5\]"):
+        causal_bounds(5, 10, positions=positions)
+
+
+# ---- the tests, tested
+
+FAULTS = [
+    ("ties to the highest index", TOP_K, "slot = (running >> 16) + tl.minimum(equals, missing)", "slot = (running >> 16) + tl.minimum(tl.maximum(equals - 1, 0), missing)"),
+    ("one equal too many", TOP_K, "(equals < missing)", "(equals <= missing)"),
+    ("equals left out", TOP_K, "(scores == edge) & (equals < missing)", "(scores == edge) & (equals < 0)"),
+    ("a bit skipped", TOP_K, "bit = bit >> 1", "bit = bit >> 2"),
+    ("negative scores in reverse", TOP_K, "tl.where(signed < 0, -2147483648, -1)", "tl.where(signed < 0, -2147483648, -2147483648)"),
+    ("start ignored", TOP_K, "inside & (first + at >= start)", "inside"),
+    ("positions ignored", TOP_K, "inside & (positions >= start) & (positions < stop)", "inside"),
+    ("tail not written", TOP_K, "(left >= taken) & (left < SLOTS)", "(left > taken) & (left < SLOTS)"),
+    ("no ReLU", INDEXER, "tl.maximum(dots, 0.0) * weights", "dots * weights"),
+    ("weights of the first query", INDEXER, "token.to(tl.int64) * weights_stride", "0 * token.to(tl.int64) * weights_stride"),
+    ("a block of keys lost", INDEXER, "(highest >= first_start)", "(highest > first_start + 32)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "old", "new"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_a_planted_fault_is_found(
+    module: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import whorl.ops.sparse_attention as package
+
+    plant(module, old, new, 1, tmp_path, monkeypatch)
+    monkeypatch.setattr(package, module.rsplit(".", 1)[1], sys.modules[module])
+    op = OPS["top_k" if module == TOP_K else "index_scores"]
+    with pytest.raises(AssertionError):
+        for case in op.cases:
+            check(op, "triton", op._bind((), op.make(**case, dtype=torch.float32, device="cpu")))
+
+
+@pytest.mark.skipif(is_interpreting(), reason="bf16 at full size, for the GPU")
+def test_real_sizes() -> None:
+    values = made(256, 32768, 64, 128, 2048, dtype=torch.bfloat16, device="cuda")
+    first, second = lightning_indexer(**values), lightning_indexer(**values)
+    expected = lightning_indexer.reference(**values)
+    for got, again, right in zip(first, second, expected, strict=True):
+        assert torch.equal(got, again)
+        assert torch.equal(got, right)

@@ -1,0 +1,290 @@
+"""Sparse and masked attention: against torch's own attention, on every awkward selection, with faults planted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_ops import DEVICE, arguments, check, num_rows
+from test_planted_faults import Fault, first_red, plant
+from torch import Tensor
+
+from whorl.ops import OPS, sparse_attention
+from whorl.ops.sparse_attention import choose_attention, launch, masked_attention, selection_mask
+from whorl.ops.sparse_attention.cases import MLA_SCALE, select
+
+PLAIN, MASKED = "whorl.ops.sparse_attention.triton", "whorl.ops.sparse_attention.masked_triton"
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes]
+
+
+def selected(indices: Tensor, num_keys: int) -> Tensor:
+    """[T, S] bool."""
+    mask = torch.zeros(indices.shape[0], num_keys + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter(1, torch.where(indices < 0, num_keys, indices).long(), True)[:, :-1]
+
+
+# ---- against attention that is not ours
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_is_torchs_attention_under_the_mask(backend: str) -> None:
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    q, kv = tensors((6, 4, 48), (30, 1, 48), dtype=dtype)
+    indices = select(6, 30, 11, (), False, 0.0, DEVICE)
+    out, lse = sparse_attention(q, kv, indices, 0.2, value_dim=32, backend=backend)
+    mask = selected(indices, 30)
+    keys, values = kv.expand(-1, 4, -1).transpose(0, 1), kv[..., :32].expand(-1, 4, -1).transpose(0, 1)
+    expected = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=mask, scale=0.2)
+    torch.testing.assert_close(out, expected.transpose(0, 1))
+    scores = (q.transpose(0, 1) @ keys.transpose(1, 2) * 0.2).masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1).T)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_masked_is_torchs_attention_under_the_mask(backend: str) -> None:
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    q, k, v = tensors((6, 4, 24), (70, 2, 24), (70, 2, 16), dtype=dtype)
+    indices = select(6, 70, 40, (), False, 0.0, DEVICE)
+    out, _ = masked_attention(q, k, v, selection_mask(indices, 70), 0.2, backend=backend)
+    parts = (x.transpose(0, 1) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(*parts, attn_mask=selected(indices, 70), scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(out, expected.transpose(0, 1))
+
+
+def test_absorbed_mla_is_ordinary_attention_of_its_heads() -> None:
+    """Scores of q W_UK against latents, at the scale of the 192 channels a head has, and W_UV behind: the same result."""
+    heads, nope, rope, latent, value, count = 4, 128, 64, 512, 128, 5
+    q_nope, q_rope, c, k_rope = tensors((count, heads, nope), (count, heads, rope), (9, latent), (9, rope))
+    w_k, w_v = (0.05 * w for w in tensors((heads, latent, nope), (heads, latent, value)))
+    indices = select(count, 9, 6, (6, 1, 3, 6, 2), False, 0.0, DEVICE)
+    keys = torch.cat((torch.einsum("sl,hln->shn", c, w_k), k_rope[:, None].expand(-1, heads, -1)), -1)
+    values = torch.einsum("sl,hlv->shv", c, w_v)
+    ordinary, lse = masked_attention(
+        torch.cat((q_nope, q_rope), -1), keys, values, selection_mask(indices, 9), (nope + rope) ** -0.5
+    )
+    absorbed = torch.cat((torch.einsum("thn,hln->thl", q_nope, w_k), q_rope), -1)
+    latents, absorbed_lse = sparse_attention(
+        absorbed, torch.cat((c, k_rope), -1)[:, None], indices, MLA_SCALE, value_dim=latent
+    )
+    torch.testing.assert_close(torch.einsum("thl,hlv->thv", latents, w_v), ordinary)
+    torch.testing.assert_close(absorbed_lse, lse)
+
+
+# ---- selections that have broken such kernels
+
+
+def run_both(q: Tensor, kv: Tensor, indices: Tensor, value_dim: int, deterministic: bool = False) -> list[list[Tensor]]:
+    """out, lse, dq and dkv, by the kernels and by torch's derivative of the reference in fp64."""
+    found = []
+    dout, dlse = tensors((*q.shape[:2], value_dim), tuple(q.shape[:2]), dtype=q.dtype)
+    for backend in ("triton", "torch"):
+        wide = torch.float64 if backend == "torch" else q.dtype
+        leaves = [x.detach().to(wide).requires_grad_() for x in (q, kv)]
+        more = {"value_dim": value_dim, "deterministic": deterministic}
+        call = sparse_attention.reference if backend == "torch" else sparse_attention
+        out, lse = call(*leaves, indices, 0.3, **more, **({} if backend == "torch" else {"backend": backend}))
+        grads = torch.autograd.grad((out, lse), leaves, (dout.to(wide), dlse.to(lse.dtype)))
+        found.append([out.detach(), lse.detach(), *grads])
+    return found
+
+
+def assert_alike(got: list[Tensor], expected: list[Tensor]) -> None:
+    for g, e in zip(got, expected, strict=True):
+        assert not g.isnan().any()
+        torch.testing.assert_close(g.double(), e.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+def test_any_number_of_heads(heads: int, deterministic: bool) -> None:
+    """Two tokens with different keys: a tile of heads must not mix them."""
+    q, kv = tensors((2, heads, 24), (40, 1, 24), dtype=torch.float32)
+    indices = select(2, 40, 20, (20, 7), False, 0.0, DEVICE)
+    assert_alike(*run_both(q, kv, indices, 16, deterministic))
+
+
+@pytest.mark.parametrize("topk", [1, 64, 2048])
+@pytest.mark.parametrize("keys", [1, 33, 2100])
+def test_any_number_of_keys(keys: int, topk: int) -> None:
+    q, kv = tensors((1, 2, 16), (keys, 1, 16), dtype=torch.float32)
+    indices = select(1, keys, topk, (), False, 0.0, DEVICE)
+    assert_alike(*run_both(q, kv, indices, 16))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("counts", [(0, 0, 0), (0, 5, 0), (70, 0, 1), (64, 65, 63)])
+def test_rows_without_keys_are_zero(counts: tuple[int, ...], deterministic: bool) -> None:
+    q, kv = tensors((3, 3, 20), (80, 1, 20), dtype=torch.float32)
+    indices = select(3, 80, 70, counts, False, 0.0, DEVICE)
+    got, expected = run_both(q, kv, indices, 16, deterministic)
+    assert_alike(got, expected)
+    empty = torch.tensor([c == 0 for c in counts], device=DEVICE)
+    assert not got[0][empty].any() and not got[2][empty].any()
+    assert (got[1][empty] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_that_are_not_selected_are_not_read(deterministic: bool) -> None:
+    """Padding points nowhere: not at the first key, whose NaN would come back as 0 * NaN, and not before it."""
+    q, kv = tensors((2, 2, 16), (40, 1, 16), dtype=torch.float32)
+    kv[0] = kv[-1] = float("nan")
+    indices = torch.full((2, 70), -1, dtype=torch.int32, device=DEVICE)
+    indices[0, :30] = torch.arange(1, 31)
+    got, _ = run_both(q, kv, indices, 16, deterministic)
+    assert all(not x.isnan().any() for x in got)
+    assert not got[3][0].any()
+
+
+@pytest.mark.parametrize("first", [31, 32, 64, 128, 199])
+def test_the_first_blocks_may_be_masked(first: int) -> None:
+    q, k, v = tensors((3, 2, 16), (200, 2, 16), (200, 2, 16), dtype=torch.float32)
+    indices = torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)
+    indices[0, 0], indices[2, 0] = first, 199
+    bits = selection_mask(indices, 200)
+    found = []
+    for backend, wide in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out, lse = masked_attention(*leaves, bits, 0.3, backend=backend)
+        grads = torch.autograd.grad((out.square().sum(), lse[::2].sum()), leaves)
+        found.append([out, lse, *grads])
+    assert_alike(*found)
+
+
+def test_a_backward_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, kv = tensors((7, 2, 24), (40, 1, 24), dtype=torch.float32)
+    indices = select(7, 40, 20, (), False, 0.0, DEVICE)
+    for deterministic in (False, True):
+        monkeypatch.setattr(launch, "SCRATCH", 2 * 20 * 24 * 4)  # two tokens
+        assert_alike(*run_both(q, kv, indices, 16, deterministic))
+
+
+def test_deterministic_gradients_have_the_same_bits_ten_times() -> None:
+    q, kv = tensors((60, 4, 32), (50, 1, 32), dtype=torch.float32)
+    indices = select(60, 50, 30, (), False, 0.0, DEVICE)
+    dout = torch.randn(60, 4, 16, device=DEVICE)
+    out, lse = sparse_attention(q, kv, indices, 0.3, value_dim=16)
+    backward = OPS["sparse_attention_backward"]
+    times = 10 if DEVICE == "cuda" else 2
+    runs = [
+        backward(dout, q, kv, indices, out, lse, scale=0.3, deterministic=True, backend="triton") for _ in range(times)
+    ]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+
+
+def test_torchs_switch_asks_for_the_deterministic_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    impl = OPS["sparse_attention_backward"].impls["triton"]
+    monkeypatch.setitem(
+        OPS["sparse_attention_backward"].impls,
+        "triton",
+        type(impl)("triton", lambda **v: asked.append(v["deterministic"]) or impl.function(**v), impl.accepts),
+    )
+    q, kv = tensors((1, 1, 16), (3, 1, 16), dtype=torch.float32)
+    for switch in (True, False):
+        torch.use_deterministic_algorithms(switch, warn_only=True)
+        out, _ = sparse_attention(q.requires_grad_(), kv, select(1, 3, 2, (), False, 0.0, DEVICE), 1.0, backend="triton")
+        out.sum().backward()
+    assert asked == [True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
+def test_hopper_kernels_agree_with_the_plain_ones(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"tokens": (9,), "keys": 4096, "topk": 2048, "heads": heads, "dim": 576, "value_dim": 512}
+    case |= {"counts": (2048, 2047, 1, 0, 65, 128, 129, 64, 2000)}
+    for name in ("sparse_attention", "sparse_attention_backward"):
+        for deterministic in (False, True):
+            values = arguments(OPS[name], case | {"deterministic": deterministic}, torch.bfloat16)
+            assert launch.gluon_reason(heads, 576, 512, torch.bfloat16, values["q"].device) is None
+            check(OPS[name], "triton", values)
+            with monkeypatch.context() as context:
+                context.setattr(launch, "gluon_reason", lambda *_: "not now")
+                check(OPS[name], "triton", values)
+
+
+# ---- errors and choices
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([0, 5], "indices go from 0 to 5, expected -1 to 4"),
+        ([-2, 1], "indices go from -2"),
+        ([3, 1], "row 0 of indices does not ascend"),
+        ([2, 2], "row 0 of indices does not ascend"),
+        ([-1, 2], "a key after a -1"),
+    ],
+)
+def test_wrong_indices_are_refused(row: list[int], message: str) -> None:
+    q, kv = torch.randn(1, 1, 16), torch.randn(5, 1, 16)
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, kv, torch.tensor([row], dtype=torch.int32), 1.0)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    q, kv, indices = torch.randn(2, 1, 16), torch.randn(5, 1, 16), torch.zeros(2, 1, dtype=torch.int32)
+    for wrong, message in (
+        ({"kv": torch.randn(5, 2, 16)}, r"expected \[T, HQ, D\] and \[S, 1, D\]"),
+        ({"kv": kv.half()}, "expected one floating point dtype"),
+        ({"indices": indices.long()}, "expected .* torch.int32"),
+        ({"scale": 0.0}, "expected a positive number"),
+        ({"value_dim": 17}, "value_dim is 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(**({"q": q, "kv": kv, "indices": indices, "scale": 1.0} | wrong))
+    bits = torch.full((2, 1), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="bits past the last of 5 keys are set"):
+        masked_attention(q, kv, kv, bits, 1.0)
+
+
+def test_the_kernels_say_what_they_do_not_hold() -> None:
+    q, kv, indices = torch.randn(1, 129, 16), torch.randn(5, 1, 16), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="up to 128 heads, got 129"):
+        sparse_attention(q, kv, indices, 1.0, backend="triton")
+    reason = launch.gluon_reason(128, 576, 512, torch.bfloat16, torch.device("cpu"))
+    assert reason is not None and "Hopper" in reason
+
+
+def test_short_sequences_are_masked_long_ones_gathered() -> None:
+    assert [choose_attention(n) for n in (1, 4096, 32768)] == ["masked", "masked", "sparse"]
+    assert choose_attention(4096, topk=256) == "sparse"
+
+
+# ---- the tests, tested
+
+
+FAULTS = [
+    Fault("missing -1 guard", PLAIN, "sparse_attention", "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
+    Fault("scale of the latent", PLAIN, "sparse_attention", "scores * scale, float", "scores * 0.0601122, float"),
+    Fault("infinite maximum", PLAIN, "sparse_attention", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
+    Fault("lse in powers of two", PLAIN, "sparse_attention", "(safe)) * LN_2", "(safe))"),
+    Fault("old sums not shrunk", PLAIN, "sparse_attention", "total * shrink + ", "total + "),
+    Fault("rest channels left out", PLAIN, "sparse_attention", "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
+    Fault("first head block only", PLAIN, "sparse_attention", "lse, mask=heads < H", "lse, mask=heads < H - 1"),
+    Fault("missing -1 guard", PLAIN, "sparse_attention_backward", "p = tl.where((keys >= 0)", "p = tl.where((keys > -9)"),
+    Fault("dv not added", PLAIN, "sparse_attention_backward", "tl.trans(p), dout, share", "0 * tl.trans(p), dout, share"),
+    Fault("delta forgotten", PLAIN, "sparse_attention_backward", "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
+    Fault("dlse ignored", PLAIN, "sparse_attention_backward", "delta -= tl.load", "delta -= 0 * tl.load"),
+    Fault("dq unscaled", PLAIN, "sparse_attention_backward", "delta[:, None]) * scale).to", "delta[:, None])).to"),
+    Fault("a token's share lost", PLAIN, "sparse_attention_backward", "total += tl.sum(shares", "total = tl.sum(shares"),
+    Fault("next key's share", PLAIN, "sparse_attention_backward", "(place * K + slots)[:", "(place * K + slots // 2)[:"),
+    Fault("bits reversed", MASKED, "masked_attention", ">> (keys % 32)", ">> (31 - keys % 32)"),
+    Fault("first word only", MASKED, "masked_attention", "rows.to(tl.int64) * words + first // 32", "rows.to(tl.int64) * words"),
+    Fault("last word cut off", MASKED, "masked_attention", "used, places + 1, 0", "used, places, 0"),
+    Fault("key head mixed up", MASKED, "masked_attention", "v_ptr += head // (HQ // HK)", "v_ptr += head // HQ", 2),
+    Fault("delta forgotten", MASKED, "masked_attention_backward", "(dp - tl.expand_dims", "(dp - 0 * tl.expand_dims"),
+    Fault("last query head lost", MASKED, "masked_attention_backward", "(group + 1) * (HQ // HK)):", "group * (HQ // HK) + 1):"),
+    Fault("dk of the rest lost", MASKED, "masked_attention_backward", "dk_rest = dot(ds, q_rest", "dk_rest = dot(0 * ds, q_rest"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op}: {f.name}")
+def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(fault.module, fault.old, fault.new, fault.count, tmp_path, monkeypatch)
+    monkeypatch.setattr(launch, "plain", sys.modules[PLAIN])
+    op = OPS[fault.op]
+    assert first_red(op, sorted(op.cases, key=num_rows)) is not None, f"no case of {op.name} notices: {fault.name}"

@@ -1,0 +1,313 @@
+"""`whorl bench decode --classify`: what speculation brings, and whether the text it is measured on is worth anything.
+
+A model that repeats itself is easy to draft for, so a speed says little without the output. Every run's output is
+classed, compared with plain decoding's, and speeds of sound outputs are kept apart from the others.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whorl.bench.decode import Document, Settings, header, load, render_header, table
+from whorl.bench.progress import Progress
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.speculate import Proposer
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+
+PROMPTS = {
+    "structured": (
+        "Write a five paragraph essay about why cities should plant more trees.",
+        "Explain step by step how rain forms, as a numbered list with one sentence for each step.",
+    ),
+    "creative": (
+        "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+        "Describe a market on the moon, with its sounds, smells and people.",
+    ),
+    "factual": (
+        "What are the planets of the solar system, in order from the Sun?",
+        "Who wrote Romeo and Juliet, when, and what is it about?",
+    ),
+    "code": (
+        "Write a Python function that returns the n-th Fibonacci number, with a docstring and three tests.",
+        "Write an HTML page with a form that has fields for a name, an e-mail address and a message.",
+    ),
+}
+OK, LOW_DIVERSITY = "OK", "LOW_DIVERSITY"
+_LONGEST_LOOP = 32  # tokens of what repeats
+_LOOP_TOKENS = 24  # that the repetitions at the end make up at least, and there are at least 4
+_LEAST_DISTINCT = 0.5  # of pairs of neighbours; ordinary text has 0.8 and more
+_SHORT = 32  # fewer tokens say nothing about diversity
+
+
+def classify(token_ids: Sequence[int]) -> str:
+    """OK; LOOP_N where the output ends in N tokens again and again; LOW_DIVERSITY where it says few things."""
+    for size in range(1, _LONGEST_LOOP + 1):
+        count = max(4 * size, _LOOP_TOKENS)
+        tail = token_ids[-count:]
+        if len(tail) == count and all(a == b for a, b in zip(tail, tail[size:], strict=False)):
+            return f"LOOP_{size}"
+    is_low = len(token_ids) >= _SHORT and distinct(token_ids, 2) < _LEAST_DISTINCT
+    return LOW_DIVERSITY if is_low else OK
+
+
+def distinct(token_ids: Sequence[int], n: int) -> float:
+    """Different n-grams among all; 1 where there are none."""
+    found = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return len(set(found)) / len(found) if found else 1.0
+
+
+@dataclass(slots=True)
+class Run:
+    """One answer: its tokens, its speed, and by place in the draft how often a token was drafted and accepted."""
+
+    token_ids: list[int] = field(default_factory=list)
+    tok_s: float = 0.0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+
+
+def answer(llm: LLM, prompt: list[int], max_tokens: int) -> Run:
+    (seq,) = llm.add(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+    run = Run()
+    while llm.has_work:
+        drafted, accepted = seq.num_drafted, seq.num_accepted
+        llm.step()
+        run.drafted.update(range(seq.num_drafted - drafted))
+        run.accepted.update(range(seq.num_accepted - accepted))
+    run.token_ids, run.tok_s = seq.output_ids, seq.timings.tokens_per_second or 0.0
+    return run
+
+
+class Subject:
+    """A model and its prompts; engines over it are cheap to make."""
+
+    def __init__(self, settings: Settings, num_prompts: int) -> None:
+        self.settings = settings
+        self.model, self.tokenizer = load(settings)
+        self.prompts = [(name, self._encode(text)) for name, texts in PROMPTS.items() for text in texts[:num_prompts]]
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode_chat([{"role": "user", "content": text}])  # type: ignore[no-any-return]
+        except ValueError:  # no chat template
+            return self.tokenizer.encode(text)  # type: ignore[no-any-return]
+
+    def engine(self, speculate: Proposer | None = None, *, is_fixed: bool = False) -> LLM:
+        longest = max(len(ids) for _, ids in self.prompts) + self.settings.num_tokens
+        return LLM(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            device=self.settings.device,
+            speculate=speculate,
+            draft_length="fixed" if is_fixed else "measured",
+            max_num_seqs=1,
+            max_model_len=longest,
+            num_blocks=2 * -(-longest // 16),
+        )
+
+
+def run(settings: Settings, make: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
+    """Plain decoding and speculation by turns: {"header": ..., "speculation": ..., "classes": [...]}."""
+    proposer = make()
+    with Progress(1 + settings.repeats * num_prompts * len(PROMPTS)) as progress:
+        with progress(f"weights of {settings.name}"):
+            subject = Subject(settings, num_prompts)
+            plain, drafting = subject.engine(), subject.engine(proposer, is_fixed=is_fixed)
+        pairs: list[tuple[str, Run, Run]] = []
+        for name, ids in subject.prompts:
+            answer(plain, ids, 4), answer(drafting, ids, 4)  # warm up
+            for _ in range(settings.repeats):
+                with progress(f"{name}: plain and drafting"):
+                    both = [answer(llm, ids, settings.num_tokens) for llm in (plain, drafting)]
+                    pairs.append((name, both[0], both[1]))
+    length = "always the longest" if is_fixed else f"by cost, acceptance {_estimate(drafting)}"
+    return {
+        "header": header(settings, subject.model),
+        "speculation": {"proposer": type(proposer).__name__, "k": proposer.k, "draft_length": length},
+        "num_runs": settings.repeats,
+        "num_tokens": settings.num_tokens,
+        "classes": [_summary(name, [pair[1:] for pair in pairs if pair[0] == name]) for name in PROMPTS],
+    }
+
+
+def _estimate(llm: LLM) -> str:
+    return "not estimated" if llm.draft_length is None else f"estimated at {llm.draft_length.acceptance:.2f}"
+
+
+def _summary(name: str, pairs: Sequence[tuple[Run, Run]]) -> Document:
+    drafted = [run for _, run in pairs]
+    classes = [classify(run.token_ids) for run in drafted]
+    sound = [pair for pair, found in zip(pairs, classes, strict=True) if found == OK]
+    others = [pair for pair, found in zip(pairs, classes, strict=True) if found != OK]
+    tried: Counter[int] = sum((run.drafted for run in drafted), Counter())
+    kept: Counter[int] = sum((run.accepted for run in drafted), Counter())
+    return {
+        "class": name,
+        "outputs": dict(Counter(classes)),
+        "distinct": {n: statistics.mean(distinct(run.token_ids, n) for run in drafted) for n in (1, 2, 3)},
+        "equal": sum(plain.token_ids == run.token_ids for plain, run in pairs),
+        "runs": len(pairs),
+        "ok": _speeds(sound),
+        "degraded": _speeds(others),
+        "acceptance": kept.total() / tried.total() if tried else None,
+        "acceptance_by_position": [kept[i] / tried[i] for i in sorted(tried)],
+        "drafted_by_position": [tried[i] for i in sorted(tried)],
+    }
+
+
+def _speeds(pairs: Sequence[tuple[Run, Run]]) -> Document | None:
+    """Medians, of plain decoding and of drafting for the same answers."""
+    if not pairs:
+        return None
+    plain, drafting = (statistics.median(pair[i].tok_s for pair in pairs) for i in range(2))
+    return {"plain_tok_s": plain, "tok_s": drafting, "times": drafting / plain, "runs": len(pairs)}
+
+
+def is_good(document: Document) -> bool:
+    """Whether speculation changed nothing."""
+    return all(row["equal"] == row["runs"] for row in document["classes"])
+
+
+def render(document: Document) -> str:
+    spec = document["speculation"]
+    lines = [
+        *render_header(document["header"]),
+        f"drafts    {spec['proposer']}, up to {spec['k']} tokens, {spec['draft_length']}",
+        f"runs      medians of {document['num_runs']} for each prompt, up to {document['num_tokens']} tokens, greedy",
+    ]
+    head = ["prompts", "outputs", "distinct-1", "-2", "-3", "as plain", "accepted"]
+    cells = [[*head, "OK: plain tok/s", "drafting", "times", "other: plain", "drafting", "times"]]
+    for row in document["classes"]:
+        outputs = " ".join(
+            f"{name} {count}" for name, count in sorted(row["outputs"].items(), key=lambda p: p[0] != OK)
+        )
+        unlike = [f"{value:.2f}" for value in row["distinct"].values()]
+        share = "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
+        cells.append([row["class"], outputs, *unlike, f"{row['equal']}/{row['runs']}", share])
+        cells[-1] += [*_speed_cells(row["ok"]), *_speed_cells(row["degraded"])]
+    lines += ["", *table(cells), "", "accepted by place in the draft (of how many drafted)"]
+    for row in document["classes"]:
+        places = zip(row["acceptance_by_position"], row["drafted_by_position"], strict=True)
+        lines.append(f"{row['class']:<12}" + ("  ".join(f"{p:.0%} ({n})" for p, n in places) or "nothing was drafted"))
+    if not is_good(document):
+        lines += ["", "WRONG: speculation changed an output"]
+    return "\n".join(lines)
+
+
+def _speed_cells(speeds: Document | None) -> list[str]:
+    if speeds is None:
+        return ["-"] * 3
+    return [f"{speeds['plain_tok_s']:.1f}", f"{speeds['tok_s']:.1f}", f"{speeds['times']:.2f}x"]
+
+
+# ---- sweep and verify
+
+
+def parse_sweep(text: str) -> dict[str, list[int]]:
+    """k=2,4,8,ngram=1,2: what to try of each."""
+    found: dict[str, list[int]] = {}
+    try:
+        for part in text.replace(" ", ",").split(","):
+            name, equals, value = part.rpartition("=")
+            if equals:
+                found[name] = []
+            found[name if equals else next(reversed(found))].append(int(value))
+    except (ValueError, StopIteration):
+        found = {}
+    if set(found) - {"k", "ngram"} or not found or min(min(values) for values in found.values()) < 1:
+        raise ValueError(f"--sweep {text}: expected lengths such as k=2,4,8,ngram=1,2,3")
+    return {"k": [10], "ngram": [1]} | found
+
+
+def sweep(settings: Settings, asked: Mapping[str, Iterable[int]], options: dict[str, Any]) -> Document:
+    """Drafts of fixed length: {"header": ..., "plain_tok_s": ..., "rows": [{"k", "ngram", "tok_s", ...}]}."""
+    pairs = [(k, ngram) for k in asked["k"] for ngram in asked["ngram"]]
+    with Progress(2 + len(pairs)) as progress:
+        with progress(f"weights of {settings.name}"):
+            subject = Subject(settings, 1)
+        with progress("plain"):
+            plain = _answers(subject, None)
+        rows = []
+        for k, ngram in pairs:
+            with progress(f"k={k}, ngram={ngram}"):
+                found = _answers(subject, PromptLookup(**{**options, "k": k, "ngram": ngram}))
+                rows.append({"k": k, "ngram": ngram, **_swept(plain, found)})
+    return {"header": header(settings, subject.model), "plain_tok_s": _sound_speed(plain), "rows": rows}
+
+
+def _answers(subject: Subject, proposer: PromptLookup | None) -> list[Run]:
+    llm = subject.engine(proposer, is_fixed=True)
+    answer(llm, subject.prompts[0][1], 4)  # warm up
+    settings = subject.settings
+    return [answer(llm, ids, settings.num_tokens) for _ in range(settings.repeats) for _, ids in subject.prompts]
+
+
+def _swept(plain: Sequence[Run], found: Sequence[Run]) -> Document:
+    tried, kept = (sum(getattr(run, what).total() for run in found) for what in ("drafted", "accepted"))
+    return {
+        "tok_s": _sound_speed(found),
+        "equal": all(a.token_ids == b.token_ids for a, b in zip(plain, found, strict=True)),
+        "acceptance": kept / tried if tried else None,
+        "ok": sum(classify(run.token_ids) == OK for run in found),
+        "runs": len(found),
+    }
+
+
+def _sound_speed(runs: Sequence[Run]) -> float | None:
+    """Median of those whose output is OK."""
+    return statistics.median(found) if (found := [r.tok_s for r in runs if classify(r.token_ids) == OK]) else None
+
+
+def render_sweep(document: Document) -> str:
+    lines, rows = render_header(document["header"]), document["rows"]
+    plain = document["plain_tok_s"]
+    lines += [
+        "",
+        f"plain     {_tok_s(plain)} tok/s; below: tok/s of outputs that are OK, times plain, share accepted",
+        "",
+    ]
+    ngrams = list(dict.fromkeys(row["ngram"] for row in rows))
+    cells = [["k", *(f"ngram {n}" for n in ngrams)]]
+    for k in dict.fromkeys(row["k"] for row in rows):
+        cells.append([str(k), *(_sweep_cell(row, plain) for row in rows if row["k"] == k)])
+    return "\n".join([*lines, *table(cells)])
+
+
+def _sweep_cell(row: Document, plain: float | None) -> str:
+    times = f" {row['tok_s'] / plain:.2f}x" if row["tok_s"] and plain else ""
+    share = "nothing drafted" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
+    return f"{_tok_s(row['tok_s'])}{times} {share}{'' if row['equal'] else ' WRONG'}"
+
+
+def _tok_s(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def verify(settings: Settings) -> Document:
+    """What a step costs by the number of tokens it checks: {"header": ..., "seconds": {rows: s}}."""
+    with Progress(2) as progress:
+        with progress(f"weights of {settings.name}"):
+            model = load(settings)[0]
+            llm = LLM(model=model, device=settings.device, max_num_seqs=1, max_model_len=256, num_blocks=16)
+        with progress("steps"):
+            seconds = llm.runner.cost(settings.batches, repeats=settings.repeats)
+    return {"header": header(settings, model), "seconds": seconds}
+
+
+def render_verify(document: Document) -> str:
+    first, *_ = document["seconds"].values()
+    cells = [["tokens", "ms", "times one", "pays from acceptance"]]
+    for rows, seconds in document["seconds"].items():
+        cells.append([str(rows), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(rows, seconds / first)])
+    return "\n".join([*render_header(document["header"]), "", *table(cells)])
+
+
+def _break_even(rows: int, cost: float) -> str:
+    """The share of drafted tokens, each given those before it, from which 1 + a + ... + a^(rows - 1) reaches it."""
+    if rows == 1:
+        return "-"
+    shares = (share / 100 for share in range(101))
+    return next((f"{a:.0%}" for a in shares if sum(a**i for i in range(rows)) >= cost), "never")

@@ -1,0 +1,382 @@
+"""`whorl bench decode`: decoding and prefill of the whole engine, against what must be read and, on request, a peer."""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl import device as devices
+from whorl.bench.ops import commit
+from whorl.bench.progress import Progress
+from whorl.bench.timing import measure
+from whorl.engine.llm import LLM
+from whorl.engine.roofline import copy_bandwidth, step_bytes
+from whorl.engine.sequence import SamplingParams
+
+Document = dict[str, Any]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "dtype": "bfloat16",
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "dtype": "bfloat16",
+    },
+}
+CONTEXT = 16  # tokens of a prompt before decoding is timed
+_BLOCK = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill."""
+
+    name: str
+    device: str
+    dtype: torch.dtype | None
+    config: dict[str, Any] | None = None
+    batches: tuple[int, ...] = (1, 8, 64)
+    num_tokens: int = 128
+    prompt_tokens: int = 0
+    repeats: int = 5
+    peer: str | None = None
+
+    @staticmethod
+    def resolve(
+        *,
+        model: str | None = None,
+        random_config: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        batch: str = "1,8,64",
+        num_tokens: int = 128,
+        prompt_tokens: int = 0,
+        repeats: int = 5,
+        peer: str | None = None,
+    ) -> "Settings":
+        if model is not None and random_config is not None:
+            raise ValueError(f"bench decode: MODEL {model} and --random-config {random_config}: say one of them")
+        if peer not in (None, "transformers"):
+            raise ValueError(f"--peer {peer}: expected transformers")
+        if peer is not None and not devices.is_installed(peer):
+            raise ValueError(f"--peer {peer}: pip install {peer}")
+        return Settings(
+            name=random_config or model or "SmolLM2-135M-Instruct",
+            device=devices.require(device or devices.default_device()),
+            dtype=getattr(torch, dtype) if dtype else None,
+            config=None if random_config is None else read_config(random_config),
+            batches=parse_batches(batch),
+            num_tokens=num_tokens,
+            prompt_tokens=prompt_tokens,
+            repeats=repeats,
+            peer=peer,
+        )
+
+    @property
+    def path(self) -> str | None:
+        return None if self.name == "SmolLM2-135M-Instruct" else self.name
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """1,8,64 or 1..8."""
+    try:
+        first, dots, last = text.partition("..")
+        found = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ValueError(f"--batch {text}: expected numbers such as 1,8,64, or a range such as 1..8")
+    return tuple(found)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """A preset, or the values of a config.json."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        known = ", ".join(PRESETS)
+        raise ValueError(f"--random-config {name}: not one of {known}, and no config.json: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--random-config {name}: expected an object, found {type(values).__name__}")
+    return values
+
+
+def load(settings: Settings) -> tuple[Any, Any]:
+    """The model, and its tokenizer where there is one. Random weights need neither safetensors nor tokenizers."""
+    from whorl.engine.weights import DTYPES, load_model, random_model, resolve
+
+    if settings.config is not None:
+        named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
+        kind = settings.dtype or DTYPES[named]
+        with torch.inference_mode():
+            return random_model(settings.config, device=settings.device, dtype=kind), None
+    from whorl.engine.tokenizer import Tokenizer
+
+    folder = resolve(settings.path)
+    return load_model(folder, device=settings.device, dtype=settings.dtype), Tokenizer.from_path(folder)
+
+
+def run(settings: Settings) -> Document:
+    """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}"""
+    num_rows = len(settings.batches)
+    peer_rows = num_rows * 2 if settings.peer else 0
+    with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
+        with progress(f"weights of {settings.name}"):
+            model, tokenizer = load(settings)
+        with progress("copy bandwidth"):
+            document: Document = {"header": header(settings, model)}
+        vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+        document["decode"] = []
+        for batch in settings.batches:
+            with progress(f"decode, batch {batch}"):
+                document["decode"].append(_decode(model, vocab_size, batch, settings))
+        document["prefill"] = None
+        if settings.prompt_tokens:
+            with progress(f"prefill of {settings.prompt_tokens}"):
+                document["prefill"] = _prefill(model, vocab_size, settings)
+        del model
+        _free(settings.device)
+        document["peers"] = []
+        if settings.peer:
+            from whorl.bench.decode_peer import run as run_peer
+
+            document["peers"] = run_peer(settings, document["decode"], progress)
+    return document
+
+
+def header(settings: Settings, model: Any) -> Document:
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {
+        "device": settings.device,
+        "device_name": devices.device_name(settings.device),
+        "versions": devices.versions(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "model": settings.name,
+        "weights": "random" if settings.config is not None else "loaded",
+        "dtype": str(next(p.dtype for p in model.parameters() if p.ndim > 1)).removeprefix("torch."),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": weights,
+        "bytes_per_token": step_bytes(model, batch=1),
+        "copy_tb_s": copy_bandwidth(settings.device) / 1e12,
+    }
+
+
+# ---- ours
+
+
+def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Document:
+    """Steps of `batch` sequences that all decode, timed through `LLM.step`."""
+    length = CONTEXT + settings.num_tokens + 1
+    llm = LLM(
+        model=model,
+        device=settings.device,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(2048, batch),
+        max_model_len=length,
+        block_size=_BLOCK,
+        num_blocks=batch * -(-length // _BLOCK),
+        use_prefix_cache=False,
+    )
+    seconds = [_time_steps(llm, vocab_size, batch, settings) for _ in range(settings.repeats + 1)][1:]
+    per_step = statistics.median(seconds)
+    context = CONTEXT + settings.num_tokens // 2
+    return {"batch": batch, **speeds(model, batch, context, per_step)}
+
+
+def speeds(model: Any, batch: int, context: int, seconds: float) -> Document:
+    """What a step of `batch` tokens that takes `seconds` comes to."""
+    needed = step_bytes(model, batch=batch, context=context)
+    limit = needed / copy_bandwidth(next(model.parameters()).device.type)
+    return {
+        "tok_s": batch / seconds,
+        "ms_per_step": seconds * 1e3,
+        "bytes_per_step": needed,
+        "tb_s": needed / seconds / 1e12,
+        "limit_tok_s": batch / limit,
+        "share_of_roofline": limit / seconds,
+    }
+
+
+def _time_steps(llm: LLM, vocab_size: int, batch: int, settings: Settings) -> float:
+    """Seconds of a decode step: the mean over `num_tokens` of them."""
+    params = SamplingParams(temperature=0, max_tokens=settings.num_tokens + 1, ignore_eos=True)
+    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, CONTEXT, vocab_size)]
+    while not all(seq.num_outputs for seq in sequences):
+        llm.step()
+    made = sum(seq.num_outputs for seq in sequences)
+    devices.synchronize(settings.device)
+    start = time.perf_counter()
+    while llm.has_work:
+        llm.step()
+    devices.synchronize(settings.device)
+    total = sum(seq.num_outputs for seq in sequences) - made
+    return (time.perf_counter() - start) * batch / total
+
+
+def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Different tokens, the same in every run."""
+    generator = torch.Generator().manual_seed(count)
+    found = torch.randint(vocab_size, (count, length), generator=generator)
+    return [row.tolist() for row in found]
+
+
+def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
+    length = settings.prompt_tokens
+    llm = LLM(
+        model=model,
+        device=settings.device,
+        max_num_seqs=1,
+        max_num_batched_tokens=min(length, 8192),
+        max_model_len=length + 1,
+        block_size=_BLOCK,
+        num_blocks=-(-(length + 1) // _BLOCK),
+        use_prefix_cache=False,
+    )
+    (prompt,) = prompts(1, length, vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
+    seconds = statistics.median(times[1:])
+    rate, matmul = _flops(model, length) / seconds, _matmul_rate(model, settings.device)
+    return {
+        "prompt_tokens": length,
+        "seconds": seconds,
+        "tok_s": length / seconds,
+        "tflop_s": rate / 1e12,
+        "matmul_tflop_s": matmul / 1e12,
+        "share_of_matmul": rate / matmul,
+    }
+
+
+def timed(device: str, function: Callable[[], Any]) -> float:
+    devices.synchronize(device)
+    start = time.perf_counter()
+    function()
+    devices.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _flops(model: Any, length: int) -> float:
+    """Of a prompt: two for each weight that a token meets, and causal attention; the head sees one token only."""
+    experts = getattr(model.config, "experts", None)
+    share = experts.num_experts_per_tok / experts.num_experts if experts is not None else 1.0
+    weights = 0.0
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name:
+            weights += weight.numel() * (share if ".experts." in name else 1)
+    heads = sum(model.config.num_attention_heads * spec.head_dim for spec in model.cache_specs())
+    return 2 * weights * length + 2 * heads * length**2
+
+
+def _matmul_rate(model: Any, device: str) -> float:
+    """Operations a second of a large square product in the model's dtype."""
+    size = 1024 if devices.accelerator(device) is None else 8192
+    kind = next(p.dtype for p in model.parameters() if p.ndim > 1)
+    a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+    return 2 * size**3 / (measure([lambda: a @ b], device).us * 1e-6)
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if (module := devices.accelerator(device)) is not None:
+        module.empty_cache()
+
+
+# ---- showing
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3f} MB"
+
+
+def rate(tb_s: float) -> str:
+    return f"{tb_s:.3f} TB/s" if tb_s >= 0.1 else f"{tb_s * 1e3:.2f} GB/s"
+
+
+def render_header(header: Document) -> list[str]:
+    count, copy = header["num_parameters"], rate(header["copy_tb_s"])
+    of = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
+    weights = f"{of} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
+    return [
+        f"device    {header['device']}: {header['device_name']}",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
+        f"commit    {header['commit']}, {header['date']}",
+        f"model     {header['model']}: {weights}",
+        f"reads     {size(header['bytes_per_token'])} a token at batch 1, cache left out; a copy here moves {copy}",
+    ]
+
+
+def render(document: Document) -> str:
+    lines = render_header(document["header"])
+    if any(row["batch"] > 1 for row in document["decode"]):
+        lines.append("note      experts of a batch are counted as if routing were uniform")
+    rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
+    cells = [["decode", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
+    cells += [_cells(label, row) for label, row in sorted(rows, key=lambda pair: pair[1]["batch"])]
+    lines += ["", *table(cells)]
+    if (prefill := document["prefill"]) is not None:
+        share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
+        lines += ["", f"prefill   {prefill['prompt_tokens']} tokens in {prefill['seconds'] * 1e3:.1f} ms: "]
+        lines[-1] += f"{prefill['tok_s']:.0f} tok/s, {prefill['tflop_s']:.2f} TFLOP/s, {share}"
+    return "\n".join(lines)
+
+
+def _cells(label: str, row: Document) -> list[str]:
+    if "note" in row:
+        return [f"{label}: {row['note']}", str(row["batch"])]
+    speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
+    return [label, str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns, the first to the left, the others to the right."""
+    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))).rstrip()
+        for row in rows
+    ]

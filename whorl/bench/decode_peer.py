@@ -1,0 +1,87 @@
+"""The same decoding by transformers, in the same run: the same file, or random weights of the same shape."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl import device as devices
+from whorl.bench.decode import CONTEXT, Document, Settings, prompts, timed
+from whorl.bench.progress import Progress
+
+Generate = Callable[[int], torch.Tensor]  # by number of new tokens
+
+
+def run(settings: Settings, ours: Sequence[Document], progress: Progress) -> list[Document]:
+    """A row for each batch and way; one that fails says why and does not end the run."""
+    ways: dict[str, dict[str, Any]] = {"transformers": {}}
+    if devices.accelerator(settings.device) is not None:
+        ways["transformers, static cache, compiled"] = {"cache_implementation": "static"}
+    rows: list[Document] = []
+    model: Any = None
+    for row in ours:
+        for label, options in ways.items():
+            with progress(f"{label}, batch {row['batch']}"):
+                found: Document = {"label": label, "batch": row["batch"]}
+                try:
+                    model = _load(settings) if model is None else model
+                    found |= _compare(row, _seconds(model, row["batch"], options, settings))
+                except Exception as error:  # whatever somebody else's code raises must not end our run
+                    text = str(error).splitlines()
+                    found["note"] = f"did not run: {type(error).__name__}: {text[0] if text else ''}"
+                rows.append(found)
+    return rows
+
+
+def _compare(ours: Document, seconds: float) -> Document:
+    """Against the same bytes and the same limit, so that shares compare times."""
+    batch = ours["batch"]
+    return {
+        "tok_s": batch / seconds,
+        "ms_per_step": seconds * 1e3,
+        "bytes_per_step": ours["bytes_per_step"],
+        "tb_s": ours["bytes_per_step"] / seconds / 1e12,
+        "share_of_roofline": batch / seconds / ours["limit_tok_s"],
+    }
+
+
+def _seconds(model: Any, batch: int, options: dict[str, Any], settings: Settings) -> float:
+    """Of a decode step: what `num_tokens` more tokens take."""
+    ids = torch.tensor(prompts(batch, CONTEXT, model.config.vocab_size), device=settings.device)
+
+    def generate(count: int) -> torch.Tensor:
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        with torch.inference_mode():
+            out: torch.Tensor = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths, **options
+            )
+        return out
+
+    num = settings.num_tokens
+    generate(num + 1)  # compiles, where that is asked for
+    found = []
+    for _ in range(settings.repeats):
+        long, short = (timed(settings.device, lambda count=count: generate(count)) for count in (num + 1, 1))  # type: ignore[misc]
+        found.append((long - short) / num)
+    return statistics.median(found)
+
+
+def _load(settings: Settings) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if settings.config is None:
+        from whorl.engine.weights import resolve
+
+        path = resolve(settings.path)
+        where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        folder = path.parent if where else path
+        default = torch.float32 if devices.accelerator(settings.device) is None else torch.bfloat16
+        model: Any = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=settings.dtype or default, **where)
+        return model.to(settings.device).eval()
+    values = {name: value for name, value in settings.config.items() if name not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(settings.config["model_type"], **values)
+    kind = settings.dtype or getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
+    with torch.device(settings.device):
+        return AutoModelForCausalLM.from_config(config, dtype=kind).eval()

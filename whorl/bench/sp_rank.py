@@ -1,0 +1,241 @@
+"""One rank of `whorl bench sp`: a Qwen3-shaped stack through the passes in every way, timed, its bytes counted.
+
+Started by whorl/bench/sp.py with its settings as JSON; rank 0 prints what was found as JSON.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import statistics
+import struct
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from whorl.bench.network import INTERFACE
+from whorl.ops import rms_norm
+from whorl.passes import SequenceParallel, cost
+from whorl.passes import compile as compile_model
+from whorl.passes.collectives import group_name
+from whorl.passes.report import Report
+
+HEAD = 64  # channels
+LATENT = 2112 / 7168  # DeepSeek's share of the hidden size that its down-projection leaves
+# In each: which stack, and what the passes are asked. A stack's all-reduce is what the others of it are compared with.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all-reduce": ("qwen3", {"min_tokens": 1 << 40}),
+    "SP": ("qwen3", {"min_tokens": 1}),
+    "SP + int8": ("qwen3", {"min_tokens": 1, "quantize": "int8"}),
+    "MLA all-reduce": ("mla", {"min_tokens": 1 << 40}),
+    "SP + MLA placement": ("mla", {"min_tokens": 1}),
+}
+
+
+# ---- the stack
+
+
+def _weight(generator: torch.Generator, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=generator) * shape[1] ** -0.5, requires_grad=False)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """bf16 out, which is what travels; the product in fp32, since many CPUs have none in bf16."""
+    return (x.float() @ weight.t()).bfloat16()
+
+
+class Attention(nn.Module):
+    """Heads of one rank. Without a latent q, k and v come from the hidden states; with one, from their projection."""
+
+    def __init__(
+        self, hidden: int, world: int, generator: torch.Generator, shared: torch.Generator, latent: int
+    ) -> None:
+        super().__init__()
+        self.heads = max(1, hidden // HEAD // world)
+        self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
+        self.down = _weight(shared, latent, hidden) if latent else None
+        self.qkv = _weight(generator, 3 * self.heads * HEAD, latent or hidden)
+        self.out = _weight(generator, hidden, self.heads * HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.norm)
+        if self.down is not None:
+            y = _multiply(y, self.down)
+        q, k, v = (y.float() @ self.qkv.t()).view(-1, 3, self.heads, HEAD).permute(1, 2, 0, 3).unsqueeze(1)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)  # [1, heads, T, HEAD]
+        return _multiply(attended[0].transpose(0, 1).flatten(1), self.out)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, world: int, generator: torch.Generator) -> None:
+        super().__init__()
+        width = 3 * hidden // world
+        self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
+        self.gate, self.up = (_weight(generator, width, hidden) for _ in range(2))
+        self.down = _weight(generator, hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.norm)
+        return _multiply(silu(_multiply(y, self.gate)) * _multiply(y, self.up), self.down)
+
+
+class Stack(nn.Module):
+    """Layers of attention and MLP, or of MLA attention alone: there every gather can be that of the latent."""
+
+    def __init__(self, kind: str, layers: int, hidden: int, world: int, group: str) -> None:
+        super().__init__()
+        shared = torch.Generator().manual_seed(1)
+        own = torch.Generator().manual_seed(2 + dist.get_rank())
+        latent = round(hidden * LATENT / 8) * 8 if kind == "mla" else 0
+        self.parts = nn.ModuleList()
+        for _ in range(layers):
+            self.parts.append(Attention(hidden, world, own, shared, latent))
+            self.parts.append(Attention(hidden, world, own, shared, latent) if latent else Mlp(hidden, world, own))
+        self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            summed = torch.ops._c10d_functional.all_reduce(part(x), "sum", self.group)
+            x = x + torch.ops._c10d_functional.wait_tensor(summed)
+        return rms_norm(x, self.norm)
+
+
+# ---- counting
+
+
+def payload_sent() -> int:
+    """Bytes this process has sent over TCP, headers and repeats apart, by the kernel's own count of each socket."""
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+            sent, repeated = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+            total += sent - repeated
+    return total
+
+
+def interface_sent() -> int | None:
+    """Bytes that left by the rank's own interface, headers included; None without one."""
+    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+    with contextlib.suppress(OSError):
+        return int(counter.read_text())
+    return None
+
+
+# ---- measuring
+
+
+def timed(run: Any, x: Tensor) -> tuple[float, int, int | None]:
+    """Seconds, payload bytes and interface bytes of one call."""
+    dist.barrier()
+    before, interface = payload_sent(), interface_sent()
+    start = time.perf_counter()
+    run(x)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    after = interface_sent()
+    on_wire = None if interface is None or after is None else after - interface
+    return seconds, payload_sent() - before, on_wire
+
+
+def predicted(model: cost.CostModel, report: Report, tokens: int, is_rewritten: bool) -> float:
+    """Seconds of the collectives of one pass, by the cost model."""
+    world = report.size
+    if not is_rewritten:
+        return sum(model.all_reduce(c.row_bytes * tokens, world) for c in report.collectives)
+    total = sum(model.reduce_scatter(c.row_bytes * tokens, world) for c in report.collectives)
+    for gather in report.gathers:
+        way = model.all_gather_quantized if gather.is_quantized else model.all_gather
+        total += way(gather.row_bytes * tokens, world)
+    return total
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    tokens, hidden, layers, world = (settings[n] for n in ("tokens", "hidden", "layers", "ranks"))
+    group = group_name(None)
+    alone = group_name([dist.new_group([rank]) for rank in range(world)][dist.get_rank()])
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    num_bytes = tokens * hidden * 2
+    model = cost.measure(num_bytes=(max(num_bytes // 16, 1 << 13), num_bytes), repeats=settings["repeats"])
+    runs: dict[str, Any] = {}
+    compute: dict[str, Stack] = {}
+    times: dict[str, list[tuple[float, int, int | None]]] = {}
+    for name, (kind, asked) in WAYS.items():
+        runs[name] = compile_model(
+            Stack(kind, layers, hidden, world, group), SequenceParallel(cost=model, **asked), backend="eager"
+        )
+        compute[kind] = Stack(kind, layers, hidden, world, alone)  # the same work, nobody to talk to
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outputs = {name: run(x) for name, run in runs.items()}
+        for stack in compute.values():
+            stack(x)
+        for _ in range(settings["repeats"]):  # in turn, so that what else the machine does hits all alike
+            for name, run in (runs | compute).items():
+                times.setdefault(name, []).append(timed(run, x))
+    return {
+        "model": {what: list(line) for what, line in model.fitted.items()},
+        "rows": [row(name, runs[name], times, outputs, model, tokens) for name in WAYS],
+    }
+
+
+def row(
+    name: str, run: Any, times: dict[str, Any], outputs: dict[str, Tensor], model: cost.CostModel, tokens: int
+) -> dict[str, Any]:
+    kind = WAYS[name][0]
+    baseline = next(n for n, (k, _) in WAYS.items() if k == kind)
+    is_rewritten = run.last_run == "rewritten"
+    seconds = _mean(statistics.median(t[0] for t in times[name]))
+    compute = _mean(statistics.median(t[0] for t in times[kind]))
+    difference = (outputs[name].float() - outputs[baseline].float()).norm() / outputs[baseline].float().norm()
+    interfaces = [t[2] for t in times[name]]
+    return {
+        "name": name,
+        "stack": kind,
+        "baseline": baseline,
+        "seconds": seconds,
+        "compute_seconds": compute,
+        "predicted_seconds": compute + predicted(model, run.report, tokens, is_rewritten),
+        "payload_bytes": statistics.median(t[1] for t in times[name]),
+        "interface_bytes": None if None in interfaces else statistics.median(interfaces),
+        "report_bytes": run.report.bytes_after() if is_rewritten else run.report.bytes_before(),
+        "is_rewritten": is_rewritten,
+        "difference": difference.item(),
+        "collectives": run.report.rewrites if is_rewritten else len(run.report.collectives),
+    }
+
+
+def _mean(value: float) -> float:
+    """Over ranks."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(mine)
+    return mine.item() / dist.get_world_size()
+
+
+def main(settings: str) -> None:
+    asked = json.loads(settings)
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = datetime.timedelta(seconds=asked["timeout"])
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+    found = measure(asked)
+    if rank == 0:
+        print(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,59 @@
+"""What a decode step must read and how fast this machine reads it: the limit that speeds are held against."""
+
+import functools
+import time
+from typing import Any
+
+import torch
+
+from whorl.device import accelerator, synchronize
+
+_HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # of a copy; larger than any cache
+_COPIES = 10
+
+
+def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
+    """Bytes that a decode step of `batch` sequences reads and writes at least, each with `context` keys in the cache.
+
+    Of an embedding that is a row a sequence, of experts those that the batch chooses if routing is uniform: a share of
+    1 - (1 - K / E)^B.
+    """
+    experts = getattr(model.config, "experts", None)
+    share = 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** batch if experts is not None else 1.0
+    is_tied = model.config.tie_word_embeddings
+    total = 0.0
+    for name, weight in model.named_parameters():
+        size = weight.numel() * weight.element_size()
+        if name.endswith("embed_tokens.weight"):
+            total += batch * weight.shape[1] * weight.element_size() + is_tied * size
+        else:
+            total += size * (share if ".experts." in name else 1)
+    kind = next(p for p in model.parameters() if p.ndim > 1).element_size()
+    for spec in model.cache_specs():
+        keys = min(context, spec.window or context) + 1  # and what the new token writes
+        total += 2 * batch * keys * spec.num_kv_heads * spec.head_dim * kind
+    return total
+
+
+@functools.cache
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a copy reads and writes, measured once."""
+    size = _HOST_BYTES if accelerator(device) is None else _DEVICE_BYTES
+    source, to = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):  # the first one warms up; of the rest the one least disturbed
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_COPIES):
+            to.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size * _COPIES / best
+
+
+def share(model: Any, tokens_per_second: float, *, context: int = 0) -> float | None:
+    """Of the speed that a sequence would have if reading were all; None where the model does not say what it reads."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    device = next(model.parameters()).device.type
+    return tokens_per_second * step_bytes(model, context=context) / copy_bandwidth(device)

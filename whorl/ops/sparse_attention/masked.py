@@ -1,0 +1,263 @@
+"""The same attention for short sequences: ordinary heads, the selection as a bit for each query and key."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._op import Values, is_readable, operator, widen
+from .contract import CHUNK, check_indices, softmax_sums
+
+WORD = 32  # keys of one word of a selection
+LARGEST_HEAD = 256
+# Keys past which gathering the selected ones costs less than masking all of them. By operations it is 12900 forward and
+# 12500 backward for DeepSeek-V3.2 (128 heads, 2048 selected): 192 + 128 channels for half of all keys against 576 + 512.
+CROSSOVER = 12_500
+
+
+def choose_attention(num_keys: int, topk: int = 2048) -> Literal["masked", "sparse"]:
+    """Which of `masked_attention` and `sparse_attention` is faster for causal sequences of this many keys."""
+    return "masked" if num_keys <= max(topk, CROSSOVER * topk // 2048) else "sparse"
+
+
+def num_words(num_keys: int) -> int:
+    return -(-num_keys // WORD)
+
+
+def _check_selection(indices: Tensor, num_keys: int) -> None:
+    if indices.dim() != 2 or indices.dtype != torch.int32:
+        raise ValueError(
+            f"selection_mask: indices is {list(indices.shape)} {indices.dtype}, expected [T, K] torch.int32"
+        )
+    if num_keys < 0:
+        raise ValueError(f"selection_mask: num_keys is {num_keys}, expected a number of keys")
+    check_indices("selection_mask", indices, num_keys)
+
+
+def _fake_selection(indices: Tensor, num_keys: int) -> Tensor:
+    return indices.new_empty(indices.shape[0], num_words(num_keys))
+
+
+@operator(check=_check_selection, forward_only=True, fake=_fake_selection)
+def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
+    """The bits of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 says whether key j is in.
+
+    indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them.
+    """
+    words = torch.zeros(indices.shape[0], num_words(num_keys) + 1, dtype=torch.int64, device=indices.device)
+    keys = torch.where(indices >= 0, indices, num_words(num_keys) * WORD).long()
+    words.scatter_add_(1, keys // WORD, torch.ones_like(keys) << (keys % WORD))
+    return words[:, :-1].to(torch.int32).contiguous()  # keeps the lowest 32 bits
+
+
+@selection_mask.impl("triton")
+def _(indices, num_keys):  # type: ignore[no-untyped-def]
+    from .masked_triton import selection
+
+    return selection(indices, num_words(num_keys))
+
+
+def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> None:
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype")
+    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
+    if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{name}: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected [T, HQ, D], [S, HK, D] and "
+            "[S, HK, DV] with HQ a multiple of HK"
+        )
+    words = num_words(k.shape[0])
+    if bits.shape != (q.shape[0], words) or bits.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{q.shape[0]}, {words}] torch.int32; "
+            "selection_mask makes them"
+        )
+    if not scale > 0:
+        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
+    spare = words * WORD - k.shape[0]
+    if (
+        spare
+        and is_readable(bits)
+        and bits.numel()
+        and bool(((bits[:, -1].long() & 0xFFFFFFFF) >> (WORD - spare)).any())
+    ):
+        raise ValueError(f"{name}: bits past the last of {k.shape[0]} keys are set, expected zeros")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> None:
+    _check_shapes("masked_attention", q, k, v, bits, scale)
+
+
+def _check_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+) -> None:
+    name = "masked_attention_backward"
+    _check_shapes(name, q, k, v, bits, scale)
+    if dout.shape != out.shape or out.shape != (*q.shape[:2], v.shape[2]) or lse.shape != q.shape[:2]:
+        raise ValueError(
+            f"{name}: dout is {list(dout.shape)}, out {list(out.shape)}, lse {list(lse.shape)}, expected "
+            f"{[*q.shape[:2], v.shape[2]]} twice and {list(q.shape[:2])}"
+        )
+
+
+def unpack(bits: Tensor, num_keys: int) -> Tensor:
+    """[T, S] bool of a few rows of a selection."""
+    shifts = torch.arange(WORD, device=bits.device, dtype=torch.int32)
+    return ((bits[..., None] >> shifts) & 1).bool().flatten(1)[:, :num_keys]
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, q.shape[1] * k.shape[0]))
+    return (slice(start, start + step) for start in range(0, q.shape[0], step))
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[T, HQ, C] to [HK, T * HQ / HK, C]."""
+    return widen(x).unflatten(1, (groups, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _back(x: Tensor, count: int) -> Tensor:
+    """[HK, T * HQ / HK, C] to [T, HQ, C]."""
+    return x.unflatten(1, (count, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, bits: Tensor, scale: float) -> Tensor:
+    """[HK, T * HQ / HK, S]; -inf where a key is not selected."""
+    groups = k.shape[1]
+    selected = unpack(bits, k.shape[0]).repeat_interleave(q.shape[1] // groups, 0)
+    scores = _by_group(q, groups) @ widen(k).permute(1, 2, 0) * scale
+    return scores.masked_fill(~selected, float("-inf"))
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype)
+
+
+def _num_pairs(values: Values) -> int:
+    """(query, key) pairs that are selected; half of all, as under a causal mask, where values cannot be looked at."""
+    bits, num_keys = values["bits"], values["k"].shape[0]
+    if bits.is_meta:
+        return bits.shape[0] * num_keys // 2
+    return sum(int(unpack(part, num_keys).sum()) for part in bits.split(256))
+
+
+def _flops(values: Values) -> int:
+    """Of the selected pairs: what a mask costs beyond them is the kernel's."""
+    q, v = values["q"], values["v"]
+    return 2 * _num_pairs(values) * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+def _backward_flops(values: Values) -> int:
+    q, v = values["q"], values["v"]
+    return 2 * _num_pairs(values) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+
+
+@operator(check=_check, fake=_fake, flops=_flops)
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every token to the keys whose bit is set in its row of `bits`.
+
+    q: [T, HQ, D] bf16, fp16 or fp32; k: [S, HK, D] and v: [S, HK, DV] in q's dtype, HQ a multiple of HK; bits:
+    [T, ceil(S / 32)] int32 as `selection_mask` makes them, zero past S: causality and packed sequences are in them.
+    Returns out [T, HQ, DV] like q and lse [T, HQ] fp32, natural. A token without keys gives zeros and -inf. fp32
+    inside; the weights may be rounded to q's dtype before they meet the values; one rounding at the end. Nothing of
+    size T x S but the bits is in memory. Equals `sparse_attention` of absorbed queries and keys. Differentiable in q, k
+    and v, deterministic in both directions.
+    """
+    out, lse = [], []
+    for part in _chunks(q, k):
+        count = q[part].shape[0]
+        weights, total, found = softmax_sums(_scores(q[part], k, bits[part], scale))
+        mean = weights @ widen(v).transpose(0, 1) / total[..., None]
+        out.append(_back(mean, count).to(q.dtype))
+        lse.append(_back(found[..., None], count)[..., 0])
+    if not out:
+        return q.new_zeros(0, q.shape[1], v.shape[2]), widen(q).new_zeros(0, q.shape[1])
+    return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
+
+
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@operator(check=_check_backward, fake=_fake_backward, flops=_backward_flops)
+def masked_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+
+    dout, out: [T, HQ, DV]; the rest as there. Summed in fp32, rounded once. Tokens without keys and keys without tokens
+    give zeros. The same bits every time.
+    """
+    groups, dq = k.shape[1], []
+    dk, dv = (widen(x).transpose(0, 1) * 0 for x in (k, v))
+    for part in _chunks(q, k):
+        count = q[part].shape[0]
+        logs = torch.where(lse[part] > float("-inf"), lse[part], torch.zeros_like(lse[part]))
+        weights = torch.exp(_scores(q[part], k, bits[part], scale) - _by_group(logs[..., None], groups))
+        grad = _by_group(dout[part], groups)
+        delta = (grad * _by_group(out[part], groups)).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - _by_group(dlse[part][..., None], groups)
+        dscores = weights * (grad @ widen(v).permute(1, 2, 0) - delta) * scale
+        dq.append(_back(dscores @ widen(k).transpose(0, 1), count).to(q.dtype))
+        dk = dk + dscores.transpose(1, 2) @ _by_group(q[part], groups)
+        dv = dv + weights.transpose(1, 2) @ grad
+    first = torch.cat(dq) if dq else torch.zeros_like(q)
+    rest = (x.transpose(0, 1).to(k.dtype).contiguous() for x in (dk, dv))
+    return (first.contiguous(), *rest)  # type: ignore[return-value]
+
+
+@masked_attention.gradient(save=("q", "k", "v", "bits"), save_outputs=(0, 1))
+def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    dout, dlse = grads
+    dq, dk, dv = masked_attention_backward(
+        torch.zeros_like(outputs[0]) if dout is None else dout,
+        *(args[n] for n in ("q", "k", "v", "bits")),
+        outputs[0],
+        outputs[1],
+        dlse,
+        scale=args["scale"],
+        backend=args["backend"],
+    )
+    return {"q": dq, "k": dk, "v": dv}
+
+
+def _triton_reason(q: Tensor, v: Tensor, **_: object) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    if max(q.shape[2], v.shape[2]) > LARGEST_HEAD:
+        return f"holds heads of {LARGEST_HEAD} channels, got {q.shape[2]} and {v.shape[2]}"
+    return None
+
+
+@masked_attention.impl("triton", accepts=_triton_reason)
+def _(q, k, v, bits, scale):  # type: ignore[no-untyped-def]
+    from .masked_triton import forward
+
+    return forward(q, k, v, bits, scale)
+
+
+@masked_attention_backward.impl("triton", accepts=_triton_reason)
+def _(dout, q, k, v, bits, out, lse, dlse, scale):  # type: ignore[no-untyped-def]
+    from .masked_triton import backward
+
+    return backward(dout, dlse, q, k, v, bits, out, lse, scale)

@@ -1,0 +1,388 @@
+"""Attention under a bit mask in Triton: one query block against all key blocks, tiles without a set bit skipped."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._rows import ceil_div, power_of_2
+from ..linear_triton import dot
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # of the running maximum: finite, so that rows without keys give exp2(-inf), not NaN
+
+
+@triton.jit
+def _selected(bits_ptr, rows, first, T, words, KEYS: tl.constexpr, TURNED: tl.constexpr):
+    """Whether row t selects key first + j, [rows, keys] or TURNED [keys, rows]. first is a multiple of 32.
+
+    A word holds 32 keys of a row: it is loaded once for each row and spread by shifts.
+    """
+    axis: tl.constexpr = 0 if TURNED else 1
+    keys = tl.expand_dims(tl.arange(0, KEYS), 1 - axis)
+    at = bits_ptr + rows.to(tl.int64) * words + first // 32
+    found = tl.expand_dims(rows * 0, axis) + 0 * keys
+    for i in tl.static_range(KEYS // 32):
+        word = tl.load(at + i, mask=(rows < T) & (rows * 0 + first // 32 + i < words), other=0)
+        found = tl.where(keys // 32 == i, tl.expand_dims(word, axis) >> (keys % 32), found)
+    return (found & 1) != 0
+
+
+@triton.jit
+def _extent_kernel(bits_ptr, extents_ptr, T, words, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BY_ROW: tl.constexpr):
+    """First and last + 1 of the words that a block of rows uses (BY_ROW), or of the rows that use a block of words."""
+    block = tl.program_id(0)
+    low, high = 2147483647, 0
+    for start in range(0, words if BY_ROW else T, BLOCK_W if BY_ROW else BLOCK_T):
+        rows = (block * BLOCK_T if BY_ROW else start) + tl.arange(0, BLOCK_T)
+        columns = (start if BY_ROW else block * BLOCK_W) + tl.arange(0, BLOCK_W)
+        mask = (rows < T)[:, None] & (columns < words)[None, :]
+        word = tl.load(bits_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], mask=mask, other=0)
+        used = tl.max((word != 0).to(tl.int32), 0 if BY_ROW else 1) > 0
+        places = columns if BY_ROW else rows
+        low = tl.minimum(low, tl.min(tl.where(used, places, 2147483647), 0))
+        high = tl.maximum(high, tl.max(tl.where(used, places + 1, 0), 0))
+    tl.store(extents_ptr + 2 * block, tl.minimum(low, high))
+    tl.store(extents_ptr + 2 * block + 1, high)
+
+
+@triton.jit
+def _tile(ptr, rows, end, stride, first: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr):
+    channels = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < end)[:, None] & (channels < width)
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + first + channels, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_tile(ptr, x, rows, end, stride, first: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr):
+    channels = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < end)[:, None] & (channels < width)
+    at = ptr + rows.to(tl.int64)[:, None] * stride + first + channels
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _masked_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bits_ptr,
+    extents_ptr,
+    out_ptr,
+    lse_ptr,
+    T,
+    S,
+    words,
+    scale,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One head of a block of queries. Channels are two tiles, MAIN and REST. scale includes log2 e."""
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # under a causal mask the last blocks are the longest
+    head = tl.program_id(0)
+    D: tl.constexpr = MAIN + REST
+    rows = start + tl.arange(0, ROWS)
+    q_ptr += head * D
+    k_ptr += head // (HQ // HK) * D
+    v_ptr += head // (HQ // HK) * DV
+    q = _tile(q_ptr, rows, T, HQ * D, 0, MAIN, BLOCK_MAIN)
+    if REST > 0:
+        q_rest = _tile(q_ptr, rows, T, HQ * D, MAIN, REST, BLOCK_REST)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    low, high = tl.load(extents_ptr + 2 * (start // ROWS)), tl.load(extents_ptr + 2 * (start // ROWS) + 1)
+    for first in range(low * 32 // KEYS * KEYS, high * 32, KEYS):
+        keys = first + tl.arange(0, KEYS)
+        k = _tile(k_ptr, keys, S, HK * D, 0, MAIN, BLOCK_MAIN)
+        scores = dot(q, tl.trans(k), tl.zeros((ROWS, KEYS), tl.float32), WIDEN)
+        if REST > 0:
+            k_rest = _tile(k_ptr, keys, S, HK * D, MAIN, REST, BLOCK_REST)
+            scores = dot(q_rest, tl.trans(k_rest), scores, WIDEN)
+        scores = tl.where(_selected(bits_ptr, rows, first, T, words, KEYS, False), scores * scale, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new)
+        p = tl.exp2(scores - new[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        v = _tile(v_ptr, keys, S, HK * DV, 0, DV, BLOCK_DV)
+        out = dot(p.to(v.dtype), v, out * shrink[:, None], WIDEN)
+        top = new
+    safe = tl.where(total > 0, total, 1.0)
+    _store_tile(out_ptr + head * DV, out / safe[:, None], rows, T, HQ * DV, 0, DV, BLOCK_DV)
+    lse = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
+    tl.store(lse_ptr + rows.to(tl.int64) * HQ + head, lse, mask=rows < T)
+
+
+@triton.jit
+def _masked_delta_kernel(
+    out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, DV: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta = sum of out * dout, less dlse."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = _tile(out_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32)
+    delta = tl.sum(out * _tile(dout_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + rows, mask=rows < num_rows, other=0.0)
+    tl.store(delta_ptr + rows, delta, mask=rows < num_rows)
+
+
+@triton.jit
+def _weights(
+    left, left_rest, right, right_rest, dleft, dright, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale,
+    HQ: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """P and dS of one tile: left is q and dleft dout, right k and dright v; TURNED the other way round."""
+    axis: tl.constexpr = 0 if TURNED else 1
+    zeros = tl.zeros((left.shape[0], right.shape[0]), tl.float32)
+    scores = dot(left, tl.trans(right), zeros, WIDEN)
+    if REST > 0:
+        scores = dot(left_rest, tl.trans(right_rest), scores, WIDEN)
+    at = rows.to(tl.int64) * HQ + head
+    lse = tl.load(lse_ptr + at, mask=rows < T, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + at, mask=rows < T, other=0.0)
+    selected = _selected(bits_ptr, rows, first, T, words, KEYS, TURNED)
+    p = tl.exp2(tl.where(selected, scores * (scale * LOG2_E) - tl.expand_dims(lse, axis), float("-inf")))
+    dp = dot(dleft, tl.trans(dright), zeros, WIDEN)
+    ds = p * (dp - tl.expand_dims(delta, axis)) * scale
+    return p.to(left.dtype), ds.to(left.dtype)
+
+
+@triton.jit
+def _masked_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bits_ptr,
+    extents_ptr,
+    lse_ptr,
+    delta_ptr,
+    dout_ptr,
+    dq_ptr,
+    T,
+    S,
+    words,
+    scale,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """dq of one head of a block of queries."""
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    head = tl.program_id(0)
+    D: tl.constexpr = MAIN + REST
+    rows = start + tl.arange(0, ROWS)
+    k_ptr += head // (HQ // HK) * D
+    v_ptr += head // (HQ // HK) * DV
+    q = _tile(q_ptr + head * D, rows, T, HQ * D, 0, MAIN, BLOCK_MAIN)
+    q_rest = q
+    if REST > 0:
+        q_rest = _tile(q_ptr + head * D, rows, T, HQ * D, MAIN, REST, BLOCK_REST)
+    dout = _tile(dout_ptr + head * DV, rows, T, HQ * DV, 0, DV, BLOCK_DV)
+    dq = tl.zeros((ROWS, BLOCK_MAIN), tl.float32)
+    dq_rest = tl.zeros((ROWS, BLOCK_REST), tl.float32)
+    low, high = tl.load(extents_ptr + 2 * (start // ROWS)), tl.load(extents_ptr + 2 * (start // ROWS) + 1)
+    for first in range(low * 32 // KEYS * KEYS, high * 32, KEYS):
+        keys = first + tl.arange(0, KEYS)
+        k = _tile(k_ptr, keys, S, HK * D, 0, MAIN, BLOCK_MAIN)
+        k_rest = k
+        if REST > 0:
+            k_rest = _tile(k_ptr, keys, S, HK * D, MAIN, REST, BLOCK_REST)
+        v = _tile(v_ptr, keys, S, HK * DV, 0, DV, BLOCK_DV)
+        _, ds = _weights(
+            q, q_rest, k, k_rest, dout, v, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale, HQ, REST,
+            KEYS, False, WIDEN,
+        )  # fmt: skip
+        dq = dot(ds, k, dq, WIDEN)
+        if REST > 0:
+            dq_rest = dot(ds, k_rest, dq_rest, WIDEN)
+    _store_tile(dq_ptr + head * D, dq, rows, T, HQ * D, 0, MAIN, BLOCK_MAIN)
+    if REST > 0:
+        _store_tile(dq_ptr + head * D, dq_rest, rows, T, HQ * D, MAIN, REST, BLOCK_REST)
+
+
+@triton.jit
+def _masked_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bits_ptr,
+    extents_ptr,
+    lse_ptr,
+    delta_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    T,
+    S,
+    words,
+    scale,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """dk and dv of one key head of a block of keys: over its query heads and all queries, in order."""
+    first = tl.program_id(1) * KEYS
+    group = tl.program_id(0)
+    D: tl.constexpr = MAIN + REST
+    keys = first + tl.arange(0, KEYS)
+    k = _tile(k_ptr + group * D, keys, S, HK * D, 0, MAIN, BLOCK_MAIN)
+    k_rest = k
+    if REST > 0:
+        k_rest = _tile(k_ptr + group * D, keys, S, HK * D, MAIN, REST, BLOCK_REST)
+    v = _tile(v_ptr + group * DV, keys, S, HK * DV, 0, DV, BLOCK_DV)
+    dk = tl.zeros((KEYS, BLOCK_MAIN), tl.float32)
+    dk_rest = tl.zeros((KEYS, BLOCK_REST), tl.float32)
+    dv = tl.zeros((KEYS, BLOCK_DV), tl.float32)
+    low, high = tl.load(extents_ptr + 2 * tl.program_id(1)), tl.load(extents_ptr + 2 * tl.program_id(1) + 1)
+    for head in range(group * (HQ // HK), (group + 1) * (HQ // HK)):
+        for start in range(low // ROWS * ROWS, high, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            q = _tile(q_ptr + head * D, rows, T, HQ * D, 0, MAIN, BLOCK_MAIN)
+            q_rest = q
+            if REST > 0:
+                q_rest = _tile(q_ptr + head * D, rows, T, HQ * D, MAIN, REST, BLOCK_REST)
+            dout = _tile(dout_ptr + head * DV, rows, T, HQ * DV, 0, DV, BLOCK_DV)
+            p, ds = _weights(
+                k, k_rest, q, q_rest, v, dout, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale, HQ,
+                REST, KEYS, True, WIDEN,
+            )  # fmt: skip
+            dv = dot(p, dout, dv, WIDEN)
+            dk = dot(ds, q, dk, WIDEN)
+            if REST > 0:
+                dk_rest = dot(ds, q_rest, dk_rest, WIDEN)
+    _store_tile(dk_ptr + group * D, dk, keys, S, HK * D, 0, MAIN, BLOCK_MAIN)
+    if REST > 0:
+        _store_tile(dk_ptr + group * D, dk_rest, keys, S, HK * D, MAIN, REST, BLOCK_REST)
+    _store_tile(dv_ptr + group * DV, dv, keys, S, HK * DV, 0, DV, BLOCK_DV)
+
+
+@triton.jit
+def _selection_kernel(indices_ptr, bits_ptr, words, K, BLOCK: tl.constexpr):
+    """Sets the bits of one token's keys; the row is zero before."""
+    token = tl.program_id(0).to(tl.int64)
+    slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.load(indices_ptr + token * K + slots, mask=slots < K, other=-1)
+    tl.atomic_or(bits_ptr + token * words + keys // 32, 1 << (keys % 32), mask=keys >= 0, sem="relaxed")
+
+
+def selection(indices: Tensor, words: int) -> Tensor:
+    indices = indices.contiguous()
+    bits = torch.zeros(indices.shape[0], words, dtype=torch.int32, device=indices.device)
+    if indices.numel():
+        grid = (indices.shape[0], ceil_div(indices.shape[1], 1024))
+        _selection_kernel[grid](indices, bits, words, indices.shape[1], BLOCK=1024, num_warps=4)
+    return bits
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """D as a power of two and what is left, since tiles are powers of two: 192 is 128 and 64."""
+    dim = q.shape[2]
+    main = 1 << (dim.bit_length() - 1)
+    return {
+        "HQ": q.shape[1],
+        "HK": k.shape[1],
+        "MAIN": main,
+        "REST": dim - main,
+        "DV": v.shape[2],
+        "BLOCK_MAIN": max(16, main),
+        "BLOCK_REST": max(16, power_of_2(dim - main)),
+        "BLOCK_DV": max(16, power_of_2(v.shape[2])),
+    }
+
+
+def _tiles(q: Tensor, wide: tuple[int, int, int, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Rows and keys of a tile, and launch options: (rows, keys, warps, stages) on tensor cores, small ones in fp32."""
+    rows, keys, warps, stages = (32, 32, 4, 1) if q.dtype == torch.float32 else wide
+    return {"ROWS": rows, "KEYS": keys}, {"num_warps": warps, "num_stages": stages}
+
+
+def _extents(bits: Tensor, tile: dict[str, int], *, by_row: bool) -> Tensor:
+    """[blocks, 2] int32: the words each block of rows needs, or the rows each block of keys."""
+    width = tile["KEYS"] // 32
+    blocks = ceil_div(bits.shape[0], tile["ROWS"]) if by_row else ceil_div(bits.shape[1], width)
+    extents = torch.empty(blocks, 2, dtype=torch.int32, device=bits.device)
+    block = {"BLOCK_T": tile["ROWS"], "BLOCK_W": 32} if by_row else {"BLOCK_T": 256, "BLOCK_W": width}
+    _extent_kernel[(blocks,)](bits, extents, *bits.shape, **block, BY_ROW=by_row, num_warps=4)
+    return extents
+
+
+FORWARD_TILES = (128, 64, 8, 3)
+DQ_TILES = (128, 64, 8, 2)
+DKV_TILES = (32, 128, 8, 2)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, bits = (x.contiguous() for x in (q, k, v, bits))
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if lse.numel():
+        tile, options = _tiles(q, FORWARD_TILES)
+        extents = _extents(bits, tile, by_row=True)
+        _masked_forward_kernel[(q.shape[1], ceil_div(q.shape[0], tile["ROWS"]))](
+            q, k, v, bits, extents, out, lse, q.shape[0], k.shape[0], bits.shape[1], scale * LOG2_E.value,
+            **_sizes(q, k, v), **tile, WIDEN=is_interpreting(), **options,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, bits, out, lse = (x.contiguous() for x in (dout, q, k, v, bits, out, lse))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    sizes = _sizes(q, k, v)
+    if delta.numel():
+        _masked_delta_kernel[(ceil_div(delta.numel(), 16),)](
+            out, dout, delta if dlse is None else dlse.contiguous(), delta, delta.numel(), DV=v.shape[2],
+            HAS_DLSE=dlse is not None, ROWS=16, BLOCK_DV=sizes["BLOCK_DV"], num_warps=4,
+        )  # fmt: skip
+        tile, options = _tiles(q, DQ_TILES)
+        _masked_dq_kernel[(q.shape[1], ceil_div(q.shape[0], tile["ROWS"]))](
+            q, k, v, bits, _extents(bits, tile, by_row=True), lse, delta, dout, dq, q.shape[0], k.shape[0],
+            bits.shape[1], scale, **sizes, **tile, WIDEN=is_interpreting(), **options,
+        )  # fmt: skip
+    if dk.numel():
+        tile, options = _tiles(q, DKV_TILES)
+        _masked_dkv_kernel[(k.shape[1], ceil_div(k.shape[0], tile["KEYS"]))](
+            q, k, v, bits, _extents(bits, tile, by_row=False), lse, delta, dout, dk, dv, q.shape[0], k.shape[0],
+            bits.shape[1], scale, **sizes, **tile, WIDEN=is_interpreting(), **options,
+        )  # fmt: skip
+    return dq, dk, dv

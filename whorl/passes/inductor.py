@@ -1,0 +1,81 @@
+"""The passes inside torch.compile's own Inductor, for those who do not call `whorl.passes.compile`."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from . import collectives
+from .capture import least_tokens
+from .config import SequenceParallel
+from .inputs import Input, input_layouts, name_inputs
+from .pipeline import order_sums_in_place, rewrite_in_place, tokens_of
+from .report import Report
+
+_SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
+
+
+class SequenceParallelPass(CustomGraphPass):
+    """For `post_grad_custom_pre_pass`. There is one graph here: it is rewritten when the captured number of tokens, or
+    the example of a symbolic one, reaches `min_tokens` (a number; "auto" needs the choice at run time)."""
+
+    def __init__(self, config: SequenceParallel) -> None:
+        if config.min_tokens == "auto":
+            raise ValueError("inductor_options: min_tokens 'auto' needs whorl.passes.compile; give a number of tokens")
+        self.config = config
+        self.reports: list[Report] = []
+        self.inputs: list[Input] = []
+
+    @property
+    def report(self) -> Report:
+        if not self.reports:
+            raise RuntimeError("the pass has not run yet: call the compiled model first")
+        return self.reports[-1]
+
+    def record(self, graph: Graph) -> None:
+        """Before AOTAutograd, while inputs still have their names and values."""
+        gm: Any = graph.owning_module
+        self.inputs = input_layouts(gm, self.config)
+
+    def __call__(self, graph: Graph) -> None:
+        gm: Any = graph.owning_module
+        tokens = tokens_of(gm, collectives.group_name(self.config.group))
+        count = tokens if isinstance(tokens, int) else tokens.node.hint
+        if count < int(self.config.min_tokens):
+            order_sums_in_place(gm, self.config)
+            return
+        report = rewrite_in_place(gm, self.config, inputs=name_inputs(gm, self.inputs))
+        report.min_tokens = least_tokens(self.config, report)
+        self.reports.append(report)
+
+    def uuid(self) -> Any:
+        """Everything a rewritten graph follows from; the rank is not among it, for graphs do not hold it."""
+        group = collectives.group_name(self.config.group)
+        world = (group, collectives.group_size(group))
+        inputs = [(name, layout.value) for name, layout in self.inputs]
+        text = f"{_key(self.config)} {world} {inputs}"
+        return get_hash_for_files(_SOURCES, extra=hashlib.sha256(text.encode()).hexdigest())
+
+
+def _key(config: SequenceParallel) -> str:
+    fields = (config.min_tokens, config.quantize, config.pad, config.ordered, config.sharded, config.fuse, config.skip)
+    return repr(fields)
+
+
+class _Recorder(CustomGraphPass):
+    def __init__(self, owner: SequenceParallelPass) -> None:
+        self.owner = owner
+
+    def __call__(self, graph: Graph) -> None:
+        self.owner.record(graph)
+
+    def uuid(self) -> Any:
+        return self.owner.uuid()
+
+
+def inductor_options(config: SequenceParallel) -> dict[str, Any]:
+    """torch.compile(model, options=inductor_options(config)); the pass is under "post_grad_custom_pre_pass"."""
+    sequence_parallel = SequenceParallelPass(config)
+    return {"pre_grad_custom_pass": _Recorder(sequence_parallel), "post_grad_custom_pre_pass": sequence_parallel}
