@@ -2,8 +2,10 @@
 
 Run as a program without TRITON_INTERPRET. Launches are recorded instead of run: each operator is called with its
 benchmark cases on the meta device, and what its launcher passes is compiled for sm_90. Prints one JSON row a kernel.
+Names as arguments build those operators alone.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from whorl.ops import _overlap
+from whorl.ops.sparse_attention import launch
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -54,7 +58,8 @@ def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
             if isinstance(value, int) and value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, signature, constants, attributes)
     options = {k: kwargs[k] for k in OPTIONS if k in kwargs}
     return inspect(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
 
@@ -75,6 +80,7 @@ def inspect(cubin: bytes) -> dict[str, Any]:
         "spills": sass.count("LDL") + sass.count("STL"),
         "wide_loads": sass.count("LDG.E.128") + sass.count("LDGSTS.E.BYPASS.128") + sass.count("LDGSTS.E.128"),
         "wide_stores": sass.count("STG.E.128"),
+        "tensor_core_products": sass.count("HGMMA"),
     }
 
 
@@ -84,7 +90,9 @@ def main() -> None:
     launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
     record(launches)
     rows, seen = [], set()
-    for op in OPS.values():
+    wanted = [OPS[name] for name in sys.argv[1:]] or list(OPS.values())
+    for op, chip in itertools.product(wanted, ((0, 0), launch.HOPPER)):  # plain kernels, and those of one chip
+        launch.compute_capability = lambda device, chip=chip: chip
         for case in op.bench_cases if "triton" in op.impls else ():
             values = op._bind((), op.make(**case, dtype=torch.bfloat16, device="meta"))
             launches.clear()

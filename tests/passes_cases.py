@@ -90,25 +90,30 @@ def close(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) if a.numel() else 0.0
 
 
+def compared(short: Any, arguments: tuple[Any, ...]) -> tuple[str, float]:
+    """Which graph a call runs, and how far it is from the plain one of the same capture."""
+    a, name = short(*arguments), short.last_run
+    short.force = "plain"
+    b = short(*arguments)
+    short.force = ""
+    assert short.last_run == "plain"
+    return name, 0.0 if torch.equal(a, b) else max(close(a, b), 1e-30)
+
+
 def compiled_model(shape: Shape, counts: tuple[int, ...], backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Through torch.compile, one dynamic capture, with and without sequence parallelism under the same backend."""
+    """Through torch.compile, one dynamic capture; both graphs under the same backend."""
     torch._dynamo.reset()
-    config = SequenceParallel(**options)
-    network = model(shape)
-    short = passes.compile(network, config, backend=backend, dynamic=True)
-    plain = passes.compile(network, dataclasses.replace(config, min_tokens=1 << 40), backend=backend, dynamic=True)
-    found, runs, error = True, [], 0.0
+    short = passes.compile(model(shape), SequenceParallel(**options), backend=backend, dynamic=True)
+    return _counted(short, [inputs(shape, count) for count in counts])
+
+
+def _counted(short: Any, calls: list[tuple[Any, ...]]) -> dict[str, Any]:
     with torch.no_grad():
-        for count in counts:
-            arguments = inputs(shape, count)
-            a, b = short(*arguments), plain(*arguments)
-            found = found and torch.equal(a, b)
-            error = max(error, close(a, b))
-            runs.append(short.last_run)
+        found = [compared(short, arguments) for arguments in calls]
     return {
-        "equal": found,
-        "error": error,
-        "runs": runs,
+        "equal": all(error == 0 for _, error in found),
+        "error": max(error for _, error in found),
+        "runs": [name for name, _ in found],
         "captures": len(short.reports),
         "rewrites": short.report.rewrites,
         "gathers": [(g.dtype, g.row_bytes) for g in short.report.gathers],
@@ -130,28 +135,26 @@ def run_program(steps: list[str], tokens: int) -> dict[str, Any]:
     return summary(both(function, arguments(tokens), SequenceParallel()))
 
 
-def guarded_model(counts: tuple[int, ...], minimum: int) -> dict[str, Any]:
+def guarded_toy() -> dict[str, Any]:
     """Guards on sizes that a capture ends up with, with and without the passes."""
-    shape = Shape(layers=1)
-    found = compiled_model(shape, counts, "eager", {"min_tokens": minimum})
+    from torch._dynamo.backends.common import aot_autograd
 
-    def guards(call: Any) -> list[str]:
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
+
+    def guards(backend: Any) -> list[str]:
         torch._dynamo.reset()
         kept: list[str] = []
 
         def keep(given: Any) -> None:
-            kept.extend(sorted(str(g.code_list) for g in given if "SHAPE_ENV" in str(g.guard_types or g.name)))
+            kept.extend(sorted(str(g.code_list) for g in given if "SHAPE_ENV" in str(g.guard_types)))
 
-        with torch.no_grad(), torch._dynamo.config.patch(caching_precompile=False):
-            compiled = torch._dynamo.optimize(call, nopython=True, dynamic=True, guard_export_fn=keep)(model(shape))
-            compiled(*inputs(shape, counts[0]))
+        with torch.no_grad():
+            torch._dynamo.optimize(backend, nopython=True, dynamic=True, guard_export_fn=keep)(Toy())(x)
         return kept
 
-    from torch._dynamo.backends.common import aot_autograd
-
-    short = passes.compile(model(shape), SequenceParallel(min_tokens=minimum), backend="eager", dynamic=True)
-    without = guards(aot_autograd(fw_compiler=lambda gm, _: gm.forward))
-    return found | {"guards": guards(short._capture), "guards_without": without}
+    short = passes.compile(Toy(), SequenceParallel(min_tokens=3), backend="eager", dynamic=True)
+    found = guards(short._capture)
+    return {"with": found, "without": guards(aot_autograd(fw_compiler=lambda gm, _: gm.forward))}
 
 
 class Block(torch.nn.Module):
@@ -204,13 +207,14 @@ class Toy(torch.nn.Module):
         return (y.unflatten(-1, (3, 8)).cumsum(-1).flatten(1) - 0.5) @ self.mine
 
 
-def compiled_toy(tokens: int) -> dict[str, Any]:
+def toy_inputs(tokens: int) -> tuple[Tensor]:
+    return (torch.randn(tokens, 24, generator=torch.Generator().manual_seed(tokens)),)
+
+
+def compiled_toy(counts: tuple[int, ...], backend: str, minimum: int) -> dict[str, Any]:
     torch._dynamo.reset()
-    x = torch.randn(tokens, 24, generator=torch.Generator().manual_seed(2))
-    short = passes.compile(Toy(), SequenceParallel(min_tokens=2), backend="eager")
-    plain = passes.compile(Toy(), SequenceParallel(min_tokens=1 << 40), backend="eager")
-    with torch.no_grad():
-        return {"equal": torch.equal(short(x), plain(x)), "rewrites": short.report.rewrites, "text": str(short.report)}
+    short = passes.compile(Toy(), SequenceParallel(min_tokens=minimum), backend=backend, dynamic=True)
+    return _counted(short, [toy_inputs(count) for count in counts])
 
 
 def socket_bytes() -> int | None:
@@ -256,3 +260,66 @@ def wire_against_report(tokens: int) -> dict[str, tuple[int | None, int]]:
             sent = None if before is None or after is None else after - before
             found[f"{name} {options} {'plain' if graph is plain else 'short'}"] = (sent, said)
     return found
+
+
+def _sum_of(x: Tensor) -> Tensor:
+    import torch.distributed._functional_collectives as functional
+
+    return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def another_graph() -> None:
+    rank = dist.get_rank()
+    gm = captured(lambda x: _sum_of(x).relu() if rank else _sum_of(x).exp(), (torch.ones(4, 8),), False)
+    passes.rewrite(gm, SequenceParallel())
+
+
+def only_rank_0_compiles() -> None:
+    import datetime
+    from unittest import mock
+
+    if dist.get_rank() == 0:
+        gm = captured(lambda x: _sum_of(x).relu(), (torch.ones(4, 8),), False)
+        with mock.patch.object(passes.agree, "TIMEOUT", datetime.timedelta(seconds=2)):
+            passes.rewrite(gm, SequenceParallel())
+    turn = (dist.group.WORLD.group_name, "captured graph")
+    passes.agree._COUNTS[turn] = passes.agree._COUNTS.get(turn, 0) + 1  # so that later tests find the two in step
+
+
+class Cached(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+        self.weight = torch.nn.Parameter(torch.randn(8, 8) + dist.get_rank(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.add_(x @ self.weight)
+        return _sum_of(x @ self.weight).relu() @ self.weight
+
+
+def probed_inputs() -> dict[str, Any]:
+    from unittest import mock
+
+    from whorl.passes import agree, capture, collectives
+
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
+    tensors = {
+        "sharded": torch.randn(4, 4, generator=generator) + rank,
+        "whole": torch.randn(4, 4, generator=generator),
+        "empty": torch.zeros(4, 4),
+        "norm": torch.ones(4),
+    }
+    found = {name: layout.value for name, layout in agree.probe(tensors, collectives.group_name(None)).items()}
+    torch._dynamo.reset()
+    layouts: dict[str, str] = {}
+
+    def seen(gm: GraphModule, config: SequenceParallel, *, inputs: Any, **more: Any) -> GraphModule:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                layouts[node.meta["whorl_name"]] = inputs[node.name].value
+        return passes.rewrite(gm, config, inputs=inputs, **more)
+
+    with torch.no_grad(), mock.patch.object(capture, "rewrite", seen):
+        x = torch.randn(4, 8, generator=generator)
+        passes.compile(Cached(), SequenceParallel(min_tokens=1), backend="eager")(x)
+    return {"probe": found, "written": layouts["cache"], "ids": layouts["x"]}

@@ -154,6 +154,8 @@ def test_init_routing_quantises(smooth: int | None, device: str) -> None:
     scale = None if smooth is None else torch.rand(smooth, 6) + 0.5
     keywords = {"expert_num": 7, "expert_tokens_num_flag": True, "expert_tokens_num_type": 1, "quant_mode": 1}
     check("npu_moe_init_routing_v2", device, x, ids, scale=scale, **keywords)
+    keywords["active_expert_range"] = [2, 5]
+    check("npu_moe_init_routing_v2", device, x, ids, scale=scale if smooth != 7 else scale[:3], **keywords)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

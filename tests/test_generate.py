@@ -279,16 +279,14 @@ class Loaded:
     """What the command loads, but the weights only once."""
 
     def __init__(self) -> None:
-        self.engines: list[Any] = []
+        self.num_accepted = 0  # by engines before the latest
+        self._latest: Any = None
 
     def __call__(self, options: Options) -> Any:
+        self.num_accepted += 0 if self._latest is None else self._latest.num_accepted
         length = "fixed" if options.draft_fixed else "measured"
-        self.engines.append(default_llm(speculate=command.proposer(options), draft_length=length))
-        return self.engines[-1]
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(llm.num_accepted for llm in self.engines)
+        self._latest = default_llm(speculate=command.proposer(options), draft_length=length)
+        return self._latest
 
 
 @pytest.mark.slow

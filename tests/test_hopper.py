@@ -64,6 +64,9 @@ SMALL_WRITES = {
     "_sort_kernel",
     "_gate_up_decode_kernel",
     "_down_decode_kernel",
+    "_scores_kernel",
+    "_target_kernel",
+    "_top_k_kernel",
 }
 
 

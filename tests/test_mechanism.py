@@ -395,6 +395,18 @@ def test_mutation_under_inference_mode() -> None:
         assert arguments[0].sum() == 6
 
 
+def test_unchecked_looks_at_nothing_on_the_cpu_in_inference_mode() -> None:
+    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    with torch.inference_mode():
+        assert torch.equal(ops.linear.unchecked(x, weight, rows="decode"), ops.linear(x, weight, rows="decode"))
+        assert ops.linear.unchecked(x, weight, rows="anything").shape == (2, 3)
+        with ops.linear.using("nonsense"), pytest.raises(RuntimeError, match="no such backend"):
+            ops.linear.unchecked(x, weight)
+    with pytest.raises(ValueError, match="rows is 'anything'"):
+        ops.linear.unchecked(x, weight, rows="anything")
+    assert ops.swiglu.unchecked(x.requires_grad_()).requires_grad
+
+
 def test_an_operator_describes_itself() -> None:
     assert "backends torch, triton" in repr(twice)
     assert twice.__doc__ == "x: [...]"

@@ -16,6 +16,8 @@ from whorl.ops import OPS, Op
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
 SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.qk_norm_rope_triton"
+LINEAR, MOE = "whorl.ops.linear_triton", "whorl.ops.moe_triton"
+ATTENTION, SAMPLE = "whorl.ops.attention_triton", "whorl.ops.sample_triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ FAULTS = [
     Fault("plus one ignored", NORM, "rms_norm", "weight += 1.0", "weight += 0.0", 2),
     Fault("last element dropped", NORM, "rms_norm", "tl.sum(x * x, 1)", "tl.sum(x * x * (columns < C - 1), 1)", 2),
     Fault("residual subtracted", NORM, "add_rms_norm", "x += tl.load(residual_ptr", "x -= tl.load(residual_ptr"),
-    Fault("new residual not written", NORM, "add_rms_norm", "total, mask=mask)", "total, mask=mask & (columns > 0))"),
+    Fault("new residual not written", NORM, "add_rms_norm", "total, mask=mask,", "total, mask=mask & (columns > 0),"),
     Fault("projection forgotten", NORM, "rms_norm_backward", "scaled - unit * (", "scaled - 0 * unit * ("),
     Fault("first row block lost", NORM, "rms_norm_backward", "+= dy * unit", "+= dy * unit * (block > 0)"),
     Fault("only the last row block", NORM, "rms_norm_backward", "dweight += dy * unit", "dweight = dy * unit", 1, True),
@@ -69,11 +71,93 @@ FAULTS = [
     Fault("mean over one too many", QK, "qk_norm_rope", "total / D + eps", "total / (D + 1) + eps"),
     Fault("norm of the turned channels", QK, "qk_norm_rope", "total += tl.sum(", "total += 0 * tl.sum("),
     Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
-    Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, (tokens", "(HQ + heads) * D, (tokens"),
+    Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
+    Fault("slot without a block", QK, "qk_norm_rope_write", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
     Fault("rotation not turned back", QK, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"),
     Fault("projection forgotten", QK, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
     Fault("only the last block", QK, "qk_norm_rope_backward", "_first += more_first", "_first = more_first", 1, True),
     Fault("gradient of the weight scaled", QK, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"),
+    Fault("last column not written", LINEAR, "linear", "mask=columns < N)", "mask=columns < N - 1)"),
+    Fault("every row reads the first", LINEAR, "linear", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
+    Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),
+    Fault(
+        "sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN)", "dot(x, weight, total * 0, WIDEN)"
+    ),
+    Fault(
+        "gate and up exchanged",
+        MOE,
+        "experts",
+        "_silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))",
+        "_silu_mul(tl.sum(up * x, 1), tl.sum(gate * x, 1))",
+    ),
+    Fault("slots not weighted", MOE, "experts", "part * tl.load(weights_ptr + pair)", "part"),
+    Fault(
+        "first slot only", MOE, "experts", "pair = token * K + slot\n        expert", "pair = token * K\n        expert"
+    ),
+    Fault("first expert's gate", MOE, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
+    Fault("first expert's down", MOE, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
+    Fault("ties to the highest", MOE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
+    Fault("not renormalised", MOE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
+    Fault(
+        "bias in the weights",
+        MOE,
+        "route",
+        "tl.where(ids == winner, scores, 0.0)",
+        "tl.where(ids == winner, choice, 0.0)",
+    ),
+    Fault("group by its best alone", MOE, "route", "second if SIZE > 1 else 0.0", "0.0"),
+    Fault(
+        "sees the next key", ATTENTION, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"
+    ),
+    Fault(
+        "first split only",
+        ATTENTION,
+        "paged_attention",
+        "begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)",
+        "begin, stop = first // SPLIT, first // SPLIT + 1",
+    ),
+    Fault(
+        "no causal mask", ATTENTION, "paged_attention", "keys[None, :] <= position[:, None]", "keys[None, :] < length"
+    ),
+    Fault(
+        "window one short",
+        ATTENTION,
+        "paged_attention",
+        "> position[:, None] - window",
+        "> position[:, None] - window + 1",
+    ),
+    Fault(
+        "old sums not rescaled",
+        ATTENTION,
+        "paged_attention",
+        "total = total * keep + tl.sum(weights, 1)",
+        "total = total + tl.sum(weights, 1)",
+    ),
+    Fault(
+        "blocks in a row",
+        ATTENTION,
+        "paged_attention",
+        "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)",
+        "(keys // BLOCK_SIZE)",
+    ),
+    Fault(
+        "slot of another block",
+        ATTENTION,
+        "write_kv",
+        "slot // BLOCK_SIZE, slot % BLOCK_SIZE",
+        "slot // BLOCK_SIZE, slot % BLOCK_SIZE * 0",
+    ),
+    Fault(
+        "noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32))", "_mix(_mix(low ^ high))"
+    ),
+    Fault(
+        "greedy takes the last of equals",
+        SAMPLE,
+        "sample",
+        "chosen = tl.min(tl.where(tops == top",
+        "chosen = tl.max(tl.where(tops == top",
+    ),
+    Fault("min_p ignored", SAMPLE, "sample", "& (tl.exp(-below) >= least)", "& (tl.exp(-below) >= 0 * least)"),
 ]
 
 

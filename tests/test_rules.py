@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "ascend": {"ops", "contracts"},
     "nn": {"device", "rope_config", "rope_table", "ops"},
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
+    "passes": {"ops", "device", "contracts"},
     "engine": {"models", "nn", "passes", "ops", "device"},
     "serve": {"engine"},
     "doctor": {"rope_config", "contracts"},
@@ -242,6 +243,10 @@ SURFACE = {
         }
     ),
     "whorl bench positions": ["--json", "--repeats"],
+    "whorl bench sp": sorted(
+        {"--delay", "--hidden", "--json", "--layers", "--plot", "--ranks", "--rate", "--repeats", "--simulate"}
+        | {"--timeout", "--tokens"}
+    ),
     "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }
 
@@ -266,7 +271,18 @@ def test_command_line() -> None:
 
 
 # The reference runs there, because:
-WITHOUT_TORCH_NPU = {"dequantize": "npu_anti_quant has a scale for each channel, not for each token"}
+_ONE_CALL = "torch_npu computes target, loss and gradient in one call, and does not say how it scales them"
+WITHOUT_TORCH_NPU = {
+    "dequantize": "npu_anti_quant has a scale for each channel, not for each token",
+    "index_scores": "npu_lightning_indexer gives the scores of the chosen keys only",
+    "top_k": "torch_npu has no selection with a rule for ties",
+    "indexer_target": _ONE_CALL,
+    "indexer_kl": _ONE_CALL,
+    "dense_indexer_target": _ONE_CALL,
+    "dense_indexer_kl": _ONE_CALL,
+    "hadamard": "torch_npu has none",
+    "hadamard_backward": "torch_npu has none",
+}
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -106,6 +106,17 @@ def test_the_preempted_come_back_first_and_in_their_roles() -> None:
     assert step(sched)[second] == 1
 
 
+def test_the_preempted_wait_for_a_token_under_way() -> None:
+    """Blocks are given for all tokens, and this one is not known yet; those behind it do not overtake."""
+    sched = scheduler()
+    first, second = add(sched, 3), add(sched, 2)
+    first.num_unread = 1
+    assert sched.schedule() == []
+    first.append(5)
+    first.num_unread = 0
+    assert list(step(sched)) == [first, second]
+
+
 def test_roles_are_never_mixed_in_a_chunk() -> None:
     sched = scheduler(share=False)
     seq = Sequence([1] * 10, SamplingParams(), max_len=50, generated=[range(3, 5), range(9, 10)])

@@ -15,6 +15,8 @@ from whorl.ops.sparse_attention import choose_attention, launch, masked_attentio
 from whorl.ops.sparse_attention.cases import MLA_SCALE, select
 
 PLAIN, MASKED = "whorl.ops.sparse_attention.triton", "whorl.ops.sparse_attention.masked_triton"
+SPARSE, BACKWARD = "sparse_attention", "sparse_attention_backward"
+MASKED_BACKWARD = "masked_attention_backward"
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -56,7 +58,7 @@ def test_masked_is_torchs_attention_under_the_mask(backend: str) -> None:
 
 
 def test_absorbed_mla_is_ordinary_attention_of_its_heads() -> None:
-    """Scores of q W_UK against latents, at the scale of the 192 channels a head has, and W_UV behind: the same result."""
+    """Scores of q W_UK against latents, at the scale of a head's 192 channels, and W_UV behind: the same result."""
     heads, nope, rope, latent, value, count = 4, 128, 64, 512, 128, 5
     q_nope, q_rope, c, k_rope = tensors((count, heads, nope), (count, heads, rope), (9, latent), (9, rope))
     w_k, w_v = (0.05 * w for w in tensors((heads, latent, nope), (heads, latent, value)))
@@ -79,17 +81,14 @@ def test_absorbed_mla_is_ordinary_attention_of_its_heads() -> None:
 
 def run_both(q: Tensor, kv: Tensor, indices: Tensor, value_dim: int, deterministic: bool = False) -> list[list[Tensor]]:
     """out, lse, dq and dkv, by the kernels and by torch's derivative of the reference in fp64."""
-    found = []
     dout, dlse = tensors((*q.shape[:2], value_dim), tuple(q.shape[:2]), dtype=q.dtype)
-    for backend in ("triton", "torch"):
-        wide = torch.float64 if backend == "torch" else q.dtype
-        leaves = [x.detach().to(wide).requires_grad_() for x in (q, kv)]
-        more = {"value_dim": value_dim, "deterministic": deterministic}
-        call = sparse_attention.reference if backend == "torch" else sparse_attention
-        out, lse = call(*leaves, indices, 0.3, **more, **({} if backend == "torch" else {"backend": backend}))
-        grads = torch.autograd.grad((out, lse), leaves, (dout.to(wide), dlse.to(lse.dtype)))
-        found.append([out.detach(), lse.detach(), *grads])
-    return found
+    out, lse = sparse_attention(q, kv, indices, 0.3, value_dim=value_dim, backend="triton")
+    more = {"scale": 0.3, "deterministic": deterministic, "backend": "triton"}
+    got = [out, lse, *OPS[BACKWARD](dout, q, kv, indices, out, lse, dlse, **more)]
+    leaves = [x.double().requires_grad_() for x in (q, kv)]
+    expected = sparse_attention.reference(*leaves, indices, 0.3, value_dim=value_dim)
+    grads = torch.autograd.grad(expected, leaves, (dout.double(), dlse.double()))
+    return [got, [*(x.detach() for x in expected), *grads]]
 
 
 def assert_alike(got: list[Tensor], expected: list[Tensor]) -> None:
@@ -98,17 +97,18 @@ def assert_alike(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(g.double(), e.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
-def test_any_number_of_heads(heads: int, deterministic: bool) -> None:
+def test_any_number_of_heads(heads: int) -> None:
     """Two tokens with different keys: a tile of heads must not mix them."""
-    q, kv = tensors((2, heads, 24), (40, 1, 24), dtype=torch.float32)
-    indices = select(2, 40, 20, (20, 7), False, 0.0, DEVICE)
-    assert_alike(*run_both(q, kv, indices, 16, deterministic))
+    q, kv = tensors((2, heads, 24), (20, 1, 24), dtype=torch.float32)
+    indices = select(2, 20, 18, (18, 7), False, 0.0, DEVICE)
+    assert_alike(*run_both(q, kv, indices, 16, deterministic=heads == 8))
 
 
-@pytest.mark.parametrize("topk", [1, 64, 2048])
-@pytest.mark.parametrize("keys", [1, 33, 2100])
+@pytest.mark.parametrize(
+    ("keys", "topk"),
+    [(1, 1), (1, 64), (33, 1), (33, 2048), (200, 64), pytest.param(2100, 2048, marks=pytest.mark.slow)],
+)
 def test_any_number_of_keys(keys: int, topk: int) -> None:
     q, kv = tensors((1, 2, 16), (keys, 1, 16), dtype=torch.float32)
     indices = select(1, keys, topk, (), False, 0.0, DEVICE)
@@ -116,14 +116,15 @@ def test_any_number_of_keys(keys: int, topk: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("counts", [(0, 0, 0), (0, 5, 0), (70, 0, 1), (64, 65, 63)])
+@pytest.mark.parametrize("counts", [(0, 0, 0), (0, 5, 0), (70, 0, 1)])
 def test_rows_without_keys_are_zero(counts: tuple[int, ...], deterministic: bool) -> None:
     q, kv = tensors((3, 3, 20), (80, 1, 20), dtype=torch.float32)
     indices = select(3, 80, 70, counts, False, 0.0, DEVICE)
     got, expected = run_both(q, kv, indices, 16, deterministic)
     assert_alike(got, expected)
     empty = torch.tensor([c == 0 for c in counts], device=DEVICE)
-    assert not got[0][empty].any() and not got[2][empty].any()
+    assert not got[0][empty].any()
+    assert not got[2][empty].any()
     assert (got[1][empty] == float("-inf")).all()
 
 
@@ -137,6 +138,18 @@ def test_keys_that_are_not_selected_are_not_read(deterministic: bool) -> None:
     got, _ = run_both(q, kv, indices, 16, deterministic)
     assert all(not x.isnan().any() for x in got)
     assert not got[3][0].any()
+
+
+def check_low_scores() -> None:
+    """A row whose scores are all near -200: padding, which scores 0 where it is not shut out, would outweigh them."""
+    q, kv = torch.full((1, 1, 16), 8.0, device=DEVICE), torch.full((3, 1, 16), -5.0, device=DEVICE)
+    kv += 0.1 * torch.randn_like(kv)
+    indices = torch.tensor([[0, 2, -1]], dtype=torch.int32, device=DEVICE)
+    assert_alike(*run_both(q, kv, indices, 16))
+
+
+def test_padding_does_not_outweigh_low_scores() -> None:
+    check_low_scores()
 
 
 @pytest.mark.parametrize("first", [31, 32, 64, 128, 199])
@@ -155,19 +168,19 @@ def test_the_first_blocks_may_be_masked(first: int) -> None:
 
 
 def test_a_backward_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, kv = tensors((7, 2, 24), (40, 1, 24), dtype=torch.float32)
-    indices = select(7, 40, 20, (), False, 0.0, DEVICE)
+    q, kv = tensors((5, 2, 24), (10, 1, 24), dtype=torch.float32)
+    indices = select(5, 10, 8, (), False, 0.0, DEVICE)
     for deterministic in (False, True):
-        monkeypatch.setattr(launch, "SCRATCH", 2 * 20 * 24 * 4)  # two tokens
+        monkeypatch.setattr(launch, "SCRATCH", 2 * 2 * 2 * 64 * 4)  # P and dS of two tokens
         assert_alike(*run_both(q, kv, indices, 16, deterministic))
 
 
 def test_deterministic_gradients_have_the_same_bits_ten_times() -> None:
-    q, kv = tensors((60, 4, 32), (50, 1, 32), dtype=torch.float32)
-    indices = select(60, 50, 30, (), False, 0.0, DEVICE)
-    dout = torch.randn(60, 4, 16, device=DEVICE)
+    q, kv = tensors((20, 4, 32), (12, 1, 32), dtype=torch.float32)
+    indices = select(20, 12, 8, (), False, 0.0, DEVICE)
+    dout = torch.randn(20, 4, 16, device=DEVICE)
     out, lse = sparse_attention(q, kv, indices, 0.3, value_dim=16)
-    backward = OPS["sparse_attention_backward"]
+    backward = OPS[BACKWARD]
     times = 10 if DEVICE == "cuda" else 2
     runs = [
         backward(dout, q, kv, indices, out, lse, scale=0.3, deterministic=True, backend="triton") for _ in range(times)
@@ -177,16 +190,17 @@ def test_deterministic_gradients_have_the_same_bits_ten_times() -> None:
 
 def test_torchs_switch_asks_for_the_deterministic_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    impl = OPS["sparse_attention_backward"].impls["triton"]
+    impl = OPS[BACKWARD].impls["triton"]
     monkeypatch.setitem(
-        OPS["sparse_attention_backward"].impls,
+        OPS[BACKWARD].impls,
         "triton",
         type(impl)("triton", lambda **v: asked.append(v["deterministic"]) or impl.function(**v), impl.accepts),
     )
     q, kv = tensors((1, 1, 16), (3, 1, 16), dtype=torch.float32)
     for switch in (True, False):
         torch.use_deterministic_algorithms(switch, warn_only=True)
-        out, _ = sparse_attention(q.requires_grad_(), kv, select(1, 3, 2, (), False, 0.0, DEVICE), 1.0, backend="triton")
+        indices = select(1, 3, 2, (), False, 0.0, DEVICE)
+        out, _ = sparse_attention(q.requires_grad_(), kv, indices, 1.0, backend="triton")
         out.sum().backward()
     assert asked == [True, False]
 
@@ -246,7 +260,8 @@ def test_the_kernels_say_what_they_do_not_hold() -> None:
     with pytest.raises(RuntimeError, match="up to 128 heads, got 129"):
         sparse_attention(q, kv, indices, 1.0, backend="triton")
     reason = launch.gluon_reason(128, 576, 512, torch.bfloat16, torch.device("cpu"))
-    assert reason is not None and "Hopper" in reason
+    assert reason is not None
+    assert "Hopper" in reason
 
 
 def test_short_sequences_are_masked_long_ones_gathered() -> None:
@@ -258,27 +273,32 @@ def test_short_sequences_are_masked_long_ones_gathered() -> None:
 
 
 FAULTS = [
-    Fault("missing -1 guard", PLAIN, "sparse_attention", "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
-    Fault("scale of the latent", PLAIN, "sparse_attention", "scores * scale, float", "scores * 0.0601122, float"),
-    Fault("infinite maximum", PLAIN, "sparse_attention", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
-    Fault("lse in powers of two", PLAIN, "sparse_attention", "(safe)) * LN_2", "(safe))"),
-    Fault("old sums not shrunk", PLAIN, "sparse_attention", "total * shrink + ", "total + "),
-    Fault("rest channels left out", PLAIN, "sparse_attention", "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
-    Fault("first head block only", PLAIN, "sparse_attention", "lse, mask=heads < H", "lse, mask=heads < H - 1"),
-    Fault("missing -1 guard", PLAIN, "sparse_attention_backward", "p = tl.where((keys >= 0)", "p = tl.where((keys > -9)"),
-    Fault("dv not added", PLAIN, "sparse_attention_backward", "tl.trans(p), dout, share", "0 * tl.trans(p), dout, share"),
-    Fault("delta forgotten", PLAIN, "sparse_attention_backward", "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
-    Fault("dlse ignored", PLAIN, "sparse_attention_backward", "delta -= tl.load", "delta -= 0 * tl.load"),
-    Fault("dq unscaled", PLAIN, "sparse_attention_backward", "delta[:, None]) * scale).to", "delta[:, None])).to"),
-    Fault("a token's share lost", PLAIN, "sparse_attention_backward", "total += tl.sum(shares", "total = tl.sum(shares"),
-    Fault("next key's share", PLAIN, "sparse_attention_backward", "(place * K + slots)[:", "(place * K + slots // 2)[:"),
+    Fault("missing -1 guard", PLAIN, SPARSE, "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
+    Fault("scale of the latent", PLAIN, SPARSE, "scores * scale, float", "scores * 0.0601122, float"),
+    Fault("infinite maximum", MASKED, "masked_attention", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
+    Fault("lse in powers of two", PLAIN, SPARSE, "(safe)) * LN_2", "(safe))"),
+    Fault("old sums not shrunk", PLAIN, SPARSE, "total * shrink + ", "total + "),
+    Fault("rest channels left out", PLAIN, SPARSE, "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
+    Fault("first head block only", PLAIN, SPARSE, "lse, mask=heads < H", "lse, mask=heads < H - 1"),
+    Fault("dv not added", PLAIN, BACKWARD, "tl.trans(p), dout, share", "0 * tl.trans(p), dout, share"),
+    Fault("delta forgotten", PLAIN, BACKWARD, "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
+    Fault("dlse ignored", PLAIN, BACKWARD, "delta -= tl.load", "delta -= 0 * tl.load"),
+    Fault("dq unscaled", PLAIN, BACKWARD, "delta[:, None]) * scale).to", "delta[:, None])).to"),
+    Fault("a token's share lost", PLAIN, BACKWARD, "total + first + second", "total + second"),
+    Fault("next key's share", PLAIN, BACKWARD, "(place * K + slots)[:", "(place * K + slots // 2)[:"),
     Fault("bits reversed", MASKED, "masked_attention", ">> (keys % 32)", ">> (31 - keys % 32)"),
-    Fault("first word only", MASKED, "masked_attention", "rows.to(tl.int64) * words + first // 32", "rows.to(tl.int64) * words"),
+    Fault(
+        "first word only",
+        MASKED,
+        "masked_attention",
+        "rows.to(tl.int64) * words + first // 32",
+        "rows.to(tl.int64) * words",
+    ),
     Fault("last word cut off", MASKED, "masked_attention", "used, places + 1, 0", "used, places, 0"),
     Fault("key head mixed up", MASKED, "masked_attention", "v_ptr += head // (HQ // HK)", "v_ptr += head // HQ", 2),
-    Fault("delta forgotten", MASKED, "masked_attention_backward", "(dp - tl.expand_dims", "(dp - 0 * tl.expand_dims"),
-    Fault("last query head lost", MASKED, "masked_attention_backward", "(group + 1) * (HQ // HK)):", "group * (HQ // HK) + 1):"),
-    Fault("dk of the rest lost", MASKED, "masked_attention_backward", "dk_rest = dot(ds, q_rest", "dk_rest = dot(0 * ds, q_rest"),
+    Fault("delta forgotten", MASKED, MASKED_BACKWARD, "(dp - tl.expand_dims", "(dp - 0 * tl.expand_dims"),
+    Fault("last query head lost", MASKED, MASKED_BACKWARD, "(group + 1) * (HQ // HK)):", "group * (HQ // HK) + 1):"),
+    Fault("dk of the rest lost", MASKED, MASKED_BACKWARD, "dk_rest = dot(ds, q_rest", "dk_rest = dot(0 * ds, q_rest"),
 ]
 
 
@@ -288,3 +308,11 @@ def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "plain", sys.modules[PLAIN])
     op = OPS[fault.op]
     assert first_red(op, sorted(op.cases, key=num_rows)) is not None, f"no case of {op.name} notices: {fault.name}"
+
+
+def test_a_missing_guard_in_the_backward_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent keys are zeros there, and their weights are handed to nobody: only an infinite one does harm."""
+    plant(PLAIN, "p = tl.where((keys >= 0)", "p = tl.where((keys > -9)", 1, tmp_path, monkeypatch)
+    monkeypatch.setattr(launch, "plain", sys.modules[PLAIN])
+    with pytest.raises(AssertionError):
+        check_low_scores()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from mock_model import ByteTokenizer, Logits, Oracle, alone, record
+from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -379,6 +379,8 @@ def test_more_ranks_than_heads_start_nothing(engine: Callable[..., LLM], monkeyp
     monkeypatch.setattr(launch, "_spawn", None)
     with pytest.raises(ValueError, match="query heads: 6 cannot be shared by 7 ranks: take 6 or fewer"):
         engine(tp=7)
+    with pytest.raises(ValueError, match="tp is 2, and the model was handed in"):
+        LLM(model=MockModel(), device="cpu", tp=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -222,8 +222,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         if not self.is_summed or self.ranks.size == 1:
-            return ops.linear(x, self.weight, self.bias, rows=rows)
-        y = self.ranks.sum(ops.linear(x, self.weight, rows=rows))
+            return ops.linear.unchecked(x, self.weight, self.bias, rows=rows)
+        y = self.ranks.sum(ops.linear.unchecked(x, self.weight, rows=rows))
         return y if self.bias is None else y + self.bias
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
@@ -256,7 +256,7 @@ class Vocabulary(nn.Module):
         return self.ranks.sum(torch.where(is_mine[:, None], rows, 0))
 
     def logits(self, hidden: Tensor, rows: Rows) -> Tensor:
-        return self.ranks.gather(ops.linear(hidden, self.weight, rows=rows))[:, : self.size].float()
+        return self.ranks.gather(ops.linear.unchecked(hidden, self.weight, rows=rows))[:, : self.size].float()
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         into = self.weight[: self.stop - self.start]
@@ -272,8 +272,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum."""
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+            return ops.rms_norm.unchecked(x, self.weight, self.eps), x
+        return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         yield f"{name}.weight", Slot(into=self.weight, shape=tuple(self.weight.shape), index=(ALL,))
@@ -344,7 +344,7 @@ class Rope:
 
 def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
     """Every query sees its sequence's cache, new keys and values included: [T, HQ, D]."""
-    return ops.paged_attention(
+    return ops.paged_attention.unchecked(
         q,
         cache.k,
         cache.v,

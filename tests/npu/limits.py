@@ -131,6 +131,18 @@ def _attention_limit(
     )
 
 
+def _lightning_indexer_limit(
+    query: Tensor, key: Tensor, weights: Tensor, *, sparse_count: int = 2048, sparse_mode: int = 3, **_: Any
+) -> str | None:
+    return contracts.lightning_indexer_limit(
+        query_shape=query.shape,
+        key_shape=key.shape,
+        dtype=name_of(query),
+        sparse_count=sparse_count,
+        sparse_mode=sparse_mode,
+    )
+
+
 def _top_k_top_p_limit(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> str | None:
     top_k = None if k is None else int(k.max())
     return contracts.top_k_top_p_limit(shape=logits.shape, dtype=name_of(logits), top_k=top_k)
@@ -223,6 +235,7 @@ LIMITS: dict[str, Callable[..., str | None]] = {
     "npu_scatter_pa_kv_cache": _scatter_limit,
     "npu_fused_infer_attention_score": _attention_limit,
     "npu_top_k_top_p": _top_k_top_p_limit,
+    "npu_lightning_indexer": _lightning_indexer_limit,
     "npu_moe_gating_top_k_softmax": _gating_softmax_limit,
     "npu_moe_gating_top_k": _gating_limit,
     "npu_moe_init_routing_v2": _init_routing_limit,

@@ -7,6 +7,10 @@ _WIDE = {"heads": 4, "kv_heads": 1, "dim": 128, "block": 128}
 _DECODE = {"rows": "decode"}
 
 MORE_CASES: dict[str, list[dict[str, Any]]] = {
+    "lightning_indexer": [
+        {"tokens": (5,), "keys": 40, "heads": 4, "dim": 128, "topk": 7},
+        {"tokens": (6,), "keys": 6, "heads": 8, "dim": 128, "topk": 20},
+    ],
     "paged_attention": [
         {"queries": (1,), "contexts": (5,), **_SMALL},  # one query: no mask
         {"queries": (1, 1), "contexts": (300, 7), **_SMALL, **_DECODE},

@@ -57,6 +57,61 @@ SAMPLES: dict[str, tuple[Callable[[], list[Any]], Values, tuple[int, ...]]] = {
         },
         (0, 1, 2),
     ),
+    "npu_lightning_indexer": (
+        lambda: [tensor(2, 3, 8, 128), tensor(2, 9, 1, 128), tensor(2, 3, 8)],
+        {"sparse_count": 4, "return_value": True},
+        (0, 1, 2),
+    ),
+    "npu_sparse_flash_attention": (
+        lambda: [tensor(2, 3, 8, 512), *[tensor(2, 9, 1, 512)] * 2, tensor(2, 3, 1, 4, dtype=torch.int32), 0.1],
+        {
+            "query_rope": lambda: tensor(2, 3, 8, 64),
+            "key_rope": lambda: tensor(2, 9, 1, 64),
+            "attention_mode": 2,
+            "return_softmax_lse": True,
+        },
+        (0, 1),
+    ),
+    "npu_sparse_flash_attention_grad": (
+        lambda: [
+            *[tensor(2, 3, 8, 512), *[tensor(2, 9, 1, 512)] * 2, tensor(2, 3, 1, 1024, dtype=torch.int32)],
+            *[tensor(2, 3, 8, 512)] * 2,
+            *[tensor(2, 1, 3, 8, dtype=torch.float32)] * 2,
+            *(0.1, 1),
+        ],
+        {
+            "query_rope": lambda: tensor(2, 3, 8, 64),
+            "key_rope": lambda: tensor(2, 9, 1, 64),
+            "attention_mode": 2,
+        },
+        (0, 1),
+    ),
+    "npu_sparse_lightning_indexer_grad_kl_loss": (
+        lambda: [
+            *[tensor(2, 3, 32, 512), tensor(2, 9, 1, 512), tensor(2, 3, 8, 128), tensor(2, 9, 1, 128)],
+            *[tensor(2, 3, 8), tensor(2, 3, 1, 4, dtype=torch.int32)],
+            *[tensor(2, 1, 3, 32, dtype=torch.float32)] * 2,
+            0.1,
+        ],
+        {"query_rope": lambda: tensor(2, 3, 32, 64), "key_rope": lambda: tensor(2, 9, 1, 64)},
+        (2, 3, 4),
+    ),
+    "npu_dense_lightning_indexer_softmax_lse": (
+        lambda: [tensor(2, 3, 8, 128), tensor(2, 9, 1, 128), tensor(2, 3, 8)],
+        {},
+        (0, 1, 2),
+    ),
+    "npu_dense_lightning_indexer_grad_kl_loss": (
+        lambda: [
+            *[tensor(2, 3, 32, 128), tensor(2, 9, 32, 128), tensor(2, 3, 8, 128), tensor(2, 9, 1, 128)],
+            tensor(2, 3, 8),
+            *[tensor(2, 32, 3, 1, dtype=torch.float32)] * 2,
+            *[tensor(2, 1, 3, dtype=torch.float32)] * 2,
+            0.1,
+        ],
+        {"query_rope": lambda: tensor(2, 3, 32, 64), "key_rope": lambda: tensor(2, 9, 32, 64)},
+        (2, 3, 4),
+    ),
     "npu_moe_gating_top_k_softmax": (lambda: [tensor(8, 16)], {"k": 2}, (0,)),
     "npu_moe_gating_top_k": (
         lambda: [tensor(8, 64), 4],

@@ -26,16 +26,27 @@ from .rotary import (
     npu_rotary_mul,
     npu_rotary_position_embedding,
 )
+from .sparse import (
+    npu_dense_lightning_indexer_grad_kl_loss,
+    npu_dense_lightning_indexer_softmax_lse,
+    npu_lightning_indexer,
+    npu_sparse_flash_attention,
+    npu_sparse_flash_attention_grad,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
 
 __all__ = [
     "_npu_rotary_embedding",
     "limits",
     "npu_add_rms_norm",
     "npu_apply_rotary_pos_emb",
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
     "npu_dynamic_quant",
     "npu_fused_infer_attention_score",
     "npu_grouped_matmul",
     "npu_interleave_rope",
+    "npu_lightning_indexer",
     "npu_moe_finalize_routing",
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax",
@@ -46,5 +57,8 @@ __all__ = [
     "npu_rms_norm",
     "npu_rotary_mul",
     "npu_rotary_position_embedding",
+    "npu_sparse_flash_attention",
+    "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
     "npu_swiglu",
 ]

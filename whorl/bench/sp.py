@@ -148,7 +148,8 @@ def render(document: Document) -> str:
         f"machine   {header['device_name']}, load {header['load']:.1f}",
         "versions  " + ", ".join(f"{n} {v}" for n, v in header["versions"].items()),
         f"network   {header['network']}",
-        f"stack     {given['ranks']} ranks, {given['layers']} layers, {given['hidden']} channels, {given['tokens']} tokens",
+        "stack     "
+        + ", ".join(f"{given[name]} {name}" for name in ("ranks", "layers", "hidden", "tokens", "repeats")),
         "",
         f"{'':<20}{'time':>11}{'speed':>8}{'bytes':>8}{'sent':>12}{'report':>12}{'predicted':>11}{'error':>8}{'comm.':>7}",
     ]
@@ -161,7 +162,7 @@ def render(document: Document) -> str:
     lines += [
         "",
         "speed and bytes: against the all-reduces of the same stack; sent: payload of a rank's sockets in one pass;",
-        "predicted: computing alone, measured, and the cost model's collectives; comm.: what is not computing.",
+        "predicted: computing in step, measured, and the cost model's collectives; comm.: what is not computing.",
     ]
     if given["rate"] is None:
         lines.append(
@@ -224,8 +225,8 @@ def _gain(model: CostModel, way: str, hidden: int, tokens: int, world: int) -> f
 
 def render_simulation(document: Document) -> str:
     lines = [
-        f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and gather, by the cost",
-        "model: above 1 sequence parallelism wins. min_tokens: from there it does, with int8 or without.",
+        f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and gather,",
+        "by the cost model: above 1 sequence parallelism wins. min_tokens: from there it does, with int8 or without.",
         "",
         f"{'link':<18}{'TP':>3}{'min_tokens':>12}  {'gather':<9}" + "".join(f"{t:>8}" for t in document["tokens"]),
     ]

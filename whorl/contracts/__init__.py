@@ -37,6 +37,7 @@ from .sections import (
     interleaved_range_reason,
     vendor_sections,
 )
+from .sparse import indexer_kl_loss_limit, lightning_indexer_limit, sparse_flash_attention_limit
 from .table import CONTRACTS
 from .versions import SUPPORTED_TORCH_NPU, Installed, call_arguments, probe, release, schema_arguments
 
@@ -57,10 +58,12 @@ __all__ = [
     "dynamic_quant_limit",
     "fused_infer_attention_limit",
     "grouped_matmul_limit",
+    "indexer_kl_loss_limit",
     "interleave_rope_limit",
     "interleaved_axes",
     "interleaved_formulas_differ",
     "interleaved_range_reason",
+    "lightning_indexer_limit",
     "linear_limit",
     "mm_all_reduce_limit",
     "mm_reduce_scatter_limit",
@@ -79,6 +82,7 @@ __all__ = [
     "rotary_position_embedding_limit",
     "scatter_pa_kv_cache_limit",
     "schema_arguments",
+    "sparse_flash_attention_limit",
     "swiglu_limit",
     "top_k_top_p_limit",
     "vendor_sections",

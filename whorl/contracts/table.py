@@ -3,6 +3,7 @@
 from typing import Final
 
 from .contract import Contract, from_schema
+from .sparse import SPARSE
 
 _TABLE = (
     from_schema(
@@ -252,4 +253,4 @@ _TABLE = (
         gradient="silently lost",
     ),
 )
-CONTRACTS: Final[dict[str, Contract]] = {contract.name: contract for contract in _TABLE}
+CONTRACTS: Final[dict[str, Contract]] = {contract.name: contract for contract in (*_TABLE, *SPARSE)}

@@ -9,7 +9,7 @@ the device.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,7 @@ class Call:
     """One forward call. `samples` and `scores` say what becomes of its rows."""
 
     rows: Rows
-    arrays: dict[str, Sequence[int] | Sequence[float] | np.ndarray]
+    arrays: Mapping[str, Sequence[float] | np.ndarray]
     num_keys: int  # that the longest sequence sees
     tables: list[tuple[int, list[int]]]  # lanes that are new, and their blocks
     samples: list[Sample] = field(default_factory=list)
@@ -136,7 +136,7 @@ def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int)
         positions += range(start, end)
         lanes += [seq.lane] * (end - start)
         blocks += _blocks(seq.block_table, start, end, block_size)
-        for _, stop in _entries(start, end, role):
+        for stop in _entry_ends(start, end, role):
             starts.append(first_row + stop - start)
             contexts.append(stop)
             entry_lanes.append(seq.lane)
@@ -170,7 +170,7 @@ def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int)
 
 def _tokens(chunk: Chunk) -> list[int]:
     known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
-    return known + [UNREAD] * (chunk.length - len(known)) + chunk.draft
+    return (known or [UNREAD]) + chunk.draft
 
 
 def _blocks(table: list[int], start: int, end: int, block_size: int) -> Sequence[int]:
@@ -196,10 +196,11 @@ def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
     }
 
 
-def _entries(start: int, end: int, role: int) -> Iterator[tuple[int, int]]:
-    size = end - start if role == PROMPT else MAX_DECODE_ROWS
-    for first in range(start, end, size):
-        yield first, min(first + size, end)
+def _entry_ends(start: int, end: int, role: int) -> Sequence[int]:
+    """Where the pieces of a run end that are laid out as entries of their own."""
+    if role == PROMPT or end - start <= MAX_DECODE_ROWS:
+        return (end,)
+    return [*range(start + MAX_DECODE_ROWS, end, MAX_DECODE_ROWS), end]
 
 
 def _scored(chunk: Chunk) -> range:

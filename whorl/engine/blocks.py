@@ -75,7 +75,7 @@ class BlockPool:
             self._drop(seq.block_table.pop())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are full, of known tokens, and computed or about to be: steps run in order."""
+        """Let others share blocks that are full, of known tokens, and computed or about to be: steps run in order."""
         if not self.use_prefix_cache:
             return
         for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from .launch import Place
 from .runner import Runner, block_bytes, cache_memory
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .tensor_parallel import Lead, load
 
@@ -42,8 +42,7 @@ class Tokenizer(Protocol):
     def detokenizer(self) -> Detokenizer: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step added to a sequence. Text that may become a stop string comes later or not at all."""
 
     sequence: Sequence
@@ -106,6 +105,8 @@ class LLM:
         self._lead: Lead | None = None
         if model is None:
             model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, max_model_len, tp)
+        elif tp not in (None, 1):
+            raise ValueError(f"LLM: tp is {tp}, and the model was handed in; give its path, for every rank to load it")
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
         self._is_unmeasured = draft_length == "measured"
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
@@ -264,7 +265,8 @@ class LLM:
             seq = chunk.sequence
             seq.num_computed = chunk.start + chunk.length
             seq.num_unread += chunk.is_last
-            self.pool.publish(seq)
+            if chunk.role == PROMPT:  # a generated token's block is published when the host knows the token
+                self.pool.publish(seq)
         self.num_steps += 1
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
@@ -302,7 +304,8 @@ class LLM:
             seq.append(token.id, token.logprob)
             if seq.is_finished:  # what the draft holds behind the end was never generated
                 break
-        self._count(chunk, len(seq.token_ids) - first)
+        if chunk.draft:
+            self._count(chunk, len(seq.token_ids) - first)
         if chunk.draft or seq.is_finished:
             # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
             seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
@@ -318,7 +321,7 @@ class LLM:
         chunk.sequence.num_accepted += num_accepted
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        if self.draft_length is not None and num_drafted:
+        if self.draft_length is not None:
             self.draft_length.observe(num_drafted, num_accepted)
 
     # ---- submission

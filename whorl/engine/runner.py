@@ -247,9 +247,7 @@ class _Stage:
         fields, num_bytes = layout(size)
         found = self._views.get(size)
         if found is None:
-            found = {
-                name: self._array[at : at + int(kind[1]) * count].view(kind) for name, kind, at, count in fields
-            }
+            found = {name: self._array[at : at + int(kind[1]) * count].view(kind) for name, kind, at, count in fields}
             if _is_common(size):
                 self._views[size] = found
         call.write(found, padding)

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from .sequence import Logprob, SamplingParams
 _SCORE_ROWS = 256  # of logits held at once while a prompt is scored
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     id: int
     logprob: Logprob | None = None
 
@@ -123,7 +122,10 @@ def _accept(samples: List[Sample], ids: List[int], logprobs: List[Logprob | None
     tokens: dict[Chunk, list[Token]] = {}
     for sample, token_id, logprob in zip(samples, ids, logprobs, strict=True):
         tokens.setdefault(sample.chunk, []).append(Token(token_id, logprob))
-    return {chunk: each[: 1 + _num_equal(chunk.draft, each)] for chunk, each in tokens.items()}
+    for chunk, each in tokens.items():
+        if chunk.draft:
+            del each[1 + _num_equal(chunk.draft, each) :]
+    return tokens
 
 
 def _num_equal(draft: List[int], tokens: List[Token]) -> int:

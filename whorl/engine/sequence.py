@@ -144,6 +144,8 @@ class Text:
         return piece
 
     def _num_held(self) -> int:
+        if not self._stop:
+            return 0
         sizes = range(min(self._longest - 1, len(self.value)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(self.value[-n:]) for stop in self._stop)), 0)
 

@@ -8,7 +8,6 @@ they give before it goes on, and sends them in the call.
 """
 
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from whorl.nn import CacheSpec, KVCache, Model, Ranks, Rows, Step
+from whorl.nn import Model, Ranks, Rows
 
 from .batch import Call, layout
 from .launch import Crew, Member, Place, start
@@ -31,7 +30,8 @@ class Lead:
     """Rank 0's model and the crew that runs it with it."""
 
     def __init__(self, crew: Crew, model: Model) -> None:
-        self.crew, self.model, self._own = crew, SharedModel(crew, model), model
+        self.crew, self._own = crew, model
+        self.model: Any = SharedModel(crew, model)
         self._end = weakref.finalize(self, _end, crew)
 
     def num_blocks(self, block_size: int, memory: int | None) -> int:
@@ -99,12 +99,6 @@ class SharedModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return self._model.cache_specs()  # type: ignore[no-any-return]
-
-    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
-        return self._model.forward(step, caches)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
         with self._crew.together():

@@ -87,11 +87,11 @@ class Attention(Module):
 
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         """The queries, rotated; keys and values are written into the cache."""
-        heads, count = qkv.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1)), self.num_heads
+        heads, count = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, -1), self.num_heads
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         # q and k as one: their heads lie side by side.
-        qk, _ = ops.rope(qk, None, rotary, style=self.rope.style, where=self.rope.where)
-        ops.write_kv(qk[:, count:], v, cache.k, cache.v, step.slots)
+        qk, _ = ops.rope.unchecked(qk, None, rotary, style=self.rope.style, where=self.rope.where)
+        ops.write_kv.unchecked(qk[:, count:], v, cache.k, cache.v, step.slots)
         return qk[:, :count]
 
     def forward(self, x: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
@@ -109,7 +109,7 @@ class MLP(Module):
         self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x, rows)), rows)
+        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x, rows)), rows)
 
 
 class Layer(Module):

@@ -202,6 +202,17 @@ class Op:
         positional, keywords = self._split(values)
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
 
+    def unchecked(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call, but arguments are not looked at on the CPU: for models, whose shapes hold since they were loaded.
+
+        Looking costs as much there as small tensors' arithmetic does.
+        """
+        if self._forced or not torch.is_inference_mode_enabled() or args[0].device.type != HOST:
+            return self(*args, **kwargs)
+        if _needs_node([args[0]]) or torch.is_autocast_enabled(HOST):
+            return self(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
     def _why_no_gradient(self) -> str:
         if self.name.endswith("_"):
             return f"works in place and has no gradient; use {self.name.rstrip('_')} instead"
@@ -254,10 +265,9 @@ class Op:
         else:
             with torch.autocast(device, enabled=False):
                 out = function(**values)
-        if self.mutates and function is not self.reference:
-            for name in self.mutates:  # kernels write behind autograd's back
-                if values[name] is not None:
-                    torch.autograd.graph.increment_version(values[name])
+        for name in self.mutates:  # kernels write behind autograd's back
+            if values[name] is not None:
+                torch.autograd.graph.increment_version(values[name])
         return out
 
     def _run_transformed(self, values: Values, backend: str) -> Any:

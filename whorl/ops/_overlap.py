@@ -1,8 +1,9 @@
-"""Kernels that follow each other closely: on Hopper the next one is launched while the last is finishing.
+"""Kernels that follow each other closely: on Hopper the next one is launched before the last has quite ended.
 
-A decode step is some five hundred kernels of a few microseconds each, and the gaps between them would cost as much as
-a tenth of the work. A kernel launched with `overlap(...)` calls `follow` before it reads what others wrote or writes
-anything. It waits first and only then lets its successor start: whoever starts may rely on all but its predecessor.
+A decode step is some five hundred kernels of a few microseconds each, and the gaps between them cost as much as a
+tenth of the work. A kernel launched with `overlap(...)` calls `follow` before it reads what others wrote or writes
+anything. Letting it start earlier still (a trigger in its predecessor) or asking for its weights ahead of the wait was
+slower: 2.84 and 2.73 instead of 2.56 ms a token of Qwen3-30B-A3B on an H200.
 """
 
 from typing import Any
@@ -17,23 +18,9 @@ from whorl.device import overlaps_kernels
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Everything launched before this kernel is done; the next one may start."""
+    """Everything launched before this kernel is done."""
     if OVERLAP:
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(at, OVERLAP: tl.constexpr):
-    """Ask for the lines of these addresses before `follow`.
-
-    They go no further than the second-level cache, where all writes of a kernel still running arrive too: it does not
-    matter who wrote them.
-    """
-    if OVERLAP:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 def overlap(x: Tensor) -> dict[str, Any]:

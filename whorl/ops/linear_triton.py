@@ -7,10 +7,9 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from ._overlap import follow, overlap, prefetch
+from ._overlap import follow, overlap
 from ._rows import ceil_div, power_of_2
 
-CACHE_LINE = 128  # bytes
 LARGEST_ROW = 8192  # bytes of a weight row that one warp of a decode kernel holds
 
 
@@ -36,16 +35,14 @@ def _decode_kernel(
     HAS_BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A few rows of the weight, read once and kept in registers while every row of x passes by."""
+    follow(OVERLAP)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    row_at = weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * weight_stride
-    prefetch(row_at + tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, K - 1)[None, :], OVERLAP)
-    follow(OVERLAP)
-    weight = tl.load(row_at + k[None, :], mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0)
+    weight_at = weight_ptr + columns.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    weight = tl.load(weight_at, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0)
     x_at, y_at = x_ptr + k, y_ptr + columns
     for _ in range(T):
         x = tl.load(x_at, mask=k < K, other=0.0)
@@ -127,7 +124,6 @@ def decode_plan(length: int, element_size: int) -> dict[str, int]:
     return {
         "COLUMNS": 1,
         "BLOCK_K": block,
-        "LINE": min(block, CACHE_LINE // element_size),
         "num_warps": max(1, block * element_size // LARGEST_ROW),
     }
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from ._overlap import follow, overlap, prefetch
+from ._overlap import follow, overlap
 from ._rows import ceil_div, power_of_2
-from .linear_triton import CACHE_LINE, LARGEST_ROW, dot, unit_stride
+from .linear_triton import LARGEST_ROW, dot, unit_stride
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 
@@ -151,24 +151,15 @@ def _down_decode_kernel(
     K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
-    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory.
-
-    It starts behind the kernel above, which waited for the ids: they can be read before this one waits.
-    """
+    """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     f = tl.arange(0, BLOCK_F)
     mask = (channels < C)[:, None] & (f < F)[None, :]
     y = tl.zeros((BLOCK_C,), tl.float32)
-    if OVERLAP:
-        row_at = down_ptr + tl.minimum(channels, C - 1)[:, None] * stride_c
-        row_at += tl.minimum(tl.arange(0, BLOCK_F // LINE) * LINE, F - 1)[None, :]
-        for slot in tl.static_range(K):
-            prefetch(row_at + tl.load(ids_ptr + token * K + slot).to(tl.int64) * stride_e, OVERLAP)
-    follow(OVERLAP)
     for slot in tl.static_range(K):  # unrolled: the rows of all experts are on their way at once
         pair = token * K + slot
         expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -368,11 +359,10 @@ def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Te
 
 
 def decode_plan(channels: int, width: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of both products, by the weights alone: how a sum is cut decides its bits. A warp keeps its sums to itself."""
+    """Of both products, by the weights alone: how a sum is cut decides its bits."""
     block_c, block_f = power_of_2(channels), power_of_2(width)
-    inner = {"BLOCK_F": 1, "BLOCK_C": block_c, "num_warps": max(1, 2 * block_c * element_size // LARGEST_ROW)}
+    inner = {"BLOCK_F": 1, "BLOCK_C": block_c, "num_warps": max(1, min(8, block_c * element_size // 1024))}
     outer = {"BLOCK_C": 1, "BLOCK_F": block_f, "num_warps": max(1, block_f * element_size // LARGEST_ROW)}
-    outer["LINE"] = min(block_f, CACHE_LINE // element_size)
     return inner, outer
 
 

@@ -10,6 +10,7 @@ from whorl.device import multiprocessors
 from ._overlap import follow, overlap
 from ._rows import as_rows, ceil_div, power_of_2
 
+CACHE = 32 * 2**20  # bytes of one tensor that are more than the second-level cache keeps
 SHARED_MEMORY = 200 * 1024  # bytes that a program may fill with blocks in flight; Hopper has 227 KiB
 
 
@@ -49,25 +50,29 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     NESTED: tl.constexpr,
+    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """POLICY "evict_first": more than the cache holds, so nothing is kept for a next reader."""
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < T) & (columns < C)
     a, b = _split_rows(rows, B, NESTED)
-    x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
+    x_at = x_ptr + a * x_stride_a + b * x_stride_b + columns
+    x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if HAS_RESIDUAL:
         at = a * residual_stride_a + b * residual_stride_b + columns
-        x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + rows * C + columns, total, mask=mask)
+        tl.store(total_ptr + rows * C + columns, total, mask=mask, eviction_policy=POLICY)
         x = total.to(tl.float32)  # the norm is of the rounded sum
     weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
     inverse = _inverse_rms(tl.sum(x * x, 1), C, eps)[:, None]
-    tl.store(y_ptr + rows * C + columns, (x * inverse * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    y = (x * inverse * weight).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + rows * C + columns, y, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -148,6 +153,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus
         HAS_RESIDUAL=residual is not None,
         PLUS_ONE=plus_one,
         NESTED=rows.shape[0] > 1,
+        POLICY="evict_first" if y.numel() * y.element_size() >= CACHE else "",
         num_warps=num_warps,
         **overlap(x),
     )

@@ -168,6 +168,8 @@ _CASES: list[Values] = [
     *_SIZES,
     {"tokens": (0,), "vocab": 32},
     {"tokens": (4,), "vocab": 50, "temperature": 0.0},
+    {"tokens": (3,), "vocab": 600, "temperature": 0.0},
+    {"tokens": (8,), "vocab": 70, "min_p": 0.5, "temperature": 1.5},
     {"tokens": (4,), "vocab": 70, "sliced": True, "top_k": 5},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_p": 0.8},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "min_p": 0.2, "top_p": 0.5, "top_k": 20, "temperature": 1.7},

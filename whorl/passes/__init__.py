@@ -3,6 +3,8 @@
 Start reading at `pipeline.PIPELINE`; `capture.compile` is the front door, `rewrite` the passes alone.
 """
 
+from typing import Any
+
 from .capture import Compiled, compile
 from .collectives import (
     all_gather,
@@ -26,6 +28,7 @@ __all__ = [
     "all_gather",
     "all_gather_quantized",
     "compile",
+    "inductor_options",
     "local_rows",
     "order_sums",
     "ordered_all_reduce",
@@ -33,3 +36,10 @@ __all__ = [
     "register_row_wise",
     "rewrite",
 ]
+
+
+def inductor_options(config: SequenceParallel) -> dict[str, Any]:
+    """torch.compile(model, options=inductor_options(config)): the passes inside torch's own Inductor, for one graph."""
+    from .inductor import inductor_options as options  # Inductor takes seconds to import
+
+    return options(config)

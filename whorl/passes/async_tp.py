@@ -172,8 +172,8 @@ def _(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str 
 
 
 def fuse(state: Rewrite) -> int:
-    """The pass of the pipeline: where equal bits are promised, only products whose rows stand alone are fused."""
-    return fuse_graph(state.graph, state.group, ordered=state.config.ordered, exact=state.config.ordered)
+    """The pass of the pipeline, for those who ask for it."""
+    return fuse_graph(state.graph, state.group, ordered=state.config.ordered)
 
 
 def fuse_graph(

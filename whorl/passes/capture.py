@@ -34,6 +34,9 @@ class Compiled:
         self.model, self.config, self.backend, self.dump = model, config, backend, dump
         self.reports: list[Report] = []
         self.last_run = ""  # "plain" or "rewritten": the graph that the last call ran
+        self.force = (
+            ""  # one of the two, to compare them: it runs whatever the number of tokens, where there is a choice
+        )
         self._call = torch.compile(model, backend=self._capture, fullgraph=True, dynamic=dynamic)
 
     @property
@@ -153,8 +156,8 @@ class _Dispatch:
         sizes = tuple(args[i] if dim is None else args[i].shape[dim] for i, dim in self.symbols.values())
         if sizes not in self.chosen:
             self.chosen[sizes] = self._choose(sizes)
-        self.owner.last_run = self.chosen[sizes]
-        return self.graphs[self.chosen[sizes]](args)
+        name = self.owner.last_run = self.owner.force or self.chosen[sizes]
+        return self.graphs[name](args)
 
     def _choose(self, sizes: tuple[int, ...]) -> str:
         known = dict(zip(self.symbols, sizes, strict=True))

@@ -34,14 +34,14 @@ def eliminate_noops(graph: Graph) -> int:
         if node.op != "call_function":
             continue
         source: Any = node.args[0] if node.args else None
-        if _does_nothing(node) and not any(u.op == "output" for u in node.users):  # outputs may not become inputs
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-            count += 1
-        elif node.target in VIEWS and isinstance(source, Node) and source.target in VIEWS:
+        if node.target in VIEWS and isinstance(source, Node) and source.target in VIEWS:
             node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
             node.target = aten.reshape.default
             count += 1
             if not source.users:
                 graph.erase_node(source)
+        if _does_nothing(node) and not any(u.op == "output" for u in node.users):  # outputs may not become inputs
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            count += 1
     return count

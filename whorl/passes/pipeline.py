@@ -84,6 +84,9 @@ def rewrite_in_place(
     size = collectives.group_size(group)
     tokens = tokens_of(gm, group)
     report = Report(group=group, size=size, tokens=_hint(tokens), min_tokens=config.min_tokens)
+    gm.meta["report"], gm.meta["tokens"] = report, tokens
+    if size == 1:
+        return report
     differing = agree.compare(gm, group, "captured graph")
     report.varying = sorted(differing)
     state = Rewrite(
@@ -105,8 +108,7 @@ def rewrite_in_place(
     check(gm, before, known, state.editor.mode)
     agree.compare(gm, group, "rewritten graph")
     report.graph_hash = agree.graph_hash(gm)
-    gm.meta["report"], gm.meta["tokens"] = report, tokens
-    if not report.rewrites and size > 1:
+    if not report.rewrites:
         warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=3)
     return report
 
@@ -151,7 +153,9 @@ def tokens_of(gm: GraphModule, group: str) -> Any:
             counts.append([rows, 1])
         else:
             known[1] += 1
-    return max(counts, key=lambda c: c[1])[0] if counts else 0
+    rows = max(counts, key=lambda c: c[1])[0] if counts else 0
+    is_number = isinstance(rows, int) or rows.node.expr.is_number
+    return int(rows) if is_number else rows
 
 
 def _check_skip(config: SequenceParallel, pipeline: Sequence[tuple[str, Pass]]) -> None:

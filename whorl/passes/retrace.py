@@ -52,7 +52,9 @@ def _new_size(old: Any, env: Any, symbols: dict[Any, Any], size: int) -> Any:
     for symbol in sorted(expr.free_symbols, key=str):
         if symbol in symbols:
             continue
-        hint = int(old.node.shape_env.backed_var_to_val[symbol])
+        known = old.node.shape_env
+        examples = getattr(known, "backed_var_to_val", None) or known.var_to_val  # its older name
+        hint = int(examples[symbol])
         hint = hint if hint >= 4 * size else 8 * size
         source = ConstantSource(f"whorl_{symbol}")
         new = env.create_symbol(hint, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)

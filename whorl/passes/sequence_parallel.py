@@ -184,10 +184,10 @@ def _trimmed(out: Node, rows: Any, size: int) -> Node | None:
 
 def place_gathers(state: Rewrite) -> int:
     """Move every gather behind the row-wise operators where the fewest bytes cross. Returns operators made local."""
-    state.infer_layouts()
     todo = list(state.roots)
     count = 0
     while todo:
+        state.infer_layouts()
         tokens = value(todo[0]).shape[0]
         roots = [r for r in todo if same(value(r).shape[0], tokens)]
         todo = [r for r in todo if r not in roots]

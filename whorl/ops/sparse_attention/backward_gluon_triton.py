@@ -23,6 +23,8 @@ from .forward_gluon_triton import (
     _copy,
     _end_of,
     _load_rows,
+    async_load,
+    sync,
 )
 
 FEW = gl.constexpr(32)  # keys of a block in the first pass
@@ -163,19 +165,17 @@ def _left_consumer(
         )  # fmt: skip
         shared_ds.index(0).store(ds)
         fence_async_shared()
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(told.index(0))
-        dq = warpgroup_mma(
-            gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero).slice(0, HALF, 1), dq, is_async=True
-        )
+        dq = warpgroup_mma(gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(0))
         mbarrier.wait(told.index(1), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(1), nope.index(zero + 1).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(3))
     _store_tile(dq_ptr, dq, 2 * HALF + REST, _WIDE)
 
@@ -199,21 +199,21 @@ def _right_consumer(
         )  # fmt: skip
         shared_ds.index(1).store(ds)
         fence_async_shared()
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(told.index(1))
         dq = warpgroup_mma(
             gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero + 1).slice(HALF, HALF, 1), dq, is_async=True
         )
         dq_rest = warpgroup_mma(gl.convert_layout(ds, _NARROW_LEFT), rope.index(zero + 1), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(2))
         mbarrier.wait(told.index(0), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(0), nope.index(zero).slice(HALF, HALF, 1), dq, is_async=True)
         dq_rest = warpgroup_mma(shared_ds.index(0), rope.index(zero), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(1))
     _store_tile(dq_ptr + HALF, dq, 2 * HALF + REST, _WIDE)
     _store_tile(dq_ptr + 2 * HALF, dq_rest, 2 * HALF + REST, _NARROW)
@@ -255,7 +255,7 @@ def _sparse_dq_gluon_kernel(
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    sync()
     shared = (
         q_nope, q_rope, dout, nope, rope, shared_ds, ready, free, told, end, pairs, scale, lse_ptr + row,
         delta_ptr + row, p_ptr + scores, ds_ptr + scores, pitch, dq_ptr + row * (2 * HALF + REST),
@@ -280,8 +280,8 @@ def _score_producer(p_ptr, ds_ptr, pitch, blocks, p, ds, ready, free):
     for block in range(blocks):
         stage = block & 1
         mbarrier.wait(free.index(stage), ((block >> 1) & 1) ^ 1)
-        async_copy.async_copy_global_to_shared(ds.index(stage), ds_ptr + at + block * KEYS)
-        async_copy.async_copy_global_to_shared(p.index(stage), p_ptr + at + block * KEYS)
+        async_load(ds.index(stage), ds_ptr + at + block * KEYS)
+        async_load(p.index(stage), p_ptr + at + block * KEYS)
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
 
 
@@ -305,7 +305,7 @@ def _share_consumer(
             rest = warpgroup_mma_wait(0, [rest])
             _hand_out(dkv_ptr + HALF, indices_ptr, rest, block * KEYS, end, ADD, _REST_LINES)
         share = warpgroup_mma_wait(0, [share])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(OWN))
         _hand_out(dkv_ptr, indices_ptr, share, block * KEYS, end, ADD, _SHARE_LINES)
 
@@ -329,7 +329,7 @@ def _hand_out(dkv_ptr, indices_ptr, share, start, end, ADD: gl.constexpr, layout
 def _load_heads(smem, ptr, stride):
     heads = gl.arange(0, smem.shape[0], gl.SliceLayout(1, _COPY))
     columns = gl.arange(0, smem.shape[1], gl.SliceLayout(0, _COPY))
-    async_copy.async_copy_global_to_shared(smem, ptr + gl.expand_dims(heads * stride, 1) + gl.expand_dims(columns, 0))
+    async_load(smem, ptr + gl.expand_dims(heads * stride, 1) + gl.expand_dims(columns, 0))
 
 
 @gluon.jit
@@ -362,7 +362,7 @@ def _sparse_dkv_gluon_kernel(
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    sync()
     scores = place * H * pitch
     dkv_ptr += is_right * HALF
     if not ADD:

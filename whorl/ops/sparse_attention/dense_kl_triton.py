@@ -160,10 +160,7 @@ def _rows_kernel(
 @triton.jit
 def _visible(positions_ptr, tile, S, first, stop, HAS_POSITIONS: tl.constexpr, TILE: tl.constexpr):
     at = tile + tl.arange(0, TILE)
-    if HAS_POSITIONS:
-        positions = tl.load(positions_ptr + at, mask=at < S, other=0)
-    else:
-        positions = at
+    positions = tl.load(positions_ptr + at, mask=at < S, other=0) if HAS_POSITIONS else at
     return at, (at < S) & (positions >= first) & (positions < stop)
 
 
@@ -214,7 +211,9 @@ def _dense_dq_kernel(
         ddots = tl.where(dots > 0, (dscores * LIFT)[:, None] * weights[None, :], 0.0).to(q.dtype)
         dq = dot(tl.trans(ddots), k, dq, WIDEN)
     dq *= grad_scale / LIFT
-    tl.store(dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside
+    )
     sums = tl.sum(dweights, 0) * grad_scale
     tl.store(dweights_ptr + token * HI + heads, sums.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
 

@@ -14,6 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Triton 3.6 has older names.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+sync = getattr(gl, "barrier", None) or gl.thread_barrier
+
 HEADS = gl.constexpr(64)  # of one program
 KEYS = gl.constexpr(64)  # of one block
 HALF = gl.constexpr(256)  # value channels of one consumer
@@ -40,7 +44,7 @@ def _row_pointers(kv_ptr, indices_ptr, kv_stride, start, end):
 @gluon.jit
 def _copy(smem, rows, exists, first: gl.constexpr, width: gl.constexpr):
     channels = first + gl.arange(0, width, gl.SliceLayout(0, _COPY))
-    async_copy.async_copy_global_to_shared(smem, rows + gl.expand_dims(channels, 0), exists)
+    async_load(smem, rows + gl.expand_dims(channels, 0), exists)
 
 
 @gluon.jit
@@ -119,8 +123,11 @@ def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, 
     out = gl.zeros([HEADS, HALF], gl.float32, _OUT)
     for pair in range(pairs):
         phase = pair & 1
-        zero = pair >> 20
-        s = _scores(q_nope.index(zero), q_rope.index(zero), nope.index(zero), rope.index(zero), ready.index(0), ready.index(1), phase, True)
+        zero = pair >> 20  # the compiler cannot know: it would keep a descriptor for each product in registers
+        s = _scores(
+            q_nope.index(zero), q_rope.index(zero), nope.index(zero), rope.index(zero), ready.index(0), ready.index(1),
+            phase, True,
+        )  # fmt: skip
         s = _mask(s, pair * (2 * KEYS), end)
         new = gl.maximum(top, gl.max(s, 1) * scale)
         tops.index(0).store(new)
@@ -128,16 +135,14 @@ def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, 
         weights = p.to(nope.dtype)
         rope.index(0).store(weights)
         fence_async_shared()
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(told.index(0))
         shrink = gl.exp2(top - new)
         total = total * shrink + gl.sum(p, 1)
         out = _scaled(out, shrink)
-        out = warpgroup_mma(
-            gl.convert_layout(weights, _WEIGHTS), nope.index(0).slice(0, HALF, 1), out, is_async=True
-        )
+        out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), nope.index(0).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(0))
         mbarrier.wait(told.index(1), phase)
         fence_async_shared()
@@ -147,10 +152,10 @@ def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, 
         out = _scaled(out, shrink)
         out = warpgroup_mma(rope.index(1), nope.index(1).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(3))
     totals.index(0).store(total)
-    gl.thread_barrier()
+    sync()
     mbarrier.arrive(told.index(2))
     mbarrier.wait(told.index(3), 0)
     total += totals.index(1).load(gl.SliceLayout(1, _SCORES))
@@ -166,7 +171,10 @@ def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, e
     for pair in range(pairs):
         phase = pair & 1
         zero = pair >> 20
-        s = _scores(q_nope.index(zero), q_rope.index(zero), nope.index(zero + 1), rope.index(zero + 1), ready.index(2), ready.index(3), phase, False)
+        s = _scores(
+            q_nope.index(zero), q_rope.index(zero), nope.index(zero + 1), rope.index(zero + 1), ready.index(2),
+            ready.index(3), phase, False,
+        )  # fmt: skip
         s = _mask(s, pair * (2 * KEYS) + KEYS, end)
         own = gl.max(s, 1) * scale
         mbarrier.wait(told.index(0), phase)
@@ -180,22 +188,22 @@ def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, e
         weights = p.to(nope.dtype)
         rope.index(1).store(weights)
         fence_async_shared()
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(told.index(1))
         total = total * gl.exp2(top - new) + gl.sum(p, 1)
         out = warpgroup_mma_wait(0, [out])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(1))
         out = _scaled(out, gl.exp2(even - new))
         out = warpgroup_mma(
             gl.convert_layout(weights, _WEIGHTS), nope.index(1).slice(HALF, HALF, 1), out, is_async=True
         )
         out = warpgroup_mma_wait(0, [out])
-        gl.thread_barrier()
+        sync()
         mbarrier.arrive(free.index(2))
         top = new
     totals.index(1).store(total)
-    gl.thread_barrier()
+    sync()
     mbarrier.arrive(told.index(3))
     mbarrier.wait(told.index(2), 0)
     total += totals.index(0).load(gl.SliceLayout(1, _SCORES))
@@ -211,7 +219,7 @@ def _load_rows(smem, ptr, stride, first: gl.constexpr, tiles: gl.constexpr):
     channels = gl.arange(0, 64, gl.SliceLayout(0, _COPY))
     at = ptr + gl.expand_dims(rows * stride, 1) + gl.expand_dims(channels, 0)
     for i in gl.static_range(tiles):
-        async_copy.async_copy_global_to_shared(smem.slice(64 * i, 64, 1), at + (first + 64 * i))
+        async_load(smem.slice(64 * i, 64, 1), at + (first + 64 * i))
 
 
 @gluon.jit
@@ -259,7 +267,7 @@ def _sparse_forward_gluon_kernel(
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    sync()
     shared = (q_nope, q_rope, nope, rope, tops, totals, ready, free, told, end, pairs, scale, out_ptr)
     gl.warp_specialize(
         [

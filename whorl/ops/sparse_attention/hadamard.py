@@ -21,9 +21,9 @@ def factor(dim: int, scale: float | None) -> float:
 def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
     """y = scale * x @ H over the last dim, H the Hadamard matrix in Sylvester's order.
 
-    x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5: then the transform
-    is orthogonal and its own inverse, so the scores of queries and keys that both went through it do not change. Sums in
-    fp32, one rounding. Differentiable.
+    x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5: then the
+    transform is orthogonal and its own inverse, so the scores of queries and keys that both went through it do not
+    change. Sums in fp32, one rounding. Differentiable.
     """
     wide, size = widen(x), x.shape[-1]
     matrix = torch.ones(1, 1, dtype=wide.dtype, device=x.device)

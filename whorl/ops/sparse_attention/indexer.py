@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.contracts import lightning_indexer_limit
+
+from .. import _torch_npu
 from .._op import Values, operator
+from .._torch_npu import dtype_name
 from ..rope import rope
 
 CHUNK = 2**25  # scores of one chunk: 128 MiB in fp32
@@ -156,12 +160,12 @@ def index_scores(
 ) -> Tensor:
     """scores[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), 0 where t does not see s.
 
-    q: [T, HI, D] and k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale: [S],
-    multiplied last (fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s] < ends[t],
-    all int32; key_positions defaults to 0, 1, ..., and the bounds to causal, the last query at the last key. Products
-    and sums in fp32. Any constant factor (HI^-0.5 * D^-0.5) belongs into the weights. For fp8 scores quantise q and k with
-    `dynamic_quant`, multiply the weights by q's scales and give k's as k_scale. No gradient: `indexer_kl_loss` trains
-    what is scored here.
+    q: [T, HI, D] and k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale:
+    [S], multiplied last (fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s] <
+    ends[t], all int32; key_positions defaults to 0, 1, ..., and the bounds to causal, the last query at the last key.
+    Products and sums in fp32. Any constant factor (HI^-0.5 * D^-0.5) belongs into the weights. For fp8 scores
+    quantise q and k with `dynamic_quant`, multiply the weights by q's scales and give k's as k_scale. No gradient:
+    `indexer_kl_loss` trains what is scored here.
     """
     wide, keys, factors = (x.to(wide_dtype(q)) for x in (q, k, weights))
     scores = torch.empty(q.shape[0], k.shape[0], dtype=wide.dtype, device=q.device)
@@ -188,7 +192,7 @@ def _check_top_k(
     if scores.dim() != 2 or scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"top_k: scores is {list(scores.shape)} {scores.dtype}, expected [T, S] torch.float32")
     _check_topk("top_k", topk)
-    check_bounds("top_k", *scores.shape, starts, ends, key_positions)
+    check_bounds("top_k", scores.shape[0], scores.shape[1], starts, ends, key_positions)
 
 
 def _fake_top_k(scores: Tensor, topk: int, **_: object) -> tuple[Tensor, Tensor]:
@@ -206,9 +210,9 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     """The `topk` highest of the scores each query sees: (indices [T, topk] int32 ascending, their scores).
 
-    scores: [T, S] fp32; bounds and key_positions as in `index_scores`. Equal scores go to the lowest index (0.0 and -0.0
-    are equal, NaN is taken for minus infinity), so the answer is one and the same everywhere. A query that sees fewer than
-    topk keys gets all of them; what is left at the end is index -1, score 0. No gradient.
+    scores: [T, S] fp32; bounds and key_positions as in `index_scores`. Equal scores go to the lowest index (0.0 and
+    -0.0 are equal, NaN is taken for minus infinity), so the answer is one and the same everywhere. A query that sees
+    fewer than topk keys gets all of them; what is left at the end is index -1, score 0. No gradient.
     """
     num_queries, num_keys = scores.shape
     visible = visible_keys(num_queries, num_keys, starts, ends, key_positions, scores.device)
@@ -262,8 +266,9 @@ def lightning_indexer(
     """`top_k` of `index_scores`: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
 
     Arguments as there; the scores of a chunk of queries are all that is in memory. Indices are rows of k: with
-    key_positions out of order the tie rule follows the rows, so gathered keys should lie in the order of their positions.
-    Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. No gradient.
+    key_positions out of order the tie rule follows the rows, so gathered keys should lie in the order of their
+    positions. Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. No
+    gradient.
     """
     found = []
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
@@ -319,6 +324,49 @@ def _(q, k, weights, topk, starts, ends, key_positions, k_scale):  # type: ignor
     return indexer_triton.lightning_indexer(q, k, weights, topk, starts, ends, key_positions, k_scale)
 
 
+def _npu_reason(
+    q: Tensor,
+    k: Tensor,
+    topk: int,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    k_scale: Tensor | None,
+    **_: object,
+) -> str | None:
+    if not q.numel() or not k.numel():
+        return "empty tensors are not taken"
+    if ends is not None or key_positions is not None or k_scale is not None:
+        return "sees all keys up to the query's own; bounds, positions and scales are not taken"
+    return lightning_indexer_limit(
+        query_shape=q.shape,
+        key_shape=(k.shape[0], 1, k.shape[1]),
+        dtype=dtype_name(q),
+        sparse_count=topk,
+        sparse_mode=3,
+    )
+
+
+@lightning_indexer.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, weights, topk, starts, ends, key_positions, k_scale):  # type: ignore[no-untyped-def]
+    """Sorted here, since the device does not say in which order it gives them; nor does it name its rule for ties."""
+    found, _ = _torch_npu.call(
+        "npu_lightning_indexer",
+        query=q.unsqueeze(0).contiguous(),
+        key=k[None, :, None].contiguous(),
+        weights=weights.unsqueeze(0).to(q.dtype).contiguous(),
+        sparse_count=topk,
+        sparse_mode=3,
+    )
+    indices = torch.where(found[0, :, 0] < 0, k.shape[0], found[0, :, 0]).sort(-1).values
+    indices = torch.where(indices < k.shape[0], indices, -1).int()
+    values = q.new_empty(indices.shape, dtype=torch.float32)
+    for rows in chunks(q.shape[0], topk * (q.shape[1] + q.shape[2])):  # the device's own are rounded to q's dtype
+        keys = k[indices[rows].clamp_min(0).long()].float()
+        dots = torch.einsum("thd,tkd->thk", q[rows].float(), keys).relu()
+        values[rows] = torch.einsum("thk,th->tk", dots, weights[rows].float())
+    return indices, values.masked_fill(indices < 0, 0.0)
+
+
 # ---- cases
 
 _CASES: list[Values] = [
@@ -348,7 +396,7 @@ def _make(
     dtype: torch.dtype,
     device: str,
 ) -> Values:
-    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys, ties and all."""
+    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
     more: dict[str, Any] = {"device": device}
     q = torch.randint(-2, 3, (*tokens, heads, dim + 8 * sliced), **more)[..., :dim].to(dtype)
     k = torch.randint(-2, 3, (keys, dim + 8 * sliced), **more).to(dtype)[:, :dim]
@@ -357,11 +405,11 @@ def _make(
     if packed:
         ends = torch.tensor([0, *packed]).cumsum(0)
         ends[-1] = max(keys, int(ends[-1]))
-        starts, stops = causal_bounds(*tokens, keys, cu_seqlens=ends, positions=torch.arange(*tokens) + keys // 2)
+        starts, stops = causal_bounds(tokens[0], keys, cu_seqlens=ends, positions=torch.arange(*tokens) + keys // 2)
         values |= {"starts": starts.to(device), "ends": stops.to(device)}
     if shuffled:
         positions = torch.randperm(keys).int() + 3
-        starts, stops = causal_bounds(*tokens, keys, positions=torch.arange(*tokens) + keys // 2)
+        starts, stops = causal_bounds(tokens[0], keys, positions=torch.arange(*tokens) + keys // 2)
         values |= {"starts": starts.to(device), "ends": stops.to(device), "key_positions": positions.to(device)}
     return values
 

@@ -59,16 +59,18 @@ def _target_flops(values: Values) -> int:
 def indexer_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
     """target[t, i] = sum over heads h of exp(scale * q[t, h] . k[s] - lse[t, h]), s = indices[t, i]; 0 where s is -1.
 
-    q: [T, H, D] and k: [S, 1, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K] int32;
-    lse: [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised: sums of several
-    ranks' heads may be added first, and no head is weighed on its own. Products and sums in fp32. No gradient: the main
-    model does not learn from the indexer.
+    q: [T, H, D] and k: [S, 1, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K]
+    int32; lse: [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised:
+    sums of several ranks' heads may be added first, and no head is weighed on its own. Products and sums in fp32. No
+    gradient: the main model does not learn from the indexer.
     """
     wide = wide_dtype(q)
     target = torch.empty(indices.shape, dtype=wide, device=q.device)
     for rows in chunks(q.shape[0], indices.shape[1] * (q.shape[1] + q.shape[2])):
         keys, valid = gathered(k[:, 0], indices[rows])
-        logits = torch.einsum("thd,tkd->thk", q[rows].to(wide), keys.to(wide)) * scale - lse[rows].to(wide).unsqueeze(-1)
+        logits = torch.einsum("thd,tkd->thk", q[rows].to(wide), keys.to(wide)) * scale - lse[rows].to(wide).unsqueeze(
+            -1
+        )
         target[rows] = logits.exp().sum(1).masked_fill(~valid, 0)
     return target
 
@@ -111,8 +113,8 @@ def dense_indexer_target(
 ) -> Tensor:
     """target[t, s] = sum over heads of exp(scale * q[t, h] . k[s, h'] - lse[t, h]); 0 where t does not see s.
 
-    q: [T, H, D]; k: [S, HK, D], head h looks at h' = h // (H / HK); lse: [T, H] fp32, natural logarithm; target: [T, S] fp32.
-    Bounds as in `index_scores`. Meant for a chunk of queries at a time. No gradient.
+    q: [T, H, D]; k: [S, HK, D], head h looks at h' = h // (H / HK); lse: [T, H] fp32, natural logarithm; target: [T,
+    S] fp32. Bounds as in `index_scores`. Meant for a chunk of queries at a time. No gradient.
     """
     wide = wide_dtype(q)
     visible = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
@@ -184,11 +186,12 @@ def indexer_kl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """KL(target / sum || softmax(scores)) over the selected keys of each query, and its gradients, in one call.
 
-    q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target: [T, K] fp32,
-    not negative, of any sum. Returns loss [T] fp32 and the derivatives of grad_scale * loss.sum(): dq and dweights like q
-    and weights, dk [S, D] fp32, left wide because sums over more queries may follow. Scores, softmax and sums in fp32;
-    the derivative by a product q . k is rounded to q's dtype before it is multiplied again. A query without keys, or whose target is all zero, has loss
-    0 and no gradient. `deterministic` adds dk in a fixed order, at the price of a pass over all keys.
+    q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target: [T,
+    K] fp32, not negative, of any sum. Returns loss [T] fp32 and the derivatives of grad_scale * loss.sum(): dq and
+    dweights like q and weights, dk [S, D] fp32, left wide because sums over more queries may follow. Scores, softmax
+    and sums in fp32; the derivative by a product q . k is rounded to q's dtype before it is multiplied again. A query
+    without keys, or whose target is all zero, has loss 0 and no gradient. `deterministic` adds dk in a fixed order,
+    at the price of a pass over all keys.
     """
     wide = wide_dtype(q)
     loss = torch.empty(q.shape[0], dtype=wide, device=q.device)
@@ -223,9 +226,10 @@ def _check_dense_kl(
     expected = (q.shape[0], k.shape[0])
     if target.shape != expected or target.dtype != wide_dtype(q):
         raise ValueError(
-            f"dense_indexer_kl: target is {list(target.shape)} {target.dtype}, expected {list(expected)} {wide_dtype(q)}"
+            f"dense_indexer_kl: target is {list(target.shape)} {target.dtype}, "
+            f"expected {list(expected)} {wide_dtype(q)}"
         )
-    check_bounds("dense_indexer_kl", *expected, starts, ends, key_positions)
+    check_bounds("dense_indexer_kl", q.shape[0], k.shape[0], starts, ends, key_positions)
 
 
 def _dense_kl_flops(values: Values) -> int:
@@ -246,8 +250,8 @@ def dense_indexer_kl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`indexer_kl` over every key a query sees: for the warm-up stage, a chunk of queries at a time.
 
-    target: [T, S] fp32, 0 where t does not see s; the rest as in `indexer_kl`, bounds as in `index_scores`. Two matrices
-    [T, S] are all that is in memory beside the results. dk is always added in a fixed order.
+    target: [T, S] fp32, 0 where t does not see s; the rest as in `indexer_kl`, bounds as in `index_scores`. Two
+    matrices [T, S] are all that is in memory beside the results. dk is always added in a fixed order.
     """
     wide = wide_dtype(q)
     valid = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
@@ -327,7 +331,9 @@ _KL_CASES: list[Values] = [
     *_CASES,
     {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True, "grad_scale": 0.25},
 ]
-_BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, "heads": 128, "dim": 576, "k": 2048} for keys in (8192, 32768)]
+_BENCH: list[Values] = [
+    {"tokens": (4096,), "keys": keys, "heads": 128, "dim": 576, "k": 2048} for keys in (8192, 32768)
+]
 _KL_BENCH: list[Values] = [
     {"tokens": (4096,), "keys": keys, "heads": 64, "dim": 128, "k": 2048, "deterministic": exact}
     for keys, exact in ((8192, False), (32768, False), (8192, True))
@@ -383,7 +389,13 @@ def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) 
     target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
     target = target.masked_fill(values["indices"] < 0, 0)
     options = {"grad_scale": grad_scale, "deterministic": deterministic}
-    return {"q": values["q"], "k": values["k"][:, 0], "weights": weights, "indices": values["indices"], "target": target} | options
+    return {
+        "q": values["q"],
+        "k": values["k"][:, 0],
+        "weights": weights,
+        "indices": values["indices"],
+        "target": target,
+    } | options
 
 
 def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any) -> tuple[Values, Values]:
@@ -391,7 +403,9 @@ def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case:
     tokens, keys, device = values["q"].shape[0], values["k"].shape[0], case["device"]
     bounds: Values = {"starts": None, "ends": None, "key_positions": None}
     if empty or shuffled:
-        ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(1, keys // max(1, tokens))  # the first: none
+        ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(
+            1, keys // max(1, tokens)
+        )  # the first: none
         bounds |= {"starts": torch.zeros_like(ends), "ends": ends}
     if shuffled:
         bounds["key_positions"] = torch.randperm(keys, device=device).int()
@@ -411,7 +425,7 @@ def _make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
     q, k = values["q"], values["k"][:, 0]
     weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
     target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
-    visible = visible_keys(q.shape[0], k.shape[0], *bounds.values(), q.device)
+    visible = visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
     target = target.masked_fill(~visible, 0)
     return {"q": q, "k": k, "weights": weights, "target": target, **bounds, "grad_scale": grad_scale}
 

@@ -185,7 +185,7 @@ def _kl_kernel(
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(scores - shift), 0)
         mass += tl.sum(tl.load(target_ptr + slots, mask=valid, other=0.0), 0)
         top = new_top
-    log_total = tl.log(total)
+    log_total = tl.log(tl.maximum(total, 1e-38))
     has_mass = tl.where(mass > 0, 1.0, 0.0)
     inverse = has_mass / tl.where(mass > 0, mass, 1.0)
 
@@ -212,7 +212,9 @@ def _kl_kernel(
             tl.atomic_add(dk_at, dk, mask=valid[:, None] & (channels < D)[None, :], sem="relaxed")
     tl.store(loss_ptr + token, loss)
     dq *= grad_scale / LIFT
-    tl.store(dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside
+    )
     dweights = tl.sum(dweights, 0) * grad_scale
     tl.store(dweights_ptr + token * HI + heads, dweights.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
 

@@ -14,7 +14,8 @@ LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
 # Bytes of P and dS, or of shares that wait for their sum, at a time: at 32k tokens less than a tenth of dq.
 SCRATCH = 320 * 2**20
-REGISTERS = 224  # of a consumer's thread in the Gluon kernels
+REGISTERS = 224  # of a thread of the Gluon consumers; the producer gets what is left of 504
+DQ_REGISTERS = 232
 SLOTS_BLOCK = 1024
 REDUCE_WARPS = 1
 REDUCED = 128  # tokens whose slots are read at once
@@ -62,14 +63,16 @@ def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
 def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(heads=16, keys=16, warps=4, stages=1)
-    return Tiles(heads=_head_tile(heads, 64), keys=32, warps=8 if dim > 256 else 4, stages=1)
+    if dim > 256:  # 64 heads would spill
+        return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
+    return Tiles(heads=_head_tile(heads, 64), keys=32, warps=4, stages=1)
 
 
 def _dkv_tiles(dtype: torch.dtype) -> Tiles:
     """`heads`: columns of one program."""
     if dtype == torch.float32:
         return Tiles(heads=32, keys=16, warps=4, stages=1)
-    return Tiles(heads=64, keys=64, warps=4, stages=2)
+    return Tiles(heads=128, keys=64, warps=4, stages=3)
 
 
 def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -122,8 +125,7 @@ def backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    step = _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic)
-    return step.run()
+    return _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic).run()
 
 
 class _Backward:
@@ -172,8 +174,7 @@ class _Backward:
     def run(self) -> tuple[Tensor, Tensor]:
         tokens = self._tokens_at_a_time()
         if self.count and self.heads and self.topk and self.num_keys:
-            more = {"dtype": self.q.dtype, "device": self.q.device}
-            p, ds = (torch.empty(tokens, self.heads, self.pitch, **more) for _ in range(2))
+            p, ds = (self.q.new_empty(tokens, self.heads, self.pitch) for _ in range(2))
             for first in range(0, self.count, tokens):
                 now = min(tokens, self.count - first)
                 self._first_pass(first, now, p, ds)
@@ -210,7 +211,7 @@ class _Backward:
                 self.pitch,
                 self.scale,
                 H=self.heads,
-                REGISTERS=REGISTERS,
+                REGISTERS=DQ_REGISTERS,
                 num_warps=4,
             )
             return
@@ -246,10 +247,9 @@ class _Backward:
         if not self.deterministic:
             self._share_out(first, now, p, ds, self.dkv)
             return
-        more = {"device": self.q.device}
-        shares = torch.empty(now, self.topk, self.dim, dtype=torch.float32, **more)
+        shares = self.dkv.new_empty(now, self.topk, self.dim)
         self._share_out(first, now, p, ds, shares)
-        slots = torch.full((now, self.num_keys), -1, dtype=torch.int32, **more)
+        slots = self.indices.new_full((now, self.num_keys), -1)
         plain._sparse_slots_kernel[(now, ceil_div(self.topk, SLOTS_BLOCK))](
             self.indices, slots, first, self.num_keys, self.topk, BLOCK=SLOTS_BLOCK, num_warps=4
         )
@@ -289,7 +289,8 @@ class _Backward:
         tiles = _dkv_tiles(self.q.dtype)
         for begin, end in ((0, self.value_dim), (self.value_dim, self.dim)):
             if begin < end:
-                plain._sparse_dkv_kernel[(ceil_div(end - begin, tiles.heads), now)](
+                columns = max(16, min(tiles.heads, power_of_2(end - begin)))
+                plain._sparse_dkv_kernel[(ceil_div(end - begin, columns), now)](
                     self.q,
                     self.dout,
                     self.indices,
@@ -307,7 +308,7 @@ class _Backward:
                     ADD=not self.deterministic,
                     BLOCK_H=max(16, power_of_2(self.heads)),
                     BLOCK_K=tiles.keys,
-                    BLOCK_C=tiles.heads,
+                    BLOCK_C=columns,
                     WIDEN=is_interpreting(),
                     num_warps=tiles.warps,
                     num_stages=tiles.stages,

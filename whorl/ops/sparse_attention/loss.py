@@ -82,16 +82,16 @@ def indexer_kl_loss(
 ) -> Tensor:
     """coefficient * mean or sum over queries of KL(main attention || indexer), both over the selected keys.
 
-    q [T, HI, D], k [S, D], weights [T, HI]: the indexer's, and all that gets a gradient; indices [T, K]: its choice. main_q
-    [T, H, D'], main_k [S, 1, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no gradient reaches
-    them. The heads are summed, then normalised once over the selected keys.
+    q [T, HI, D], k [S, D], weights [T, HI]: the indexer's, and all that gets a gradient; indices [T, K]: its choice.
+    main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no
+    gradient reaches them. The heads are summed, then normalised once over the selected keys.
 
     reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,
-    ranks that hold the other queries) take "sum" and put it into the coefficient, or multiply the loss by it.
-    when: "forward" gives the loss at once and keeps the gradients until backward. "backward" is for activation
-    checkpointing: the forward, which runs twice there, returns 0, and backward computes everything once.
-    log: one fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum
-    [T, K], for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
+    ranks that hold the other queries) take "sum" and put it into the coefficient, or multiply the loss by it. when:
+    "forward" gives the loss at once and keeps the gradients until backward. "backward" is for activation
+    checkpointing: the forward, which runs twice there, returns 0, and backward computes everything once. log: one
+    fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum [T, K],
+    for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
     """
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
 
@@ -124,10 +124,10 @@ def dense_indexer_kl_loss(
     log: Tensor | None = None,
     reduce_target: Reduce | None = None,
 ) -> Tensor:
-    """`indexer_kl_loss` over every visible key: the warm-up stage, in which attention is dense and only the indexer learns.
+    """`indexer_kl_loss` over every visible key: for the warm-up stage, where attention is dense.
 
-    main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go through in
-    chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
+    main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go
+    through in chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
     """
     factor = _factor("dense_indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
 

@@ -11,8 +11,8 @@ from .contract import CHUNK, check_indices, softmax_sums
 
 WORD = 32  # keys of one word of a selection
 LARGEST_HEAD = 256
-# Keys past which gathering the selected ones costs less than masking all of them. By operations it is 12900 forward and
-# 12500 backward for DeepSeek-V3.2 (128 heads, 2048 selected): 192 + 128 channels for half of all keys against 576 + 512.
+# Keys past which gathering the selected ones costs less than masking all of them, for DeepSeek-V3.2 with 2048 selected.
+# By operations it is 12900 forward and 12500 backward: 192 + 128 channels for half of all keys against 576 + 512.
 CROSSOVER = 12_500
 
 

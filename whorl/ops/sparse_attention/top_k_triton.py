@@ -112,8 +112,8 @@ def _top_k_kernel(
     taken = tl.where(reached > SLOTS, wanted, reached)
     missing = taken - tl.sum((held > edge).to(tl.int32), 0)
 
-    # Four neighbours lie in one thread, LANES of those in a warp: a line, counted without a barrier. Each of the four is
-    # stored as a tensor of its own: as one tensor they would be moved between threads first.
+    # Four neighbours lie in one thread, LANES of those in a warp: a line, counted without a barrier. Each of the four
+    # is stored as a tensor of its own: as one tensor they would be moved between threads first.
     lanes = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     four = tl.arange(0, ROWS)[:, None] * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
     before = tl.zeros((), tl.int32)  # in the columns so far: above the edge << 16 | equal to it
@@ -197,7 +197,7 @@ def _launch(
 
 def _plan(block: int) -> dict[str, int]:
     if is_interpreting():
-        return {"BLOCK": block, "ROWS": 4, "LANES": 4, "TAIL": 64}
+        return {"BLOCK": block, "ROWS": 4 if block <= 256 else 32, "LANES": 4, "TAIL": 64}
     warps = min(16, max(4, block // 1024))
     return {"BLOCK": block, "ROWS": 2 * warps, "LANES": 32, "TAIL": 1024, "num_warps": warps}
 
@@ -208,7 +208,7 @@ def forward(
     from .indexer import full_bounds
 
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
-    starts, ends = full_bounds(*scores.shape, starts, ends, scores.device)
+    starts, ends = full_bounds(scores.shape[0], scores.shape[1], starts, ends, scores.device)
     indices = scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
     values = scores.new_empty(scores.shape[0], topk)
     key_positions = None if key_positions is None else key_positions.contiguous()

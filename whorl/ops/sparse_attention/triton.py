@@ -249,7 +249,7 @@ def _sparse_slots_kernel(indices_ptr, slots_ptr, first, S, K, BLOCK: tl.constexp
 def _share(shares_ptr, row, rank, i, channels, D: tl.constexpr):
     """The i-th share of a key; zeros past the last."""
     at = tl.sum(tl.where(rank == i, row, 0), 0).to(tl.int64) * D
-    return tl.load(shares_ptr + at + channels, mask=(channels < D) & (tl.max(rank, 0) >= i), other=0.0)
+    return tl.load(shares_ptr + at + channels, mask=(channels < D) & (channels * 0 + i <= tl.max(rank, 0)), other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,198 @@
+"""The DSA names of whorl.ascend: equal to our operators, sequence by sequence, in both layouts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl import ascend, ops
+from whorl.ops.sparse_attention import index_scores
+
+LENGTHS = ([3, 5], [4, 9])  # queries and keys of two sequences
+SCALE = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes() -> Any:
+    with ascend.limits("ignore"):
+        yield
+
+
+def sequences() -> list[dict[str, Tensor]]:
+    """What one sequence has, for each of two."""
+    found = []
+    for queries, keys in zip(*LENGTHS, strict=True):
+        one = {"q": torch.randn(queries, 4, 16), "q_rope": torch.randn(queries, 4, 8), "k": torch.randn(keys, 1, 16)}
+        one |= {
+            "k_rope": torch.randn(keys, 1, 8),
+            "index_q": torch.randn(queries, 2, 8),
+            "index_k": torch.randn(keys, 1, 8),
+        }
+        one["weights"] = torch.randn(queries, 2)
+        one["indices"], one["values"] = ops.lightning_indexer(one["index_q"], one["index_k"][:, 0], one["weights"], 4)
+        joined = torch.cat((one["q"], one["q_rope"]), -1), torch.cat((one["k"], one["k_rope"]), -1)
+        one["out"], one["lse"] = ops.sparse_attention(*joined, one["indices"], SCALE, value_dim=16)
+        found.append(one)
+    return found
+
+
+def packed(found: list[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.cat([one[name] for one in found])
+
+
+def cumulative(tensors: bool) -> tuple[Any, Any]:
+    sums = [torch.tensor(lengths).cumsum(0) for lengths in LENGTHS]
+    return tuple(s.int() if tensors else s.tolist() for s in sums)  # type: ignore[return-value]
+
+
+def main_arguments(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"query_rope": packed(found, "q_rope"), "key_rope": packed(found, "k_rope")}
+
+
+def statistics(found: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """As the device gives them: [1, T, N]."""
+    lse = packed(found, "lse")[None]
+    return lse - 1, torch.full_like(lse, torch.e)
+
+
+def test_indexer_in_both_layouts() -> None:
+    found = sequences()
+    queries, keys = cumulative(tensors=True)
+    lengths = {"actual_seq_lengths_query": queries, "actual_seq_lengths_key": keys}
+    arguments = [packed(found, n) for n in ("index_q", "index_k", "weights")]
+    layouts = {"layout_query": "TND", "layout_key": "TND"}
+    indices, values = ascend.npu_lightning_indexer(*arguments, **lengths, **layouts, sparse_count=4, return_value=True)
+    assert torch.equal(indices, packed(found, "indices")[:, None])
+    torch.testing.assert_close(values, packed(found, "values")[:, None])
+    assert ascend.npu_lightning_indexer(*arguments, **lengths, **layouts, sparse_count=4)[1].numel() == 0
+
+    padded = [
+        torch.nn.utils.rnn.pad_sequence([one[n] for one in found], True) for n in ("index_q", "index_k", "weights")
+    ]
+    lengths = {n: torch.tensor(c) for n, c in zip(lengths, LENGTHS, strict=True)}
+    indices, _ = ascend.npu_lightning_indexer(*padded, **lengths, sparse_count=4)
+    for b, one in enumerate(found):
+        assert torch.equal(indices[b, : len(one["q"]), 0], one["indices"])
+        assert (indices[b, len(one["q"]) :] == -1).all()
+
+
+def test_indexer_without_a_mask_sees_everything() -> None:
+    q, k, weights = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 3, 2)
+    indices, _ = ascend.npu_lightning_indexer(q, k, weights, sparse_count=6, sparse_mode=0)
+    assert (indices == torch.arange(6)).all()
+
+
+def test_attention_and_its_gradient() -> None:
+    found = sequences()
+    queries, keys = cumulative(tensors=True)
+    q, k, shuffled = packed(found, "q"), packed(found, "k"), packed(found, "indices")[:, None]
+    out, top, total = ascend.npu_sparse_flash_attention(
+        q, k, k, shuffled, SCALE, actual_seq_lengths_query=queries, actual_seq_lengths_kv=keys, layout_query="TND",
+        layout_kv="TND", attention_mode=2, return_softmax_lse=True, **main_arguments(found),
+    )  # fmt: skip
+    torch.testing.assert_close(out, packed(found, "out"))
+    torch.testing.assert_close((top + total.log())[0], packed(found, "lse"))
+    assert (total >= 1 - 1e-6).all()
+
+    dout = torch.randn_like(out)
+    got = ascend.npu_sparse_flash_attention_grad(
+        q, k, k, shuffled, dout, out, top, total, SCALE, 1, packed(found, "q_rope"), packed(found, "k_rope"), queries,
+        keys, "TND", attention_mode=2,
+    )  # fmt: skip
+    first = 0
+    expected: list[list[Tensor]] = []
+    for one in found:
+        leaves = [one[n].clone().requires_grad_() for n in ("q", "k", "q_rope", "k_rope")]
+        joined = torch.cat((leaves[0], leaves[2]), -1), torch.cat((leaves[1], leaves[3]), -1)
+        y, _ = ops.sparse_attention(*joined, one["indices"], SCALE, value_dim=16)
+        expected.append(list(torch.autograd.grad(y, leaves, dout[first : first + len(y)])))
+        first += len(y)
+    dq, dk, dq_rope, dk_rope = (torch.cat(parts) for parts in zip(*expected, strict=True))
+    for g, e in zip((got[0], got[1] + got[2], got[3], got[4]), (dq, dk, dq_rope, dk_rope), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+
+
+def gradients_of(found: list[dict[str, Tensor]], dense: bool) -> tuple[list[Tensor], Tensor]:
+    """Of our own loss, sequence by sequence."""
+    parts, total = [], torch.zeros(())
+    for one in found:
+        leaves = [one["index_q"].clone(), one["index_k"][:, 0].clone(), one["weights"].clone()]
+        leaves = [x.requires_grad_() for x in leaves]
+        q, k = torch.cat((one["q"], one["q_rope"]), -1), torch.cat((one["k"], one["k_rope"]), -1)
+        if dense:
+            k = k.expand(-1, 4, -1)
+            loss = ops.dense_indexer_kl_loss(*leaves, q, k, one["dense_lse"], scale=SCALE, reduction="sum")
+        else:
+            loss = ops.indexer_kl_loss(*leaves, one["indices"], q, k, one["lse"], scale=SCALE, reduction="sum")
+        parts.append(list(torch.autograd.grad(loss, leaves)))
+        total = total + loss.detach()
+    return [torch.cat(x) for x in zip(*parts, strict=True)], total
+
+
+def test_sparse_loss() -> None:
+    found = sequences()
+    queries, keys = cumulative(tensors=False)
+    got = ascend.npu_sparse_lightning_indexer_grad_kl_loss(
+        *(packed(found, n) for n in ("q", "k", "index_q", "index_k", "weights")), packed(found, "indices")[:, None],
+        *statistics(found), SCALE, **main_arguments(found), actual_seq_qlen=queries, actual_seq_klen=keys, layout="TND",
+    )  # fmt: skip
+    expected, loss = gradients_of(found, dense=False)
+    torch.testing.assert_close(got[3], loss[None])
+    for g, e in zip((got[0], got[1][:, 0], got[2]), expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+
+
+def test_dense_loss_and_its_softmax() -> None:
+    found = sequences()
+    for one in found:
+        q, k = torch.cat((one["q"], one["q_rope"]), -1), torch.cat((one["k"], one["k_rope"]), -1)
+        logits = torch.einsum("thd,sd->ths", q, k[:, 0]) * SCALE
+        seen = torch.arange(len(k)) <= torch.arange(len(k) - len(q), len(k))[:, None]
+        one["dense_lse"] = logits.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)
+        scores = index_scores(one["index_q"], one["index_k"][:, 0], one["weights"])
+        one["score_lse"] = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+        one["heads"], one["heads_rope"] = one["k"].expand(-1, 4, -1), one["k_rope"].expand(-1, 4, -1)
+    queries, keys = cumulative(tensors=False)
+    lengths = {"actual_seq_qlen": queries, "actual_seq_klen": keys, "layout": "TND"}
+    index = [packed(found, n) for n in ("index_q", "index_k", "weights")]
+    top, total = ascend.npu_dense_lightning_indexer_softmax_lse(*index, **lengths)
+    torch.testing.assert_close((top + total.log())[0], packed(found, "score_lse"))
+    lse = packed(found, "dense_lse").T[..., None]  # a key head for each head: [N, T, 1]
+    got = ascend.npu_dense_lightning_indexer_grad_kl_loss(
+        packed(found, "q"), packed(found, "heads"), *index, lse, torch.ones_like(lse), top, total, SCALE, **lengths,
+        query_rope=packed(found, "q_rope"), key_rope=packed(found, "heads_rope"),
+    )  # fmt: skip
+    expected, loss = gradients_of(found, dense=True)
+    torch.testing.assert_close(got[3], loss[None])
+    for g, e in zip((got[0], got[1][:, 0], got[2]), expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    q, k, weights = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 3, 2)
+    with pytest.raises(ValueError, match="block_table has a meaning on an NPU only"):
+        ascend.npu_lightning_indexer(q, k, weights, block_table=torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="layouts are 'BSND' and 'PA_BSND'"):
+        ascend.npu_lightning_indexer(q, k, weights, layout_key="PA_BSND")
+    with pytest.raises(ValueError, match="TND needs the lengths"):
+        ascend.npu_lightning_indexer(q[0], k[0], weights[0], layout_query="TND", layout_key="TND")
+    with pytest.raises(ValueError, match="pre_tokens and next_tokens are"):
+        ascend.npu_lightning_indexer(q, k, weights, next_tokens=3)
+    with pytest.raises(RuntimeError, match="a gradient is needed"):
+        ascend.npu_lightning_indexer(q.requires_grad_(), k, weights)
+    indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="value differs from key"):
+        ascend.npu_sparse_flash_attention(torch.randn(1, 3, 2, 8), k, k + 1, indices, SCALE)
+
+
+def test_documented_limits() -> None:
+    half = {"dtype": torch.bfloat16}
+    q, k, weights = torch.randn(1, 3, 2, 64, **half), torch.randn(1, 6, 1, 64, **half), torch.rand(1, 3, 2)
+    with ascend.limits("enforce"):
+        with pytest.raises(ValueError, match="64 heads of 128 and one key head"):
+            ascend.npu_lightning_indexer(q, k, weights)
+        with pytest.raises(ValueError, match="sparse_count must be 1 to 2048"):
+            ascend.npu_lightning_indexer(q.repeat(1, 1, 1, 2), k.repeat(1, 1, 1, 2), weights, sparse_count=2500)
+        with pytest.raises(ValueError, match="heads of 512 and a rotary part of 64"):
+            ascend.npu_sparse_flash_attention(q, k, k, torch.zeros(1, 3, 1, 2, dtype=torch.int32), SCALE)

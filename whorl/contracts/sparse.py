@@ -1,0 +1,126 @@
+"""DeepSeek sparse attention: signatures and limits of the indexer, the attention, and the indexer's loss."""
+
+from typing import Final
+
+from .contract import Contract, Shape, from_schema
+from .dtypes import dtype_limit
+
+_HALF: Final = ("bfloat16", "float16")
+_LENGTHS = "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout='BSND', int? sparse_mode=3, "
+_FAR = "pre_tokens=9223372036854775807, int{0} next_tokens=9223372036854775807"
+
+SPARSE: Final[tuple[Contract, ...]] = (
+    from_schema(
+        "npu_lightning_indexer",
+        "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+        "str layout_key='BSND', int sparse_count=2048, int sparse_mode=3, int "
+        + _FAR.format("")
+        + ", bool return_value=False) -> (Tensor, Tensor)",
+        gradient="yes",
+        note="Indices are of the keys of each sequence; their order and the rule for ties are not documented. The "
+        "gradient is that of the values, asked for with return_value.",
+    ),
+    from_schema(
+        "npu_sparse_flash_attention",
+        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, "
+        "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
+        "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
+        "str layout_kv='BSND', int sparse_mode=3, int "
+        + _FAR.format("")
+        + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
+        gradient="yes",
+        note="Training needs return_softmax_lse=True. Indices are of the keys of each sequence, -1 after the last.",
+    ),
+    from_schema(
+        "npu_sparse_flash_attention_grad",
+        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, Tensor d_out, Tensor out, "
+        "Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, Tensor? query_rope=None, "
+        "Tensor? key_rope=None, Tensor? actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, str? layout='BSND', "
+        "int? sparse_mode=3, int? "
+        + _FAR.format("?")
+        + ", int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradient="silently lost",
+        note="Not deterministic unless switched so.",
+    ),
+    from_schema(
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+        "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, Tensor sparse_indices, "
+        "Tensor softmax_max, Tensor softmax_sum, float scale_value, *, Tensor? query_rope=None, "
+        "Tensor? key_rope=None, "
+        + _LENGTHS
+        + "int? "
+        + _FAR.format("?")
+        + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
+        gradient="silently lost",
+        note="Loss and gradients in one call. How the device scales them is not documented.",
+    ),
+    from_schema(
+        "npu_dense_lightning_indexer_softmax_lse",
+        "(Tensor query_index, Tensor key_index, Tensor weights, *, "
+        + _LENGTHS
+        + "int? "
+        + _FAR.format("?")
+        + ") -> (Tensor, Tensor)",
+        gradient="silently lost",
+    ),
+    from_schema(
+        "npu_dense_lightning_indexer_grad_kl_loss",
+        "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, Tensor softmax_max, "
+        "Tensor softmax_sum, Tensor softmax_max_index, Tensor softmax_sum_index, float scale_value, *, "
+        "Tensor? query_rope=None, Tensor? key_rope=None, "
+        + _LENGTHS
+        + "int? "
+        + _FAR.format("?")
+        + ") -> (Tensor, Tensor, Tensor, Tensor)",
+        gradient="silently lost",
+        note="As npu_sparse_lightning_indexer_grad_kl_loss, over every visible key.",
+    ),
+)
+
+
+def lightning_indexer_limit(
+    *, query_shape: Shape, key_shape: Shape, dtype: str, sparse_count: int, sparse_mode: int
+) -> str | None:
+    """Shapes end in [N, D]."""
+    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+        return reason
+    heads, dim = query_shape[-2:]
+    if heads > 64 or dim != 128 or tuple(key_shape[-2:]) != (1, 128):
+        return f"at most 64 heads of 128 and one key head, got {tuple(query_shape)} and {tuple(key_shape)}"
+    if not (1 <= sparse_count <= 2048 or sparse_count in range(3072, 8193, 1024)):
+        return f"sparse_count must be 1 to 2048, or a multiple of 1024 up to 8192, got {sparse_count}"
+    return None if sparse_mode in (0, 3) else f"sparse_mode must be 0 or 3, got {sparse_mode}"
+
+
+def sparse_flash_attention_limit(
+    *, query_shape: Shape, rope_shape: Shape | None, dtype: str, attention_mode: int, topk: int, backward: bool = False
+) -> str | None:
+    """Shapes end in [N, D]."""
+    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+        return reason
+    heads, dim = query_shape[-2:]
+    if heads not in (1, 2, 4, 8, 16, 32, 64, 128):
+        return f"the number of heads must be a power of two up to 128, got {heads}"
+    if dim != 512 or rope_shape is None or rope_shape[-1] != 64:
+        return f"heads of 512 and a rotary part of 64, got {dim} and {rope_shape and rope_shape[-1]}"
+    if attention_mode != 2:
+        return f"attention_mode must be 2 (absorbed), got {attention_mode}"
+    return f"topk must be a multiple of 1024, got {topk}" if backward and topk % 1024 else None
+
+
+def indexer_kl_loss_limit(
+    *, query_shape: Shape, key_shape: Shape, index_shape: Shape, dtype: str, layout: str, dense: bool = False
+) -> str | None:
+    """Shapes end in [S, N, D], in TND in [T, N, D]."""
+    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+        return reason
+    if query_shape[-2] not in (32, 64, 128):
+        return f"32, 64 or 128 heads, got {query_shape[-2]}"
+    if index_shape[-2] not in (8, 16, 32, 64) or index_shape[-1] != 128:
+        return f"8, 16, 32 or 64 index heads of 128, got {tuple(index_shape)}"
+    if layout == "BSND" and (query_shape[-3] > 8192 or key_shape[-3] > 131072):
+        return f"at most 8192 queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
+    if dense and (query_shape[-1] != 128 or key_shape[-2] != query_shape[-2]):
+        return f"as many key heads as heads, of 128, got {tuple(query_shape)} and {tuple(key_shape)}"
+    return None
