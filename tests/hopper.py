@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from whorl.ops import _overlap
+from whorl.ops import _overlap_triton
 from whorl.ops.sparse_attention import launch
 
 POINTERS = {
@@ -40,7 +40,7 @@ def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) 
         launches.append((self, args, kwargs))
 
     JITFunction.run = run  # this process only records
-    _overlap.overlaps_kernels = lambda device: True  # as a Hopper GPU does
+    _overlap_triton.overlaps_kernels = lambda device: True  # as a Hopper GPU does
 
 
 def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

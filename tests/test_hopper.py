@@ -42,11 +42,42 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_gate_up_kernel",
         "_down_kernel",
         "_sort_kernel",
+        "_places_kernel",
+        "_spread_kernel",
+        "_collect_kernel",
+        "_dots_kernel",
+        "_product_kernel",
+        "_weight_kernel",
+        "_route_backward_kernel",
         "_top_kernel",
         "_draw_kernel",
         "_quantize_kernel",
         "_dequantize_kernel",
+        "_scores_kernel",
+        "_top_k_kernel",
+        "_target_kernel",
+        "_kl_kernel",
+        "_dense_target_kernel",
+        "_rows_kernel",
+        "_dense_dq_kernel",
+        "_dense_dk_kernel",
+        "_hadamard_kernel",
     }
+
+
+def test_sparse_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
+    gluon = {"_sparse_forward_gluon_kernel", "_sparse_dq_gluon_kernel", "_sparse_dkv_gluon_kernel"}
+    plain = {"_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel"}
+    rows = [row for row in builds if row["kernel"] in gluon | plain]
+    assert {row["kernel"] for row in rows} == gluon | plain
+    assert all(row["tensor_core_products"] for row in rows), rows
+
+
+def test_the_indexer_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
+    kernels = {"_scores_kernel", "_target_kernel", "_kl_kernel", "_dense_target_kernel", "_dense_dq_kernel"}
+    rows = [row for row in builds if row["kernel"] in kernels | {"_dense_dk_kernel", "_hadamard_kernel"}]
+    assert len(rows) > len(kernels)
+    assert all(row["tensor_core_products"] for row in rows), rows
 
 
 def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
@@ -55,9 +86,12 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
-SMALL_READS = {"_route_kernel", "_sort_kernel"}
+SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel"}
 SMALL_WRITES = {
     "_route_kernel",
+    "_route_backward_kernel",
+    "_places_kernel",
+    "_dots_kernel",
     "_top_kernel",
     "_draw_kernel",
     "_combine_kernel",
@@ -67,7 +101,14 @@ SMALL_WRITES = {
     "_scores_kernel",
     "_target_kernel",
     "_top_k_kernel",
+    "_sparse_delta_kernel",
+    "_sparse_slots_kernel",
+    "_masked_delta_kernel",
+    "_selection_kernel",
+    "_extent_kernel",
 }
+# No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
+SMALL_WRITES |= {"_sparse_forward_gluon_kernel", "_sparse_dkv_kernel", "_sparse_dkv_gluon_kernel"}
 
 
 def test_memory_is_read_and_written_16_bytes_at_a_time(builds: list[dict[str, Any]]) -> None:

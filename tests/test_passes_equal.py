@@ -133,6 +133,13 @@ def test_one_capture_two_graphs() -> None:
     assert found[0]["rewrites"] == 1
 
 
+def test_the_threshold_is_measured_and_the_same_on_every_rank() -> None:
+    found = shared(2).run(compiled_toy, (5, 9), "eager", "auto")
+    assert all(each["equal"] for each in found), found[0]
+    assert found[0]["text"] == found[1]["text"]
+    assert "predicted: communication" in found[0]["text"]
+
+
 def test_the_capture_gets_no_guard() -> None:
     found = shared(2).run(guarded_toy)[0]
     assert found["without"]

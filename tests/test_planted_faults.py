@@ -16,6 +16,7 @@ from whorl.ops import OPS, Op
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
 SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.qk_norm_rope_triton"
+QK_BACKWARD = "whorl.ops.qk_norm_rope_backward_triton"
 LINEAR, MOE = "whorl.ops.linear_triton", "whorl.ops.moe_triton"
 ATTENTION, SAMPLE = "whorl.ops.attention_triton", "whorl.ops.sample_triton"
 
@@ -73,10 +74,22 @@ FAULTS = [
     Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
     Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
     Fault("slot without a block", QK, "qk_norm_rope_write", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
-    Fault("rotation not turned back", QK, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"),
-    Fault("projection forgotten", QK, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
-    Fault("only the last block", QK, "qk_norm_rope_backward", "_first += more_first", "_first = more_first", 1, True),
-    Fault("gradient of the weight scaled", QK, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"),
+    Fault(
+        "rotation not turned back", QK_BACKWARD, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"
+    ),
+    Fault("projection forgotten", QK_BACKWARD, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
+    Fault(
+        "only the last block",
+        QK_BACKWARD,
+        "qk_norm_rope_backward",
+        "_first += more_first",
+        "_first = more_first",
+        1,
+        True,
+    ),
+    Fault(
+        "gradient of the weight scaled", QK_BACKWARD, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"
+    ),
     Fault("last column not written", LINEAR, "linear", "mask=columns < N)", "mask=columns < N - 1)"),
     Fault("every row reads the first", LINEAR, "linear", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
     Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),

@@ -41,6 +41,8 @@ ONLY_16_BITS = ("dynamic_quant", "lightning_indexer", "paged_attention")
 ALLOWED = 2.0
 # Both grouped products round to 16 bits where the reference stays in fp32: expected 1.6, observed up to 2.0.
 LOOSER = {"experts": 2.5}
+# Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula.
+PLAIN = ("route_backward",)
 # The first release that has what the call needs; in older ones the reference runs.
 LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10"}
 
@@ -194,7 +196,7 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
     for row in ran:
         case = f"{name} {row['case']} {row['dtype']}"
         assert "error" not in row, f"{case}:\n{row['error']}"
-        assert row["called"], f"{case}: no torch_npu operator was called"
+        assert row["called"] or name in PLAIN, f"{case}: no torch_npu operator was called"
         for way in ("forward", "backward"):
             found = row.get(way, {"ratio": 0.0})
             allowed = LOOSER.get(name, ALLOWED)

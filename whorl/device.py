@@ -4,16 +4,18 @@ import functools
 import importlib.util
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 
-BACKENDS = ("torch", "triton", "torch_npu")
+BACKENDS = ("torch", "torch_cuda", "triton", "torch_npu")
 DEVICES = ("cpu", "cuda", "npu")
 HOST = "cpu"
-HOME = {"triton": "cuda", "torch_npu": "npu"}  # the device each accelerated backend is written for
+# The device each accelerated backend is written for; torch_cuda is torch's own kernels, where they are no reference.
+HOME = {"torch_cuda": "cuda", "triton": "cuda", "torch_npu": "npu"}
+PACKAGE = {"torch_cuda": "torch"}  # where a backend comes from, if its name does not say
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # the library that moves tensors between ranks
 
 # What several ranks run better with, set before the library starts unless the user has. HCCL's and the task queue's
@@ -69,8 +71,9 @@ def unavailable(backend: str, device: str, *, asked: bool = False) -> str | None
     """
     if backend == "torch":
         return None
-    if not is_installed(backend):
-        return f"{backend} is not installed"
+    package = PACKAGE.get(backend, backend)
+    if not is_installed(package):
+        return f"{package} is not installed"
     home = HOME[backend]
     if device == home:
         return None
@@ -150,6 +153,13 @@ def synchronize(device: str) -> None:
         module.synchronize()
 
 
+def empty_cache(device: str) -> None:
+    """Give memory that nobody uses back to the driver."""
+    module = accelerator(device)
+    if module is not None:
+        module.empty_cache()
+
+
 def fp64_home(device: str) -> str:
     """Where fp64 arithmetic is done for tensors of `device`: Ascend leaves most of it to the host."""
     return HOST if device == "npu" else device
@@ -190,6 +200,43 @@ def event(device: str) -> Callable[[], None]:
     mark = module.Event()
     mark.record()
     return mark.synchronize
+
+
+class Reached:
+    """The mark of work that is done already."""
+
+    def synchronize(self) -> None: ...
+
+
+class Lane:
+    """Work that a device does in order, beside its other lanes: a stream; on the CPU `run` returns when it is done.
+
+    beside: a lane of its own; else the one that the caller works in.
+    """
+
+    def __init__(self, device: str, *, beside: bool = True) -> None:
+        self.module = accelerator(device)
+        self.stream = self.module.Stream() if self.module is not None and beside else None
+
+    def run(self, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        """Do `work` after the marks of other lanes; the mark of its end, whose `synchronize` makes the host wait."""
+        if self.module is None:
+            work()
+            return Reached()
+        stream = self.stream or self.module.current_stream()
+        for mark in after:
+            if not isinstance(mark, Reached):
+                stream.wait_event(mark)
+        with self.module.stream(stream):
+            work()
+        mark = self.module.Event()
+        mark.record(stream)
+        return mark
+
+    def uses(self, x: torch.Tensor) -> None:
+        """Memory of `x`, which another lane allocated, is not used again before this lane is done with it."""
+        if self.stream is not None:
+            x.record_stream(self.stream)
 
 
 def host_buffer(num_bytes: int, device: str) -> torch.Tensor:

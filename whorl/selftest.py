@@ -29,6 +29,7 @@ FLOOR = 1 / 128
 FEW, FLOOR_OF_FEW = 32, 1 / 4
 # A single element, lost among many in the mean, may be this many times the reference's largest error off.
 OUTLIER = 8.0
+CONSTANTS = ("cos_sin", "bias")  # floating point, but never differentiated: tables, and what only chooses experts
 SPEED_TOKENS = 256  # where there is no accelerator the case timed is cut down to these
 
 
@@ -132,10 +133,10 @@ def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None)
 
 def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
     """Gradients that arrive through autograd, against the reference differentiated by torch."""
-    wanted = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point() and n != "cos_sin"]
+    wanted = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in CONSTANTS]
     there = values if home is None else convert(values, lambda t: t.to(home))
     wide = widened(there)
-    grads = [torch.randn_like(o) for o in answers(op, op.reference, there)]
+    grads = [torch.randn_like(o) for o in answers(op, op.reference, there) if o.is_floating_point()]
     got = _gradients(op, lambda **v: op(**v, backend=backend), values, wanted, grads)
     reference = _gradients(op, op.reference, there, wanted, grads)
     gold = _gradients(op, op.reference, wide, wanted, [g.double() for g in grads])
@@ -146,7 +147,7 @@ def _gradients(
     op: Op, run: Callable[..., Any], values: Values, wanted: Sequence[str], grads: Sequence[Tensor]
 ) -> list[Tensor]:
     leaves = {n: v.detach().requires_grad_() if n in wanted else v for n, v in values.items()}
-    outs = answers(op, run, leaves)
+    outs = [o for o in answers(op, run, leaves) if o.is_floating_point()]
     grads = [g.to(o.device) for o, g in zip(outs, grads, strict=True)]
     return list(torch.autograd.grad(outs, [leaves[n] for n in wanted], grads))
 
@@ -277,11 +278,13 @@ def _speed(op: Op, backend: str, device: str) -> str:
     if not op.bench_cases or devices.is_interpreting():
         return ""
     case = op.bench_cases[0]
-    if devices.accelerator(device) is None:
-        case = shrink(case, SPEED_TOKENS)
+    if devices.accelerator(device) is None:  # of products the host does seconds of work for each token
+        case = op.cases[1] if op.flops is not None else shrink(case, SPEED_TOKENS)
     values = op.make(**case, dtype=torch.bfloat16, device=device)
     num_bytes = op.bytes(values, tuple(answers(op, op.reference, values)))
-    timing = measure([lambda: op(**values, backend=backend)], device, short=is_short(num_bytes, device))
+    # References read sizes back from the device, which no graph can record.
+    runs, short = [lambda: op(**values, backend=backend)], is_short(num_bytes, device)
+    timing = measure(runs, device, short=short, recorded=backend != "torch")
     return f"{timing.us:.1f} us, {bandwidth(num_bytes, timing.us)} ({describe(case)}, bfloat16)"
 
 

@@ -191,6 +191,33 @@ def token_unpermute(
     return out.to(permuted_tokens.dtype)
 
 
+def token_permute_grad(
+    tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, padded_mode: bool = False
+) -> Tensor:
+    slots = sorted_indices.numel() // tokens.shape[0]
+    total = torch.zeros(tokens.shape)
+    for n, place in enumerate(sorted_indices.tolist()):
+        total[n // slots] += grad_permuted_tokens[place].float()
+    return total.to(tokens.dtype)
+
+
+def token_unpermute_grad(
+    permuted_tokens: Tensor,
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    assert probs is not None
+    grad_tokens, grad_probs = torch.zeros(permuted_tokens.shape), torch.zeros(probs.numel())
+    for n, place in enumerate(sorted_indices.tolist()):
+        grad = grad_unpermuted_tokens[n // probs.shape[1]].float()
+        grad_tokens[place] = grad * float(probs.flatten()[n])
+        grad_probs[n] = grad @ permuted_tokens[place].float()
+    return grad_tokens.to(permuted_tokens.dtype), grad_probs.to(probs.dtype).view(probs.shape)
+
+
 KERNELS = {
     "npu_moe_gating_top_k_softmax": gating_top_k_softmax,
     "npu_moe_gating_top_k": gating_top_k,
@@ -199,4 +226,6 @@ KERNELS = {
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_token_permute": token_permute,
     "npu_moe_token_unpermute": token_unpermute,
+    "npu_moe_token_permute_grad": token_permute_grad,
+    "npu_moe_token_unpermute_grad": token_unpermute_grad,
 }

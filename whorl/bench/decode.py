@@ -322,8 +322,7 @@ def _matmul_rate(model: Any, device: str) -> float:
 
 def _free(device: str) -> None:
     gc.collect()
-    if (module := devices.accelerator(device)) is not None:
-        module.empty_cache()
+    devices.empty_cache(device)
 
 
 # ---- showing

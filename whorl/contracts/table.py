@@ -248,6 +248,20 @@ _TABLE = (
         note="Gradients of input, in its dtype, and of gamma, in float32.",
     ),
     from_schema(
+        "npu_moe_token_permute_grad",
+        "(Tensor tokens, Tensor grad_permuted_tokens, Tensor indices, Tensor sorted_indices, bool padded_mode=False) "
+        "-> Tensor",
+        gradient="silently lost",
+        note="The sum of each token's K rows of grad_permuted_tokens; of tokens only shape and dtype count.",
+    ),
+    from_schema(
+        "npu_moe_token_unpermute_grad",
+        "(Tensor permuted_tokens, Tensor grad_unpermuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+        "bool padded_mode=False, int[]? restore_shape=None) -> (Tensor, Tensor)",
+        gradient="silently lost",
+        note="Gradients of permuted_tokens and of probs, each in its dtype.",
+    ),
+    from_schema(
         "npu_swiglu_backward",
         "(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
         gradient="silently lost",

@@ -6,8 +6,10 @@ R rotary size, A position axes, C hidden size, F expert size, E experts, K chose
 
 from ._op import OPS, Op
 from .attention import paged_attention, write_kv
+from .grouped_matmul import grouped_matmul
 from .linear import linear
 from .moe import experts, route
+from .permute import permute, unpermute
 from .qk_norm_rope import qk_norm_rope
 from .qk_norm_rope_write import qk_norm_rope_write
 from .quant import dequantize, dynamic_quant
@@ -38,6 +40,7 @@ __all__ = [
     "dequantize",
     "dynamic_quant",
     "experts",
+    "grouped_matmul",
     "hadamard",
     "indexer_kl_loss",
     "indexer_rope",
@@ -49,6 +52,7 @@ __all__ = [
     "mrope_",
     "paged_attention",
     "penalize",
+    "permute",
     "qk_norm_rope",
     "qk_norm_rope_write",
     "rms_norm",
@@ -60,5 +64,6 @@ __all__ = [
     "sparse_attention",
     "swiglu",
     "tokens_first",
+    "unpermute",
     "write_kv",
 ]

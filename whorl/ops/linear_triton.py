@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from ._overlap import follow, overlap
+from ._overlap_triton import follow, overlap
 from ._rows import ceil_div, power_of_2
 
 LARGEST_ROW = 8192  # bytes of a weight row that one warp of a decode kernel holds

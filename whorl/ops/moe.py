@@ -1,4 +1,4 @@
-"""Mixture of experts at inference: choosing experts for each token, and running them."""
+"""Mixture of experts: choosing experts for each token, and running them at inference."""
 
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ def _check_route(
             f"route: {count} experts in {num_groups} groups of which {top_groups} are kept: "
             "groups must be of one size, and at least one and at most all of them kept"
         )
+    if bias is not None and bias.requires_grad:
+        raise ValueError("route: bias only chooses and gets no gradient, pass bias.detach()")
     if not 1 <= k <= count // num_groups * top_groups:
         raise ValueError(f"route: k is {k}, expected 1 to {count // num_groups * top_groups}, the experts to choose of")
 
@@ -55,7 +57,12 @@ def _fake_route(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
 
 
-@operator(check=_check_route, forward_only=True, fake=_fake_route)
+def _scores(wide: Tensor, scoring: str) -> Tensor:
+    # exp, not sigmoid: torch's vectorised sigmoid and its scalar one, used for the rest of a row, differ in bits.
+    return torch.softmax(wide, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-wide))
+
+
+@operator(check=_check_route, fake=_fake_route)
 def route(
     logits: Tensor,
     k: int,
@@ -73,11 +80,9 @@ def route(
     ids [T, k] int32, the highest score first, ties to the lowest id. Scores are softmax or sigmoid of the logits in
     fp32. With `num_groups` > 1 experts are chosen from the `top_groups` best groups; a group is as good as its best
     expert, with a bias as its best two together (DeepSeek-V2, -V3). `renormalize` divides the weights by their sum;
-    `scale` multiplies them last. No gradient.
+    `scale` multiplies them last. The weights are differentiable in the logits, the choice held; bias has no gradient.
     """
-    wide = widen(logits)
-    # exp, not sigmoid: torch's vectorised sigmoid and its scalar one, used for the rest of a row, differ in bits.
-    scores = torch.softmax(wide, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-wide))
+    scores = _scores(widen(logits), scoring)
     choice = scores if bias is None else scores + bias.to(scores.dtype)
     if num_groups > 1:
         choice = _in_top_groups(choice, num_groups, top_groups, pairs=bias is not None)
@@ -89,6 +94,53 @@ def route(
             total = total + weights[:, slot : slot + 1]
         weights = weights / total.clamp_min(1e-20)
     return (weights * scale).contiguous(), ids.int().contiguous()
+
+
+def _check_route_backward(
+    dweights: Tensor, logits: Tensor, ids: Tensor, scoring: str, renormalize: bool, scale: float
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"route_backward: logits is {list(logits.shape)} {logits.dtype}, expected [T, E] floating point"
+        )
+    if ids.dim() != 2 or ids.shape[0] != logits.shape[0] or dweights.shape != ids.shape:
+        raise ValueError(
+            f"route_backward: dweights is {list(dweights.shape)}, ids {list(ids.shape)}, expected two of "
+            f"[{logits.shape[0]}, k]"
+        )
+
+
+@operator(check=_check_route_backward)
+def route_backward(
+    dweights: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> Tensor:
+    """Gradient of the weights of `route` with respect to the logits, in their dtype: [T, E], contiguous.
+
+    dweights: [T, k] floating point; ids: [T, k], as `route` chose them, none twice in a row. In fp32, rounded once.
+    """
+    scores = _scores(widen(logits), scoring)
+    at = ids.long()
+    chosen = scores.gather(-1, at)
+    grads = dweights.to(scores.dtype) * scale
+    if renormalize:
+        total = chosen.sum(-1, keepdim=True)
+        mean = (grads * chosen).sum(-1, keepdim=True) / total.clamp_min(1e-20)
+        grads = (grads - torch.where(total >= 1e-20, mean, 0)) / total.clamp_min(1e-20)
+    dscores = torch.zeros_like(scores).scatter(-1, at, grads)
+    inner = (grads * chosen).sum(-1, keepdim=True) if scoring == "softmax" else dscores * scores
+    return (scores * (dscores - inner)).to(logits.dtype).contiguous()
+
+
+@route.gradient(save=("logits",), save_outputs=(1,))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    how = {name: args[name] for name in ("scoring", "renormalize", "scale", "backend")}
+    return {"logits": route_backward(grads[0], args["logits"], outputs[1], **how)}
 
 
 def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> None:
@@ -204,6 +256,13 @@ def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # 
     return moe_triton.route(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
 
 
+@route_backward.impl("triton", accepts=_triton_route_reason)
+def _(dweights, logits, ids, scoring, renormalize, scale):  # type: ignore[no-untyped-def]
+    from . import moe_triton
+
+    return moe_triton.route_backward(dweights, logits, ids, scoring, renormalize, scale)
+
+
 def _triton_reason(x: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
@@ -218,6 +277,10 @@ def _(x, gate_up, down, weights, ids, rows):  # type: ignore[no-untyped-def]
 @route.impl("torch_npu", accepts=moe_torch_npu.route_reason)
 def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # type: ignore[no-untyped-def]
     return moe_torch_npu.route(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
+
+
+# torch_npu's gradient came in 2.11 and does not say its formula: on NPU tensors this is a few small operators of torch.
+route_backward.impl("torch_npu", accepts=moe_torch_npu.route_backward_reason)(route_backward.reference)
 
 
 @experts.impl("torch_npu", accepts=moe_torch_npu.experts_reason)
@@ -258,7 +321,18 @@ def _make_route(
     return {"logits": logits, "k": k, "bias": offsets, "scale": weight_scale, **options}
 
 
+def _make_route_backward(**case: Any) -> Values:
+    values = _make_route(**case)
+    logits, k = values["logits"], values["k"]
+    how: Values = {name: values[name] for name in ("scoring", "renormalize", "scale") if name in values}
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dweights = torch.randn(logits.shape[0], k, device=logits.device).to(wide)
+    ids = torch.rand(logits.shape, device=logits.device).argsort(-1)[:, :k].int()
+    return {"dweights": dweights, "logits": logits, "ids": ids, **how}
+
+
 route.inputs(cases=_ROUTES, bench=_ROUTE_BENCH)(_make_route)
+route_backward.inputs(cases=_ROUTES, bench=_ROUTE_BENCH[1:])(_make_route_backward)
 
 _CASES: list[Values] = [
     {"tokens": (1,), "hidden": 8, "width": 4, "experts": 2, "k": 1},

@@ -66,6 +66,10 @@ def route(
     return (weights * scale).contiguous(), ids.contiguous()
 
 
+def route_backward_reason(logits: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
+
+
 def experts_reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
     count, rows = gate_up.shape[0], ids.numel()
     if not rows:

@@ -191,7 +191,7 @@ def _(**values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @qk_norm_rope_backward.impl("triton", accepts=triton_reason)
 def _(**values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .qk_norm_rope_triton import backward
+    from .qk_norm_rope_backward_triton import backward
 
     return backward(**values)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
-from ._overlap import follow, overlap
+from ._overlap_triton import follow, overlap
 from ._rows import as_rows, ceil_div, power_of_2
 
 CACHE = 32 * 2**20  # bytes of one tensor that are more than the second-level cache keeps

@@ -1,6 +1,7 @@
 """Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,5 +222,7 @@ def compile(
     if backend not in ("inductor", "eager"):
         raise ValueError(f"compile: backend is {backend!r}, expected 'inductor' or 'eager'")
     config = sequence_parallel or SequenceParallel()
-    collectives.group_name(config.group)
+    group = collectives.group_name(config.group)
+    if config.min_tokens == "auto" and config.cost is None:
+        config = replace(config, cost=_measured(group))  # here and not while a graph is traced
     return Compiled(model, config, backend, dynamic, dump)

@@ -23,8 +23,8 @@ class SequenceParallel:
     sharded: names of parameters and inputs (a dot-separated part of them, or fnmatch patterns) that differ between
         ranks though nothing in them says so. DTensor parameters and what `probe` finds need no mention.
     probe: compare a checksum of every parameter across ranks once, at compile time; those that differ are varying.
-    fuse: run collectives and the matrix products beside them as one operator, piece by piece. With `ordered` only
-        products whose rows stand alone (whorl's linear), so that bits stay; without it every product.
+    fuse: run collectives and the matrix products beside them as one operator, piece by piece. A product then sees fewer
+        rows at a time, which may change the last bits of aten's; whorl's linear keeps its own.
     skip: names of passes to leave out.
     """
 

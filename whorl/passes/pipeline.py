@@ -34,7 +34,10 @@ def fuse_matmuls(state: Rewrite) -> int:
         return 0
     from . import async_tp
 
-    return async_tp.fuse(state)
+    count = async_tp.fuse_graph(state.graph, state.group, ordered=state.config.ordered, left=state.report.not_fused)
+    fused = (ours.matmul_reduce_scatter.default, ours.all_gather_matmul.default, ours.matmul_all_reduce.default)
+    state.report.gemms += [n.name for n in state.graph.nodes if n.target in fused and "mm" in n.args]
+    return count
 
 
 # In this order. Each pass returns how much it changed; `SequenceParallel(skip=(name,))` leaves one out.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._op import Values, is_readable, operator, widen
 
-CHUNK = 2**25  # elements of the largest tensor that a reference makes at a time
+CHUNK = 2**27  # elements of the largest tensor that a reference makes at a time
 LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # what the kernels hold
 
 
@@ -73,13 +73,15 @@ def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
     """Tokens whose gathered keys, or scores, are at most CHUNK elements."""
     each = max(1, indices.shape[1] * max(q.shape[1], q.shape[2]))
     step = max(1, CHUNK // each)
-    return (slice(start, start + step) for start in range(0, q.shape[0], step))
+    return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
 
 def _gather(kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """The keys [T, K, D] in the dtype of accumulation, zero where absent; and which exist."""
     exists = indices >= 0
-    rows = widen(kv[:, 0]) if kv.shape[0] else kv.new_zeros(1, kv.shape[2], dtype=widen(kv).dtype)
+    rows = widen(kv[:, 0])
+    if not kv.shape[0]:  # padding must point somewhere
+        rows = torch.cat((rows, rows.new_zeros(1, kv.shape[2])))
     found = rows[indices.clamp_min(0).long()]
     return torch.where(exists[..., None], found, found.new_zeros(())), exists
 
@@ -166,8 +168,6 @@ def sparse_attention(
         weights, total, found = softmax_sums(_scores(q[part], keys, exists, scale))
         out.append((weights @ keys[..., :value_dim] / total[..., None]).to(q.dtype))
         lse.append(found)
-    if not out:
-        return q.new_zeros(0, q.shape[1], value_dim), widen(q).new_zeros(0, q.shape[1])
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
@@ -210,8 +210,7 @@ def sparse_attention_backward(
         rest = kv.shape[2] - dout.shape[2]
         share = share + torch.nn.functional.pad(weights.transpose(1, 2) @ grad, (0, rest))
         dkv = dkv.index_add(0, indices[part][exists].long(), share[exists])
-    first = torch.cat(dq) if dq else torch.zeros_like(q)
-    return first.contiguous(), dkv.to(kv.dtype)[:, None].contiguous()
+    return torch.cat(dq).contiguous(), dkv.to(kv.dtype)[:, None].contiguous()
 
 
 @sparse_attention.gradient(save=("q", "kv", "indices"), save_outputs=(0, 1))

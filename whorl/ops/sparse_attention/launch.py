@@ -55,15 +55,15 @@ def _head_tile(heads: int, most: int) -> int:
 def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:  # products without tensor cores, for checking
         return Tiles(heads=16, keys=16, warps=4, stages=1)
-    if dim > 256:
-        return Tiles(heads=_head_tile(heads, 64), keys=64 if heads > 32 else 32, warps=8, stages=2)
+    if dim > 256:  # 64 heads would spill, and fit the shared memory of no other chip than Hopper
+        return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
     return Tiles(heads=_head_tile(heads, 64), keys=64, warps=4, stages=3)
 
 
 def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(heads=16, keys=16, warps=4, stages=1)
-    if dim > 256:  # 64 heads would spill
+    if dim > 256:
         return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
     return Tiles(heads=_head_tile(heads, 64), keys=32, warps=4, stages=1)
 

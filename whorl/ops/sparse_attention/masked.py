@@ -117,17 +117,18 @@ def unpack(bits: Tensor, num_keys: int) -> Tensor:
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     step = max(1, CHUNK // max(1, q.shape[1] * k.shape[0]))
-    return (slice(start, start + step) for start in range(0, q.shape[0], step))
+    return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """[T, HQ, C] to [HK, T * HQ / HK, C]."""
-    return widen(x).unflatten(1, (groups, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+    return widen(x).unflatten(1, (groups, x.shape[1] // groups)).permute(1, 0, 2, 3).flatten(1, 2)
 
 
-def _back(x: Tensor, count: int) -> Tensor:
-    """[HK, T * HQ / HK, C] to [T, HQ, C]."""
-    return x.unflatten(1, (count, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+def _back(x: Tensor, like: Tensor) -> Tensor:
+    """[HK, T * HQ / HK, C] to [T, HQ, C], T and HQ as in `like`."""
+    count, heads = like.shape[:2]
+    return x.unflatten(1, (count, heads // x.shape[0])).permute(1, 0, 2, 3).flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, bits: Tensor, scale: float) -> Tensor:
@@ -175,13 +176,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float
     """
     out, lse = [], []
     for part in _chunks(q, k):
-        count = q[part].shape[0]
         weights, total, found = softmax_sums(_scores(q[part], k, bits[part], scale))
         mean = weights @ widen(v).transpose(0, 1) / total[..., None]
-        out.append(_back(mean, count).to(q.dtype))
-        lse.append(_back(found[..., None], count)[..., 0])
-    if not out:
-        return q.new_zeros(0, q.shape[1], v.shape[2]), widen(q).new_zeros(0, q.shape[1])
+        out.append(_back(mean, q[part]).to(q.dtype))
+        lse.append(_back(found[..., None], q[part])[..., 0])
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
@@ -210,7 +208,6 @@ def masked_attention_backward(
     groups, dq = k.shape[1], []
     dk, dv = (widen(x).transpose(0, 1) * 0 for x in (k, v))
     for part in _chunks(q, k):
-        count = q[part].shape[0]
         logs = torch.where(lse[part] > float("-inf"), lse[part], torch.zeros_like(lse[part]))
         weights = torch.exp(_scores(q[part], k, bits[part], scale) - _by_group(logs[..., None], groups))
         grad = _by_group(dout[part], groups)
@@ -218,12 +215,11 @@ def masked_attention_backward(
         if dlse is not None:
             delta = delta - _by_group(dlse[part][..., None], groups)
         dscores = weights * (grad @ widen(v).permute(1, 2, 0) - delta) * scale
-        dq.append(_back(dscores @ widen(k).transpose(0, 1), count).to(q.dtype))
+        dq.append(_back(dscores @ widen(k).transpose(0, 1), q[part]).to(q.dtype))
         dk = dk + dscores.transpose(1, 2) @ _by_group(q[part], groups)
         dv = dv + weights.transpose(1, 2) @ grad
-    first = torch.cat(dq) if dq else torch.zeros_like(q)
-    rest = (x.transpose(0, 1).to(k.dtype).contiguous() for x in (dk, dv))
-    return (first.contiguous(), *rest)  # type: ignore[return-value]
+    first, second = (x.transpose(0, 1).to(k.dtype).contiguous() for x in (dk, dv))
+    return torch.cat(dq).contiguous(), first, second
 
 
 @masked_attention.gradient(save=("q", "k", "v", "bits"), save_outputs=(0, 1))

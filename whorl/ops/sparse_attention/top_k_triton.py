@@ -102,7 +102,7 @@ def _top_k_kernel(
     wanted = tl.minimum(seen, K)
     # Raised as long as too many reach it; never so far that fewer than wanted do.
     threshold, reached, bit = tl.zeros((), tl.uint32), seen, tl.full((), 2147483648, tl.uint32)
-    while (bit != 0) & (reached > tl.maximum(wanted, SLOTS)):
+    while (bit != 0) & (reached > SLOTS):
         count = tl.sum((held >= _score_of(threshold | bit)).to(tl.int32), 0)
         is_enough = count >= wanted
         threshold = tl.where(is_enough, threshold | bit, threshold)

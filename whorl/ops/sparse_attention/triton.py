@@ -98,7 +98,7 @@ def _sparse_forward_kernel(
         out = dot(p.to(v.dtype), v, out * shrink[:, None], WIDEN)
         top = new
     safe = tl.where(total > 0, total, 1.0)
-    out = out / safe[:, None]
+    out = out * (1 / safe)[:, None]
     _store_rows(out_ptr + token * (H * DV), out, heads, DV, H, 0, DV, BLOCK_DV)
     lse = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
     tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)

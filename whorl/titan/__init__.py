@@ -1,0 +1,1 @@
+"""Training with TorchTitan: nothing here imports it before it is used."""

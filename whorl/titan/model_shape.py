@@ -1,0 +1,261 @@
+"""What a model weighs and computes, from its configuration alone: parameters by how they are sharded, FLOPs per token.
+
+No torch: a plan is made on any machine.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PASSES = 3  # forward, recomputed forward, backward: what full activation checkpointing makes of a layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Parameters, by what may share them."""
+
+    split: int = 0  # by tensor parallelism
+    whole: int = 0  # on every tensor-parallel rank
+    experts: int = 0  # by expert parallelism
+
+    @property
+    def total(self) -> int:
+        return self.split + self.whole + self.experts
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(
+            split=self.split + other.split, whole=self.whole + other.whole, experts=self.experts + other.experts
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """FLOPs of a token in a layer, forward and backward together."""
+
+    split: float  # shared by tensor parallelism
+    whole: float  # done by every tensor-parallel rank
+    experts: float  # of the experts that the token visits
+
+    def scaled(self, factor: float) -> "Work":
+        return Work(split=self.split * factor, whole=self.whole * factor, experts=self.experts * factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    name: str
+    hidden: int
+    layers: int
+    vocab: int
+    heads: int
+    ffn: int
+    tied: bool = False
+    kv_heads: int = 0  # grouped-query attention; 0: multi-head latent attention
+    head_dim: int = 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    q_rank: int = 0
+    kv_rank: int = 0
+    nope: int = 0
+    rope: int = 0
+    value: int = 0
+    index_heads: int = 0  # 0: no lightning indexer
+    index_dim: int = 0
+    index_topk: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense: frozenset[int] = frozenset()  # layers without experts, in a model that has them
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense
+
+    @property
+    def latent(self) -> bool:
+        return self.kv_heads == 0
+
+    # ---- parameters
+
+    @property
+    def indexer(self) -> int:
+        if not self.index_heads:
+            return 0
+        queries = self.q_rank * self.index_heads * self.index_dim
+        return queries + self.hidden * (self.index_dim + self.index_heads) + 2 * self.index_dim
+
+    def attention(self) -> Weights:
+        if not self.latent:
+            out = self.heads * self.head_dim
+            keys = 2 * self.kv_heads * self.head_dim
+            bias = out + keys if self.qkv_bias else 0
+            norms = 2 * self.head_dim if self.qk_norm else 0
+            return Weights(split=self.hidden * (2 * out + keys) + bias, whole=norms)
+        per_head = self.kv_rank * (self.nope + self.value) + self.value * self.hidden
+        query = self.nope + self.rope
+        down = self.hidden * (self.kv_rank + self.rope) + self.kv_rank + self.indexer
+        if not self.q_rank:
+            return Weights(split=self.heads * (per_head + self.hidden * query), whole=down)
+        per_head += self.q_rank * query
+        return Weights(split=self.heads * per_head, whole=down + self.hidden * self.q_rank + self.q_rank)
+
+    def layer(self, index: int) -> Weights:
+        found = self.attention() + Weights(whole=2 * self.hidden)
+        if not self.has_experts(index):
+            return found + Weights(split=3 * self.hidden * self.ffn)
+        expert = 3 * self.hidden * self.expert_ffn
+        return found + Weights(
+            split=self.shared_experts * expert, whole=self.hidden * self.experts, experts=self.experts * expert
+        )
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        ends = self.embedding * (1 if self.tied else 2) + self.hidden
+        return ends + sum(self.layer(i).total for i in range(self.layers))
+
+    # ---- work
+
+    def keys(self, seq: int) -> float:
+        """That a token attends to, on average."""
+        top = self.index_topk
+        if not top or seq <= top:
+            return (seq + 1) / 2
+        return (top * (top + 1) / 2 + (seq - top) * top) / seq
+
+    def attention_work(self, seq: int) -> Work:
+        """Products of queries, keys and values; those with weights are not among them."""
+        keys = self.keys(seq)
+        if self.index_heads:
+            key, value = self.kv_rank + self.rope, self.kv_rank  # absorbed
+            pairs = 2 * self.heads * keys
+            forward, backward = pairs * (key + value), pairs * (3 * key + 2 * value)
+            target = pairs * key  # what the indexer learns from
+            index = 2 * self.index_heads * self.index_dim
+            scores, gradient = index * (seq + 1) / 2, 3 * index * keys
+            return Work(split=2 * forward + backward + target, whole=2 * scores + gradient, experts=0)
+        key = self.nope + self.rope if self.latent else self.head_dim
+        value = self.value if self.latent else self.head_dim
+        forward = 2 * self.heads * keys * (key + value)
+        return Work(split=4.5 * forward, whole=0, experts=0)  # forward twice, backward 2.5 times
+
+    def layer_work(self, index: int, seq: int) -> Work:
+        """With full activation checkpointing: 8 FLOPs for a parameter, not 6."""
+        weights, attention = self.layer(index), self.attention_work(seq)
+        visited = self.chosen / self.experts * weights.experts if self.experts else 0
+        return Work(
+            split=8 * weights.split + attention.split,
+            whole=8 * weights.whole + attention.whole,
+            experts=8 * visited,
+        )
+
+    def head_work(self) -> float:
+        return 6 * self.embedding
+
+    def token_work(self, seq: int) -> float:
+        layers: Iterator[Work] = (self.layer_work(i, seq) for i in range(self.layers))
+        return self.head_work() + sum(work.split + work.whole + work.experts for work in layers)
+
+
+DEEPSEEK_V32 = ModelShape(
+    name="deepseek-v3.2",
+    hidden=7168,
+    layers=61,
+    vocab=129280,
+    heads=128,
+    ffn=18432,
+    q_rank=1536,
+    kv_rank=512,
+    nope=128,
+    rope=64,
+    value=128,
+    index_heads=64,
+    index_dim=128,
+    index_topk=2048,
+    experts=256,
+    chosen=8,
+    expert_ffn=2048,
+    shared_experts=1,
+    dense=frozenset(range(3)),
+)
+BUILT_IN = {DEEPSEEK_V32.name: DEEPSEEK_V32}
+MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"{name}: model_type is {kind!r}; a plan can be made for {', '.join(MODEL_TYPES)}")
+
+    def number(key: str, default: int | None = None) -> int:
+        value = config.get(key, default)
+        if value is None:
+            raise ValueError(f"{name}: {key} is missing")
+        return int(value)
+
+    common: dict[str, Any] = {
+        "name": name,
+        "hidden": number("hidden_size"),
+        "layers": number("num_hidden_layers"),
+        "vocab": number("vocab_size"),
+        "heads": number("num_attention_heads"),
+        "ffn": number("intermediate_size"),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+    if kind.startswith("deepseek"):
+        return ModelShape(**common, **_deepseek(config, number, indexed=kind == "deepseek_v32"))
+    common |= {
+        "kv_heads": number("num_key_value_heads", common["heads"]),
+        "head_dim": config.get("head_dim") or common["hidden"] // common["heads"],
+        "qk_norm": kind.startswith("qwen3"),
+        "qkv_bias": kind == "qwen2",
+    }
+    if kind == "qwen3_moe":
+        stride, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        common |= {
+            "experts": number("num_experts"),
+            "chosen": number("num_experts_per_tok"),
+            "expert_ffn": number("moe_intermediate_size"),
+            "dense": frozenset(i for i in range(common["layers"]) if i in plain or (i + 1) % stride),
+        }
+    return ModelShape(**common)
+
+
+def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str, Any]:
+    found = {
+        "q_rank": int(config.get("q_lora_rank") or 0),
+        "kv_rank": number("kv_lora_rank"),
+        "nope": number("qk_nope_head_dim"),
+        "rope": number("qk_rope_head_dim"),
+        "value": number("v_head_dim"),
+        "experts": number("n_routed_experts"),
+        "chosen": number("num_experts_per_tok"),
+        "expert_ffn": number("moe_intermediate_size"),
+        "shared_experts": number("n_shared_experts"),
+        "dense": frozenset(range(number("first_k_dense_replace"))),
+    }
+    if indexed:
+        found |= {key: number(key) for key in ("index_topk",)}
+        found |= {"index_heads": number("index_n_heads"), "index_dim": number("index_head_dim")}
+    return found
+
+
+def read_model(model: str) -> ModelShape:
+    """A built-in name, a config.json or a folder that has one."""
+    if model in BUILT_IN:
+        return BUILT_IN[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{model}: no such model; give {', '.join(BUILT_IN)}, a config.json or its folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no object")
+    return from_hugging_face(config, model)

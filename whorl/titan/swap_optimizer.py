@@ -1,0 +1,408 @@
+"""AdamW whose moments live in pinned host memory and visit the device a chunk at a time, during `step` alone.
+
+    load of chunk n+1  |  update of chunk n  |  store of chunk n-1       three lanes, a ring of device buffers
+
+The update is torch's own fused kernel, so its bits are torch.optim.AdamW(fused=True)'s.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from whorl.device import Lane, Reached, host_buffer
+from whorl.titan.moments import BLOCK, FORMATS, Format
+
+# A parameter is cut at multiples of what the CUDA kernel gives a block, and so of any vector of the CPU's:
+# then no element moves between a kernel's vector body and its tail, which may round differently.
+CUT = 1 << 16
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements start to stop of a parameter, at `offset` in a chunk."""
+
+    param: Tensor
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What is updated by one call; its parameters have one group and one dtype."""
+
+    group: int
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+    size: int = 0
+
+
+@dataclass(slots=True)
+class Slot:
+    """Device memory for a chunk: for each moment the parts of its format."""
+
+    memory: list[list[Tensor]]
+    loaded: Any = field(default_factory=Reached)
+    stored: Any = field(default_factory=Reached)
+
+
+@dataclass(slots=True)
+class Host:
+    """The moments of a parameter's local part, flat, in the order of its memory."""
+
+    moments: list[list[Tensor]]
+    is_lent: bool = False  # a state dict has them: the next update writes into new memory
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+def memory_order(x: Tensor) -> list[int]:
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda i: (-strides[i], i))
+
+
+def flat(x: Tensor, order: list[int]) -> Tensor:
+    return x.permute(order).reshape(-1)
+
+
+def cut(groups: list[list[Tensor]], room: int) -> list[Chunk]:
+    """Chunks of at most `room` elements, in the order of the parameters."""
+    chunks: list[Chunk] = []
+    for index, params in enumerate(groups):
+        chunk: Chunk | None = None
+        for param in params:
+            size, start = local(param).numel(), 0
+            while start < size:
+                if chunk is None or chunk.dtype != param.dtype:
+                    chunk = Chunk(index, param.dtype)
+                    chunks.append(chunk)
+                left = room - chunk.size
+                take = size - start if size - start <= left else left // CUT * CUT
+                if take == 0:
+                    chunk = None
+                    continue
+                chunk.pieces.append(Piece(param, start, start + take, chunk.size))
+                chunk.size += -(-take // BLOCK) * BLOCK  # vectors and scales start on a boundary
+                start += take
+    return chunks
+
+
+class SwapAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True) with the moments on the host.
+
+    moments: "exact", "bfloat16" or "int8" (float32 parameters; rounded at random, right on average).
+    chunk: elements that travel together, a multiple of 65536. ring: chunks on the device at once.
+    prefetch: loading starts when the gradient of the parameter at this share of the list arrives; the first parameters
+    get theirs last. None: when `step` starts.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        moments: str = "exact",
+        chunk: int = 1 << 25,
+        ring: int = 3,
+        prefetch: float | None = 0.1,
+    ) -> None:
+        if moments not in FORMATS:
+            raise ValueError(f"moments is {moments!r}: use one of {', '.join(FORMATS)}")
+        if chunk < CUT or chunk % CUT:
+            raise ValueError(f"chunk is {chunk} elements: use a positive multiple of {CUT}")
+        if ring < 2:
+            raise ValueError(f"ring is {ring} chunks: 2 overlap loads with updates, 3 overlap stores, too")
+        if prefetch is not None and not 0 <= prefetch <= 1:
+            raise ValueError(f"prefetch is {prefetch}: use a share of the parameters, 0 to 1, or None")
+        self.formats, self.room = FORMATS[moments], chunk
+        self._hosts: dict[Tensor, Host] = {}
+        self._chunks: list[Chunk] = []
+        self._planned: list[Tensor] = []
+        self._slots: list[Slot] = []
+        self._ring, self._next, self._updates = ring, 0, 0  # the next chunk to load; updates made, for the rounding
+        self._written: Any = Reached()  # the last store
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+        self._step_supports_amp_scaling = False  # GradScaler unscales and skips by itself
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        kind = (trainable or self.param_groups[0]["params"])[0].device.type
+        self._load, self._compute, self._store = Lane(kind), Lane(kind, beside=False), Lane(kind)
+        if prefetch is not None and trainable:
+            me = weakref.ref(self)
+            trigger = trainable[min(int(prefetch * len(trainable)), len(trainable) - 1)]
+            trigger.register_post_accumulate_grad_hook(lambda _: _prefetch(me()))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.requires_grad:
+                self._open(param)
+
+    # ---- memory on the host
+
+    def _open(self, param: Tensor) -> None:
+        """Moments of zero. Made at once, so that a checkpoint has them before the first step."""
+        here = local(param)
+        order = memory_order(here)
+        if not here.permute(order).is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {tuple(here.shape)} and strides {here.stride()} has holes or overlaps: "
+                "make it contiguous"
+            )
+        if here.dtype != torch.float32 and not self.formats[0].is_exact:
+            name = self.formats[0].name
+            raise ValueError(f"moments={name!r} takes float32 parameters, got {here.dtype}: use 'exact'")
+        other = next(iter(self._hosts), param)
+        if other.device != param.device:
+            raise ValueError(f"parameters are on {other.device} and {param.device}: use an optimizer for each device")
+        self._hosts[param] = self._new_host(param)
+        self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=here.device)
+        self._show(param)
+
+    def _new_host(self, param: Tensor) -> Host:
+        here = local(param)
+
+        def part(dtype: torch.dtype, values: int) -> Tensor:
+            return host_buffer(-(-here.numel() // values) * dtype.itemsize, here.device.type).view(dtype)
+
+        return Host([[part(*p) for p in form.parts(here.dtype)] for form in self.formats])
+
+    def _show(self, param: Tensor) -> None:
+        """What `state` has of the moments: torch's checkpoints look there for the names of what is to be loaded."""
+        for name, form, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
+            shown = parts[0] if len(form.parts(param.dtype)) == 1 else None
+            self.state[param][name] = shaped(param, shown)
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        params = [p for group in groups for p in group]
+        if not params:
+            return loss
+        for param in params:
+            if param not in self._hosts:  # it was frozen
+                self._open(param)
+        self._plan(groups, params)
+        grads = {param: flat_gradient(param) for param in params}
+        targets = {param: self._target(param) for param in params}
+        torch._foreach_add_([self.state[param]["step"] for param in params], 1)
+        self._updates += 1
+        for n, chunk in enumerate(self._chunks):
+            self._start_loading(n)
+            self._pass_through(n, chunk, grads, targets)
+        for param, host in targets.items():
+            self._hosts[param] = host
+            self._show(param)
+        self._drop()
+        return loss
+
+    def _plan(self, groups: list[list[Tensor]], params: list[Tensor]) -> None:
+        """Chunks of the parameters that have gradients; another set than last time, and what was loaded is not it."""
+        if len(params) != len(self._planned) or any(a is not b for a, b in zip(params, self._planned, strict=True)):
+            self._drop()
+            self._chunks, self._planned = cut(groups, self.room), params
+
+    def _target(self, param: Tensor) -> Host:
+        return self._new_host(param) if self._hosts[param].is_lent else self._hosts[param]
+
+    def _start_loading(self, n: int) -> None:
+        """Load what the ring has room for while chunk n is the one to update."""
+        if not self._slots and self._chunks:
+            self._make_slots()
+        while self._next < min(n + self._ring, len(self._chunks)):
+            chunk, slot = self._chunks[self._next], self._slots[self._next % self._ring]
+            self._next += 1
+            copy = functools.partial(self._copy, chunk, slot, self._hosts)
+            slot.loaded = self._load.run(copy, after=(slot.stored, self._written))
+
+    def _make_slots(self) -> None:
+        room = max(chunk.size for chunk in self._chunks)
+        itemsize = max(chunk.dtype.itemsize for chunk in self._chunks)
+        device = local(self._planned[0]).device
+
+        def part(form: Format, index: int) -> Tensor:
+            dtype, values = form.parts(torch.float32)[index]
+            num_bytes = room // values * (itemsize if form.is_exact else dtype.itemsize)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._load.uses(memory)
+            self._store.uses(memory)
+            return memory
+
+        for _ in range(min(self._ring, len(self._chunks))):
+            memory = [[part(form, i) for i in range(len(form.parts(torch.float32)))] for form in self.formats]
+            # What the caller launched before may still use the memory that these were given.
+            self._slots.append(Slot(memory, stored=self._compute.run(lambda: None)))
+
+    def _copy(self, chunk: Chunk, slot: Slot, hosts: dict[Tensor, Host], *, back: bool = False) -> None:
+        for piece in chunk.pieces:
+            for i, form in enumerate(self.formats):
+                of_host, of_device = hosts[piece.param].moments[i], self._views(chunk, slot, piece)[i]
+                for (_, values), there, here in zip(form.parts(chunk.dtype), of_host, of_device, strict=True):
+                    there = there[piece.start // values : -(-piece.stop // values)]
+                    there.copy_(here, non_blocking=True) if back else here.copy_(there, non_blocking=True)
+
+    def _views(self, chunk: Chunk, slot: Slot, piece: Piece) -> list[list[Tensor]]:
+        views = []
+        for form, memory in zip(self.formats, slot.memory, strict=True):
+            parts = []
+            for (dtype, values), part in zip(form.parts(chunk.dtype), memory, strict=True):
+                start, size = piece.offset // values, -(-(piece.stop - piece.start) // values)
+                parts.append(part.view(dtype)[start : start + size])
+            views.append(parts)
+        return views
+
+    def _pass_through(self, n: int, chunk: Chunk, grads: dict[Tensor, Tensor], targets: dict[Tensor, Host]) -> None:
+        slot = self._slots[n % self._ring]
+        updated = self._compute.run(lambda: self._update(n, chunk, slot, grads), after=(slot.loaded,))
+        slot.stored = self._store.run(lambda: self._copy(chunk, slot, targets, back=True), after=(updated,))
+        self._written = slot.stored
+
+    def _update(self, n: int, chunk: Chunk, slot: Slot, grads: dict[Tensor, Tensor]) -> None:
+        group = self.param_groups[chunk.group]
+        views = [self._views(chunk, slot, piece) for piece in chunk.pieces]
+        sizes = [piece.stop - piece.start for piece in chunk.pieces]
+        first, second = (
+            [form.decode(view[i], size) for view, size in zip(views, sizes, strict=True)]
+            for i, form in enumerate(self.formats)
+        )
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        torch._fused_adamw_(
+            [flat_parameter(piece.param)[piece.start : piece.stop] for piece in chunk.pieces],
+            [grads[piece.param][piece.start : piece.stop] for piece in chunk.pieces],
+            first,
+            second,
+            [],
+            [self.state[piece.param]["step"] for piece in chunk.pieces],
+            amsgrad=False,
+            lr=lr.to(first[0].device) if isinstance(lr, Tensor) else lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        if not self.formats[0].is_exact:
+            # A function of the update and the chunk: a resumed run draws what an unbroken one would have.
+            generator = torch.Generator(first[0].device)
+            generator.manual_seed((self._updates << 20) + n)
+            for i, values in enumerate((first, second)):
+                for view, x in zip(views, values, strict=True):
+                    self.formats[i].encode(x, view[i], generator)
+
+    def _drop(self) -> None:
+        """Give the ring back; what was loaded and not updated is on the host still."""
+        self._slots, self._next = [], 0
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.optim.AdamW's, with the moments on the host. It keeps its values: later updates write elsewhere."""
+        self._written.synchronize()
+        packed = super().state_dict()
+        for param, index in self._indices(packed):
+            if param in self._hosts:
+                state = {"step": self.state[param]["step"].clone()}
+                packed["state"][index] = state | dict(zip(MOMENTS, self._give(param), strict=True))
+        return packed
+
+    def _indices(self, packed: dict[str, Any]) -> Iterable[tuple[Tensor, int]]:
+        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
+            yield from zip(group["params"], saved["params"], strict=True)
+
+    def _give(self, param: Tensor) -> list[Tensor]:
+        host, size = self._hosts[param], local(param).numel()
+        given = []
+        for form, parts in zip(self.formats, host.moments, strict=True):
+            if len(parts) == 1:
+                host.is_lent = True
+            given.append(shaped(param, parts[0] if len(parts) == 1 else form.decode(parts, size)))
+        return given
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._written.synchronize()
+        self._drop()
+        steps = {index: {"step": state["step"]} for index, state in state_dict["state"].items()}
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError("the state was saved with amsgrad=True, which SwapAdamW does not have")
+        super().load_state_dict(state_dict | {"state": steps})
+        self._hosts = {}
+        for param, index in self._indices(state_dict):
+            saved = state_dict["state"].get(index)
+            if saved is not None:
+                step = self.state[param]["step"]
+                self._open(param)
+                self.state[param]["step"].copy_(step)
+                self._take(param, saved)
+            elif param.requires_grad:
+                self._open(param)
+        self._updates = max((int(self.state[param]["step"]) for param in self._hosts), default=0)
+
+    def _take(self, param: Tensor, saved: dict[str, Any]) -> None:
+        order = memory_order(local(param))
+        for name, form, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
+            if name not in saved:
+                raise ValueError(f"the saved state of a parameter of shape {tuple(param.shape)} has no {name}")
+            value = local(saved[name])
+            if value.shape != local(param).shape:
+                raise ValueError(
+                    f"the saved {name} has shape {tuple(value.shape)} here, the parameter {tuple(local(param).shape)}: "
+                    "torch.distributed.checkpoint loads what was sharded otherwise"
+                )
+            dtype = param.dtype if form.is_exact else torch.float32
+            form.encode(flat(value, order).to(device=parts[0].device, dtype=dtype), parts, None)
+
+
+def _prefetch(optimizer: SwapAdamW | None) -> None:
+    if optimizer is not None:
+        optimizer._start_loading(0)
+
+
+def flat_parameter(param: Tensor) -> Tensor:
+    here = local(param)
+    return here.permute(memory_order(here)).view(-1)
+
+
+def flat_gradient(param: Tensor) -> Tensor:
+    grad = cast(Tensor, param.grad)
+    if grad.is_sparse:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient: AdamW takes dense ones")
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return flat(local(grad), memory_order(local(param)))
+
+
+def shaped(param: Tensor, values: Tensor | None) -> Tensor:
+    """Flat values in the shape and the sharding of `param`; None: a tensor without memory."""
+    here = local(param)
+    order = memory_order(here)
+    if values is None:
+        values = torch.empty(here.numel(), dtype=param.dtype, device="meta")
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    plain = values[: here.numel()].view([here.shape[i] for i in order]).permute(inverse)
+    if not isinstance(param, DTensor):
+        return plain
+    # Not DTensor.from_local: that would move it to the device of the mesh.
+    meta = TensorMeta(param.shape, param.stride(), plain.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    return DTensor(plain, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
