@@ -98,7 +98,8 @@ def main() -> None:
             launches.clear()
             op.impls["triton"].function(**values)
             for kernel, args, kwargs in launches:
-                key = (kernel.__name__, str(kwargs))
+                ones = [i for i, value in enumerate(args) if isinstance(value, int) and value == 1]
+                key = (kernel.__name__, str(kwargs), str(ones))
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
                     rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})

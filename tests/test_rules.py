@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine": {"models", "nn", "passes", "ops", "device"},
     "serve": {"engine"},
     "doctor": {"rope_config", "contracts"},
+    "titan": {"models", "nn", "ops", "passes", "device", "rope_config", "positions"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "bench"},
     "bench": None,
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 }
 # Torch may be imported inside their functions only.
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options")
-LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel")
+LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 LINES = 500
 LONGER = {
     "tests/test_adapter_megatron.py": "one framework's layouts and switches side by side",
@@ -234,6 +235,10 @@ SURFACE = {
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--json"],
+    "whorl train": sorted(
+        {"--plan", "--cards", "--dies", "--memory", "--seq", "--batch", "--hardware", "--efficiency", "--link"}
+        | {"--network", "--host", "--imbalance", "--top", "--json"}
+    ),
     "whorl bench": [],
     "whorl bench ops": [
         "--compile",
@@ -366,6 +371,7 @@ print(json.dumps([f.code for f in check("examples/qwen3_vl_rope_branch").finding
 
 
 WITHOUT = {"--help": 0, "doctor examples/qwen3_vl_fixed --json": 0, "doctor examples/qwen3_vl_rope_branch": 1, "ops": 2}
+WITHOUT |= {"train --plan deepseek-v3.2 --cards 64 --seq 32768": 0}
 
 
 @pytest.mark.parametrize(("arguments", "exit_code"), WITHOUT.items())

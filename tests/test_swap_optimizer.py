@@ -301,6 +301,45 @@ def test_a_state_dict_keeps_its_values_while_training_goes_on(late: None, tmp_pa
     assert_same(net.parameters(), reference.parameters())
 
 
+def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:
+    net, reference = model(), model()
+    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    fused = torch.optim.AdamW(reference.parameters(), fused=True, **SETTINGS)
+    train(net, optimizer, range(2))
+    train(reference, fused, range(2))
+    early = copy.deepcopy(fused.state_dict())
+    train(net, optimizer, range(2, 4))
+    train(reference, fused, range(2, 4))
+    for m, o in ((net, optimizer), (reference, fused)):
+        m(torch.ones(8, 64)).square().mean().backward()
+        o.load_state_dict(copy.deepcopy(early))
+        o.step()
+    assert_same(net.parameters(), reference.parameters())
+
+
+def test_memory_of_a_state_dict_that_is_gone_is_not_kept() -> None:
+    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(6)]
+    optimizer = SwapAdamW(params, chunk=CUT)
+    held = [weakref.ref(part) for host in optimizer._hosts.values() for parts in host.moments for part in parts]
+    alive: list[int] = []
+    fresh, new_host = 0, optimizer._new_host
+
+    def spy(param: Tensor) -> Any:
+        nonlocal fresh
+        fresh += 1
+        alive.append(sum(ref() is not None for ref in held) // 2 + fresh)
+        return new_host(param)
+
+    optimizer._new_host = spy  # type: ignore[method-assign]
+    optimizer.state_dict()
+    give_gradients(params, 0)
+    optimizer.step()
+    assert fresh == 6
+    assert max(alive) <= 6 + 3, "not twice the moments"
+    optimizer.step()
+    assert fresh == 6, "once for each state dict"
+
+
 def sharded(seed_width: int) -> tuple[nn.Module, SwapAdamW]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     net = model(seed_width)
@@ -329,6 +368,7 @@ def resume_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[list[Tensor
     # Each rank has the whole batch: the mean of equal gradients is the gradient, exactly.
     train(net, optimizer, range(3, 6))
     dcp.save(get_optimizer_state_dict(net, optimizer, options=FLAT), checkpoint_id=f"{folder}_two")
+    net(torch.ones(8, 64)).sum().backward()
     return [whole(p).detach() for p in net.parameters()], found, kinds, optimizer._next
 
 
@@ -340,8 +380,9 @@ def test_one_rank_resumes_as_two_and_two_as_one(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "one")
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     answers = ranks.shared(2).run(resume_sharded, str(tmp_path / "one"), weights)
-    for _, found, kinds, _ in answers:
+    for _, found, kinds, loading in answers:
         assert kinds == ["DTensor"]
+        assert loading > 0, "FSDP's backward starts the loads, too"
         assert_same((found[name] for name in found), (state[name] for name in found))
     train(net, optimizer, range(3, 6))
     for params, *_ in answers:

@@ -323,6 +323,55 @@ def serve(
     run()
 
 
+@app.command()
+def train(
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Say which layouts fit: deepseek-v3.2, a config.json or its folder."),
+    ] = None,
+    cards: Annotated[int | None, typer.Option(min=1, help="Of the cluster.")] = None,
+    dies: Annotated[int | None, typer.Option(min=1, help="Of a card; each is a rank. Default: the hardware's.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="Of a die. Default: the hardware's.")] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step. Default: one for each rank.")] = None,
+    hardware: Annotated[str, typer.Option(help="a3 or h200.")] = "a3",
+    efficiency: Annotated[float | None, typer.Option(help="Share of the peak FLOP/s that a layer reaches.")] = None,
+    link: Annotated[float | None, typer.Option(metavar="GB/S", help="To the ranks nearby.")] = None,
+    network: Annotated[float | None, typer.Option(metavar="GB/S", help="To all others.")] = None,
+    host: Annotated[float | None, typer.Option(metavar="GB/S", help="To the host's memory, each way.")] = None,
+    imbalance: Annotated[
+        float, typer.Option(min=0, help="How much the load of an expert varies, as a share of its mean.")
+    ] = 0.25,
+    top: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Plan a training run: the layouts that fit a cluster, their memory and speed."""
+    if plan is None:
+        stop("train: say --plan MODEL; training itself needs the TorchTitan plug-in, which is not in this version")
+    if cards is None:
+        stop("train --plan: say --cards N")
+    from whorl.titan import plan_command
+
+    with asking():
+        made = plan_command.prepare(
+            plan,
+            hardware,
+            cards=cards,
+            dies=dies,
+            memory=memory,
+            seq=seq,
+            batch=batch,
+            imbalance=imbalance,
+            efficiency=efficiency,
+            bandwidths={"link": link, "network": network, "host": host},
+        )
+    if as_json:
+        print_json(plan_command.as_dict(made, top))
+    else:
+        print(plan_command.render(made, top))
+    sys.exit(0 if made.problem is None else 1)
+
+
 def main() -> None:
     app()
 

@@ -49,8 +49,8 @@ def error_ratio(got: Tensor, reference: Tensor, gold: Tensor) -> float:
     """rms(got - gold) over rms(reference - gold); both are rounded answers, gold is in fp64."""
     eps = torch.finfo(reference.dtype).eps
     floor = eps * _rms(gold) * (FLOOR if gold.numel() >= FEW else FLOOR_OF_FEW)
-    error, own = _rms(got.double() - gold), _rms(reference.double() - gold)
-    return error / (own + floor) if error else 0.0
+    error, allowed = _rms(got.double() - gold), _rms(reference.double() - gold) + floor
+    return error / allowed if allowed else math.inf if error else 0.0
 
 
 def judge(got: Sequence[Tensor], reference: Sequence[Tensor], gold: Sequence[Tensor], limit: float = LIMIT) -> Verdict:

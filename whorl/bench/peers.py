@@ -388,6 +388,23 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
     return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]
 
 
+# ---- grouped_matmul
+
+
+def _grouped_matmul(name: str) -> Callable[[Values, bool], list[Peer]]:
+    """Both of the backends that a GPU has, whichever the operator takes."""
+
+    def peers(values: Values, compiled: bool) -> list[Peer]:
+        device, op = values["x"].device.type, OPS[name]
+        return [
+            Peer(label=label, bind=_plainly(op, op.impls[backend].function))
+            for backend, label in {"torch_cuda": "torch's grouped_mm", "triton": "the Triton kernel"}.items()
+            if devices.unavailable(backend, device) is None and op.impls[backend].accepts(**values) is None
+        ]
+
+    return peers
+
+
 _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "rope": _rope,
     "rope_": _rope,
@@ -400,6 +417,8 @@ _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "rms_norm_backward": _rms_norm_backward,
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
+    "grouped_matmul": _grouped_matmul("grouped_matmul"),
+    "grouped_matmul_backward": _grouped_matmul("grouped_matmul_backward"),
     "qk_norm_rope": _qk_norm_rope,
     "qk_norm_rope_backward": _qk_norm_rope_backward,
 }

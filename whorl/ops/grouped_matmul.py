@@ -126,16 +126,16 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 @grouped_matmul.impl("triton", accepts=_triton_reason)
 def _(x, weight, counts):  # type: ignore[no-untyped-def]
-    from . import grouped_matmul_triton
+    from .grouped_matmul_triton import forward
 
-    return grouped_matmul_triton.forward(x, weight, counts)
+    return forward(x, weight, counts)
 
 
 @grouped_matmul_backward.impl("triton", accepts=_triton_reason)
 def _(dy, x, weight, counts):  # type: ignore[no-untyped-def]
-    from . import grouped_matmul_triton
+    from .grouped_matmul_triton import backward
 
-    return grouped_matmul_triton.backward(dy, x, weight, counts)
+    return backward(dy, x, weight, counts)
 
 
 grouped_matmul.impl("torch_npu", accepts=grouped_matmul_torch_npu.reason)(grouped_matmul_torch_npu.forward)
@@ -149,6 +149,7 @@ _CASES: list[Values] = [
     {"tokens": (7,), "size": (24, 40), "counts": (3, 0, 4)},
     {"tokens": (9,), "size": (20, 33), "counts": (0, 5, 4, 0), "scale": 0.01},
     {"tokens": (0,), "size": (16, 8), "counts": (0, 0)},
+    {"tokens": (18,), "size": (140, 136), "counts": (17, 1)},
     {"tokens": (37,), "size": (40, 24), "counts": (19, 1, 17), "sliced": True},
     {"tokens": (20,), "size": (17, 70), "counts": (0, 0, 20), "swapped": True},  # weight as torch's grouped_mm holds it
 ]

@@ -174,7 +174,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> T
 def product_plan(rows: int, element_size: int) -> dict[str, Any]:
     """By how many rows an expert has, all being alike."""
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32}
+        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_K": 32}
     if element_size == 4:
         return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     if rows <= 64:
@@ -184,7 +184,7 @@ def product_plan(rows: int, element_size: int) -> dict[str, Any]:
 
 def weight_plan(element_size: int) -> dict[str, Any]:
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 32, "BLOCK_M": 16}
+        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_M": 16}
     if element_size == 4:
         return {"ROWS": 64, "COLUMNS": 64, "BLOCK_M": 32, "num_warps": 4, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": 256, "BLOCK_M": 64, "num_warps": 8, "num_stages": 3}

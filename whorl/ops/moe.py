@@ -130,8 +130,10 @@ def route_backward(
     grads = dweights.to(scores.dtype) * scale
     if renormalize:
         total = chosen.sum(-1, keepdim=True)
-        mean = (grads * chosen).sum(-1, keepdim=True) / total.clamp_min(1e-20)
-        grads = (grads - torch.where(total >= 1e-20, mean, 0)) / total.clamp_min(1e-20)
+        least = total.clamp_min(1e-20)
+        # Shares first: that of a single expert is exactly 1, and its gradient exactly 0.
+        mean = (grads * (chosen / least)).sum(-1, keepdim=True)
+        grads = (grads - torch.where(total >= 1e-20, mean, 0)) / least
     dscores = torch.zeros_like(scores).scatter(-1, at, grads)
     inner = (grads * chosen).sum(-1, keepdim=True) if scoring == "softmax" else dscores * scores
     return (scores * (dscores - inner)).to(logits.dtype).contiguous()
@@ -258,9 +260,9 @@ def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # 
 
 @route_backward.impl("triton", accepts=_triton_route_reason)
 def _(dweights, logits, ids, scoring, renormalize, scale):  # type: ignore[no-untyped-def]
-    from . import moe_triton
+    from .moe_triton import route_backward as run
 
-    return moe_triton.route_backward(dweights, logits, ids, scoring, renormalize, scale)
+    return run(dweights, logits, ids, scoring, renormalize, scale)
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:

@@ -137,7 +137,7 @@ def _route_backward_kernel(
     if RENORMALIZE:
         found = tl.sum(chosen, 0)
         least = tl.maximum(found, 1e-20)
-        mean = tl.sum(grads * chosen, 0) / least
+        mean = tl.sum(grads * tl.div_rn(chosen, least), 0)
         grads = (grads - tl.where(found >= 1e-20, mean, 0.0)) / least
     grads = tl.where(is_slot, grads, 0.0)
     dscores = tl.zeros((BLOCK_E,), tl.float32)

@@ -174,30 +174,30 @@ def _triton_reason(**values: Any) -> str | None:
 
 @permute.impl("triton", accepts=_triton_reason)
 def _(x, ids, num_experts, probs):  # type: ignore[no-untyped-def]
-    from . import permute_triton
+    from .permute_triton import permute as run
 
-    return permute_triton.permute(x, ids, num_experts, probs)
+    return run(x, ids, num_experts, probs)
 
 
 @permute_backward.impl("triton", accepts=_triton_reason)
 def _(drows, places, x, probs):  # type: ignore[no-untyped-def]
-    from . import permute_triton
+    from .permute_triton import permute_backward as run
 
-    return permute_triton.permute_backward(drows, places, x, probs)
+    return run(drows, places, x, probs)
 
 
 @unpermute.impl("triton", accepts=_triton_reason)
 def _(rows, places, probs):  # type: ignore[no-untyped-def]
-    from . import permute_triton
+    from .permute_triton import collect
 
-    return permute_triton.collect(rows, places, probs)
+    return collect(rows, places, probs)
 
 
 @unpermute_backward.impl("triton", accepts=_triton_reason)
 def _(dy, rows, places, probs):  # type: ignore[no-untyped-def]
-    from . import permute_triton
+    from .permute_triton import unpermute_backward as run
 
-    return permute_triton.unpermute_backward(dy, rows, places, probs)
+    return run(dy, rows, places, probs)
 
 
 permute.impl("torch_npu", accepts=permute_torch_npu.permute_reason)(permute_torch_npu.permute)

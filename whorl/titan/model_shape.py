@@ -4,7 +4,6 @@ No torch: a plan is made on any machine.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ class Weights:
             split=self.split + other.split, whole=self.whole + other.whole, experts=self.experts + other.experts
         )
 
+    def times(self, count: int) -> "Weights":
+        return Weights(split=self.split * count, whole=self.whole * count, experts=self.experts * count)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
@@ -38,8 +40,9 @@ class Work:
     whole: float  # done by every tensor-parallel rank
     experts: float  # of the experts that the token visits
 
-    def scaled(self, factor: float) -> "Work":
-        return Work(split=self.split * factor, whole=self.whole * factor, experts=self.experts * factor)
+    @property
+    def total(self) -> float:
+        return self.split + self.whole + self.experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,12 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense
+
+    def kinds(self, layers: range) -> dict[int, int]:
+        """One layer of each kind, and how many are like it."""
+        with_experts = [i for i in layers if self.has_experts(i)]
+        without = [i for i in layers if not self.has_experts(i)]
+        return {same[0]: len(same) for same in (without, with_experts) if same}
 
     @property
     def latent(self) -> bool:
@@ -116,7 +125,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         ends = self.embedding * (1 if self.tied else 2) + self.hidden
-        return ends + sum(self.layer(i).total for i in range(self.layers))
+        return ends + sum(self.layer(i).total * count for i, count in self.kinds(range(self.layers)).items())
 
     # ---- work
 
@@ -157,8 +166,8 @@ class ModelShape:
         return 6 * self.embedding
 
     def token_work(self, seq: int) -> float:
-        layers: Iterator[Work] = (self.layer_work(i, seq) for i in range(self.layers))
-        return self.head_work() + sum(work.split + work.whole + work.experts for work in layers)
+        kinds = self.kinds(range(self.layers)).items()
+        return self.head_work() + sum(self.layer_work(i, seq).total * count for i, count in kinds)
 
 
 DEEPSEEK_V32 = ModelShape(
@@ -191,6 +200,10 @@ def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
     if kind not in MODEL_TYPES:
         raise ValueError(f"{name}: model_type is {kind!r}; a plan can be made for {', '.join(MODEL_TYPES)}")
 
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ValueError(f"{name}: {key} is set; a plan counts no such biases")
+
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key, default)
         if value is None:
@@ -217,7 +230,7 @@ def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
     if kind == "qwen3_moe":
         stride, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
         common |= {
-            "experts": number("num_experts"),
+            "experts": number("num_experts", config.get("num_local_experts")),  # transformers 5 writes the latter
             "chosen": number("num_experts_per_tok"),
             "expert_ffn": number("moe_intermediate_size"),
             "dense": frozenset(i for i in range(common["layers"]) if i in plain or (i + 1) % stride),
@@ -226,6 +239,7 @@ def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
 
 
 def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str, Any]:
+    kinds = config.get("mlp_layer_types") or ["dense"] * number("first_k_dense_replace")
     found = {
         "q_rank": int(config.get("q_lora_rank") or 0),
         "kv_rank": number("kv_lora_rank"),
@@ -236,11 +250,11 @@ def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str
         "chosen": number("num_experts_per_tok"),
         "expert_ffn": number("moe_intermediate_size"),
         "shared_experts": number("n_shared_experts"),
-        "dense": frozenset(range(number("first_k_dense_replace"))),
+        "dense": frozenset(i for i, kind in enumerate(kinds) if kind == "dense"),
     }
     if indexed:
-        found |= {key: number(key) for key in ("index_topk",)}
-        found |= {"index_heads": number("index_n_heads"), "index_dim": number("index_head_dim")}
+        index = {"index_heads": "index_n_heads", "index_dim": "index_head_dim", "index_topk": "index_topk"}
+        found |= {mine: number(theirs) for mine, theirs in index.items()}
     return found
 
 

@@ -1,6 +1,6 @@
 """Which layouts of a model fit a cluster, and how fast they would train: arithmetic alone, no torch.
 
-Memory is per rank (one die of a card), GB of 10**9 bytes. `ASSUMPTIONS` says what the numbers rest on.
+Memory is per rank (one die of a card), GB of 10**9 bytes. `plan_report.assumptions` says what the numbers rest on.
 """
 
 import itertools
@@ -22,6 +22,8 @@ class Hardware:
     """One rank's share; bytes and FLOPs per second."""
 
     name: str
+    dies: int  # of a card
+    memory: float  # GB of a die
     flops: float
     memory_bandwidth: float
     link: float  # to the ranks of its domain
@@ -34,6 +36,8 @@ class Hardware:
 
 A3 = Hardware(
     name="a3",
+    dies=2,
+    memory=64,
     flops=376e12,
     memory_bandwidth=1.6e12,
     link=196e9,
@@ -46,6 +50,8 @@ A3 = Hardware(
 )
 H200 = Hardware(
     name="h200",
+    dies=1,
+    memory=141,
     flops=989e12,
     memory_bandwidth=4.3e12,
     link=450e9,
@@ -209,7 +215,7 @@ def gathered(weights: Weights, layout: Layout) -> float:
 
 
 def stage_weights(model: ModelShape, layers: range) -> Weights:
-    found = sum((model.layer(i) for i in layers), Weights())
+    found = sum((model.layer(i).times(count) for i, count in model.kinds(layers).items()), Weights())
     if layers.start == 0:
         found += Weights(split=model.embedding)
     if layers.stop == model.layers and not (model.tied and layers.start == 0):
@@ -252,7 +258,7 @@ def _stage_memory(model: ModelShape, layout: Layout, settings: Settings, stage: 
     in_flight = min(layout.pp - stage, settings.batch // layout.dp)
     inputs = len(layers) * tokens * model.hidden / layout.tp * COMPUTE * in_flight
     logits = tokens * model.vocab / layout.tp * LOGIT_BYTES if stage == layout.pp - 1 else 0
-    block = max(gathered(model.layer(i), layout) for i in layers)
+    block = max(gathered(model.layer(i), layout) for i in model.kinds(layers))
     # This block and the next in bf16; the gradients of one before and after they are reduced.
     working = block * (2 * COMPUTE + COMPUTE + GRADIENT)
     return Memory(
@@ -304,9 +310,9 @@ def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: S
     rate = cluster.hardware.flops * cluster.hardware.efficiency
     load = fullest(model, layout, settings)
     flops = 0.0
-    for i in layers:
+    for i, count in model.kinds(layers).items():
         work = model.layer_work(i, settings.seq)
-        flops += tokens * (work.split / layout.tp + work.whole + work.experts / layout.tp * load)
+        flops += count * tokens * (work.split / layout.tp + work.whole + work.experts / layout.tp * load)
     if stage == layout.pp - 1:
         flops += tokens * model.head_work() / layout.tp
     compute = flops / rate
@@ -343,12 +349,8 @@ def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: S
 
 
 def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
-    for name, value in {
-        "cards": cluster.cards,
-        "dies": cluster.dies,
-        "seq": settings.seq,
-        "batch": settings.batch,
-    }.items():
+    counts = {"cards": cluster.cards, "dies": cluster.dies, "seq": settings.seq, "batch": settings.batch}
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: at least 1")
     if cluster.memory <= 0:

@@ -130,6 +130,7 @@ class SwapAdamW(torch.optim.AdamW):
             raise ValueError(f"prefetch is {prefetch}: use a share of the parameters, 0 to 1, or None")
         self.formats, self.room = FORMATS[moments], chunk
         self._hosts: dict[Tensor, Host] = {}
+        self._targets: dict[Tensor, Host] = {}  # where the moments of a lent one go in this step
         self._chunks: list[Chunk] = []
         self._planned: list[Tensor] = []
         self._slots: list[Slot] = []
@@ -203,15 +204,11 @@ class SwapAdamW(torch.optim.AdamW):
                 self._open(param)
         self._plan(groups, params)
         grads = {param: flat_gradient(param) for param in params}
-        targets = {param: self._target(param) for param in params}
         torch._foreach_add_([self.state[param]["step"] for param in params], 1)
         self._updates += 1
         for n, chunk in enumerate(self._chunks):
             self._start_loading(n)
-            self._pass_through(n, chunk, grads, targets)
-        for param, host in targets.items():
-            self._hosts[param] = host
-            self._show(param)
+            self._pass_through(n, chunk, grads)
         self._drop()
         return loss
 
@@ -220,9 +217,6 @@ class SwapAdamW(torch.optim.AdamW):
         if len(params) != len(self._planned) or any(a is not b for a, b in zip(params, self._planned, strict=True)):
             self._drop()
             self._chunks, self._planned = cut(groups, self.room), params
-
-    def _target(self, param: Tensor) -> Host:
-        return self._new_host(param) if self._hosts[param].is_lent else self._hosts[param]
 
     def _start_loading(self, n: int) -> None:
         """Load what the ring has room for while chunk n is the one to update."""
@@ -270,11 +264,19 @@ class SwapAdamW(torch.optim.AdamW):
             views.append(parts)
         return views
 
-    def _pass_through(self, n: int, chunk: Chunk, grads: dict[Tensor, Tensor], targets: dict[Tensor, Host]) -> None:
+    def _pass_through(self, n: int, chunk: Chunk, grads: dict[Tensor, Tensor]) -> None:
         slot = self._slots[n % self._ring]
         updated = self._compute.run(lambda: self._update(n, chunk, slot, grads), after=(slot.loaded,))
-        slot.stored = self._store.run(lambda: self._copy(chunk, slot, targets, back=True), after=(updated,))
-        self._written = slot.stored
+        for piece in chunk.pieces:
+            if self._hosts[piece.param].is_lent and piece.param not in self._targets:
+                self._targets[piece.param] = self._new_host(piece.param)
+        copy = functools.partial(self._copy, chunk, slot, self._hosts | self._targets, back=True)
+        slot.stored = self._written = self._store.run(copy, after=(updated,))
+        for piece in chunk.pieces:
+            # One parameter at a time: a state dict that is gone already gives its memory to the next.
+            if piece.param in self._targets and piece.stop == local(piece.param).numel():
+                self._hosts[piece.param] = self._targets.pop(piece.param)
+                self._show(piece.param)
 
     def _update(self, n: int, chunk: Chunk, slot: Slot, grads: dict[Tensor, Tensor]) -> None:
         group = self.param_groups[chunk.group]
