@@ -54,6 +54,7 @@ test: venv
 	@$(PYTEST)
 
 test-all: venv
+	@$(PIP) -e ".[dev,clients]"
 	@mkdir -p .cache
 	@WHORL_TEST_ALL=1 $(PYTEST) --junitxml=.cache/test_all.xml; code=$$?; \
 	$(BIN)/python tests/record_all.py .cache/test_all.xml bench/results/test_all.md && exit $$code

@@ -1,6 +1,6 @@
 """Operators chosen to be awkward, and what the tests of the mechanism share.
 
-`store_rows` mutates, `grouped_matmul` reads values, `twice` has a backend that knows nothing of gradients and `matmul`
+`store_rows` mutates, `split_matmul` reads values, `twice` has a backend that knows nothing of gradients and `matmul`
 states no backward.
 """
 
@@ -34,20 +34,20 @@ def _grouped_fake(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 
 
 @operator(fake=_grouped_fake)
-def grouped_matmul(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+def split_matmul(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     return grouped_reference(x, weight, sizes)
 
 
 @operator(fake=lambda dy, x, weight, sizes: (torch.empty_like(x), torch.empty_like(weight)))
-def grouped_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def split_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     groups = sizes.tolist()
     dweight = torch.stack([a.T @ b for a, b in zip(x.split(groups), dy.split(groups), strict=True)])
     return grouped_reference(dy, weight.transpose(1, 2), sizes), dweight
 
 
-@grouped_matmul.gradient(save=("x", "weight", "sizes"))
+@split_matmul.gradient(save=("x", "weight", "sizes"))
 def _(grads: tuple[Tensor, ...], args: dict[str, Any], outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    dx, dweight = grouped_matmul_backward(grads[0], args["x"], args["weight"], args["sizes"])
+    dx, dweight = split_matmul_backward(grads[0], args["x"], args["weight"], args["sizes"])
     return {"x": dx, "weight": dweight}
 
 
@@ -86,7 +86,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
 
 
-LOCAL = [store_rows, grouped_matmul, grouped_matmul_backward, twice, twice_backward, matmul]
+LOCAL = [store_rows, split_matmul, split_matmul_backward, twice, twice_backward, matmul]
 for _local in LOCAL:  # not for the tests that walk the registry
     del OPS[_local.name]
 

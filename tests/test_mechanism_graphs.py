@@ -8,13 +8,13 @@ import torch
 from awkward import (
     graphs_of,
     grouped_arguments,
-    grouped_matmul,
-    grouped_matmul_backward,
     grouped_reference,
     kv_arguments,
     matmul,
     norm_arguments,
     rope_arguments,
+    split_matmul,
+    split_matmul_backward,
     store_rows,
     targets,
     twice,
@@ -95,9 +95,9 @@ def test_compiled_equals_eager(dynamic: bool) -> None:
 
 def test_a_reference_that_reads_values_states_its_fake() -> None:
     arguments = grouped_arguments(grad=True)
-    graphs = graphs_of(grouped_matmul, *arguments, backward=True)
-    assert [targets(g) for g in graphs[:1]] == [[grouped_matmul.node]]
-    assert targets(graphs[1]).count(grouped_matmul_backward.node) == 1
+    graphs = graphs_of(split_matmul, *arguments, backward=True)
+    assert [targets(g) for g in graphs[:1]] == [[split_matmul.node]]
+    assert targets(graphs[1]).count(split_matmul_backward.node) == 1
     got = [a.grad for a in arguments[:2]]
     expected = torch.autograd.grad(grouped_reference(*arguments).sum(), arguments[:2])
     for g, e in zip(got, expected, strict=True):
@@ -125,7 +125,7 @@ CHECKED: dict[str, tuple[Op, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "store_rows": (store_rows, kv_arguments, {}),
     "rope": (ops.rope, lambda: tuple(rope_arguments(grad=True).values()), {"style": "pairs"}),
     "rope without k": (ops.rope, lambda: tuple((rope_arguments(grad=True) | {"k": None}).values()), {}),
-    "grouped_matmul": (grouped_matmul, lambda: grouped_arguments(grad=True), {}),
+    "split_matmul": (split_matmul, lambda: grouped_arguments(grad=True), {}),
     "rms_norm": (ops.rms_norm, lambda: norm_arguments(grad=True), {"plus_one": True}),
     "twice": (twice, lambda: (torch.ones(4, requires_grad=True),), {}),
     "matmul": (matmul, lambda: (torch.ones(2, 3, requires_grad=True), torch.ones(3, 2)), {}),

@@ -242,7 +242,7 @@ def registered_schemas(wheel: Path) -> dict[str, str]:
     with zipfile.ZipFile(wheel) as archive:
         library = archive.read("torch_npu/lib/libtorch_npu.so")
     names = [c.name for c in contracts.CONTRACTS.values() if c.namespace == "npu"]
-    pattern = rf"\0({'|'.join(names)})(\([^\0]*\) -> [^\0]+)\0".encode()
+    pattern = rf"\0({'|'.join(names)})(\([^\0]*\) -> [^\0]+)(?=\0)".encode()
     return {name.decode(): schema.decode() for name, schema in re.findall(pattern, library)}
 
 

@@ -69,13 +69,17 @@ def test_dtypes_are_converted_and_said(
     assert torch.equal(q, load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float())
 
 
-def test_the_default_dtype_is_the_checkpoint_s(folder: Path) -> None:
+def test_the_default_dtype_is_the_checkpoint_s_except_on_a_cpu(folder: Path) -> None:
     for values, expected in (
         ({"dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+        ({}, torch.bfloat16),
     ):
-        configure(folder, **values)
-        assert {p.dtype for p in load(folder, dtype=None).parameters()} == {expected}
+        assert weights._dtype(None, values, torch.device("cuda")) == expected
+        assert weights._dtype(None, values, torch.device("cpu")) == torch.float32
+        assert weights._dtype("float16", values, torch.device("cpu")) == torch.float16
+    configure(folder, dtype="bfloat16")
+    assert {p.dtype for p in load(folder, dtype=None).parameters()} == {torch.float32}
     with pytest.raises(ValueError, match="dtype is 'int8', expected one of float32"):
         load(folder, dtype="int8")
 

@@ -110,9 +110,10 @@ def random_model(
 
 
 def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    if asked is None and accelerator(device.type) is None:
+        asked = "float32"  # sums are in fp32, and a CPU would widen 16-bit weights anew in every product
     if asked is None:
-        default = "float32" if accelerator(device.type) is None else "bfloat16"
-        asked = config.get("dtype") or config.get("torch_dtype") or default
+        asked = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     name = str(asked).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"load_model: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
