@@ -31,6 +31,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_qk_norm_rope_backward_kernel",
         "_swiglu_kernel",
         "_swiglu_backward_kernel",
+        "_dot_kernel",
         "_tile_kernel",
         "_write_kv_kernel",
         "_decode_kernel",
@@ -91,6 +92,8 @@ SMALL_WRITES = {
     "_route_kernel",
     "_route_backward_kernel",
     "_places_kernel",
+    "_dot_kernel",
+    "_tile_kernel",  # 16 columns at a time for a narrow weight
     "_dots_kernel",
     "_top_kernel",
     "_draw_kernel",

@@ -91,6 +91,18 @@ def test_blocks_of_transformers(make: Any, backend: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, what=what: f"{what}: {m}")
 
 
+def test_a_compiled_block_has_no_break() -> None:
+    """Nothing is read back to the host: counts stay on the device, shapes do not depend on the choice."""
+    shapes = ((6, 16), (6, 5), (5, 24, 16), (5, 16, 12))
+    leaves = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    found = []
+    for function in (moe, torch.compile(moe, backend="aot_eager", fullgraph=True)):
+        y = function(*leaves, 2, "")
+        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 # ---- torch's grouped product
 
 COUNTS = [[3, 0, 5, 1, 0], [0, 0, 0, 0, 9], [9, 0, 0, 0, 0], [1, 2, 3, 2, 1]]
@@ -199,6 +211,14 @@ def test_many_pairs_are_sorted_in_blocks() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_renormalised_weights_have_no_sum_to_change(scoring: str, backend: str) -> None:
+    logits = torch.randn(5, 12, device=DEVICE, requires_grad=True)
+    weights, _ = route(logits, 4, scoring=scoring, backend=backend)
+    assert not torch.autograd.grad(weights.sum(), logits)[0].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_underflow_have_finite_gradients(backend: str) -> None:
     logits = torch.tensor([[-200.0, -200.0, -300.0], [90.0, -90.0, 0.0]], device=DEVICE, requires_grad=True)
     for scoring in ("sigmoid", "softmax"):
@@ -277,10 +297,16 @@ FAULTS = [
         "where(index <= expert, c",
     ),
     Fault("only the last rows", GROUPED, "grouped_matmul_backward", "dot(dy, x, dweight,", "dot(dy, x, 0 * dweight,"),
-    Fault("sum not taken out", MOE, "route_backward", "grads - tl.where(found", "grads - 0 * tl.where(found"),
+    Fault("sum not taken out", MOE, "route_backward", "tl.where(found >= 1e-20, apart, grads)", "grads"),
     Fault("softmax not taken out", MOE, "route_backward", "scores * (dscores - inner)", "scores * dscores"),
     Fault("scale forgotten", MOE, "route_backward", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
-    Fault("first slot everywhere", MOE, "route_backward", "where(slots == slot, grads", "where(slots == 0, grads"),
+    Fault(
+        "first slot everywhere",
+        MOE,
+        "route_backward",
+        "where(experts == expert, tl.sum(tl.where(slots == slot",
+        "where(experts == expert, tl.sum(tl.where(slots == 0",
+    ),
 ]
 
 
@@ -292,6 +318,17 @@ def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pyt
 
 
 # ---- sizes past 2^31 elements
+
+
+@pytest.mark.gpu
+def test_the_last_of_many_choices() -> None:
+    logits = torch.randn(2**24 + 40, 128, device=DEVICE, dtype=torch.bfloat16)
+    weights, ids = route(logits, 8, backend="triton")
+    expected = route(logits[-64:].clone(), 8, backend="triton")
+    assert torch.equal(weights[-64:], expected[0])
+    assert torch.equal(ids[-64:], expected[1])
+    grad = OPS["route_backward"](weights, logits, ids, backend="triton")[-64:]
+    assert torch.equal(grad, OPS["route_backward"](expected[0], logits[-64:].clone(), expected[1], backend="triton"))
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from whorl.titan import swap_optimizer
 from whorl.titan.moments import FORMATS, Int8
-from whorl.titan.swap_optimizer import CUT, SwapAdamW
+from whorl.titan.swap_optimizer import CUT, SwapAdamW, cut
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -201,6 +201,22 @@ def test_load_update_and_store_are_in_flight_together(monkeypatch: pytest.Monkey
     assert "".join(events) == "LLLSLSLSSS", "loads run two chunks ahead of the stores"
 
 
+def test_chunks_cover_every_element_once_and_cut_where_kernels_do() -> None:
+    params = [*parameters(), nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(5 * CUT + 3))]
+    chunks = cut([params[:2], params[2:]], 2 * CUT)
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    for param in params:
+        mine = [piece for piece in pieces if piece.param is param]
+        ends = [0, *(piece.stop for piece in mine)]
+        assert [piece.start for piece in mine] == ends[:-1]
+        assert ends[-1] == param.numel()
+        assert all(piece.start % CUT == 0 for piece in mine)
+    for chunk in chunks:
+        assert chunk.size <= 2 * CUT
+        ends = [0, *(piece.offset + piece.stop - piece.start for piece in chunk.pieces)]
+        assert all(piece.offset >= end for piece, end in zip(chunk.pieces, ends, strict=False))
+
+
 def test_the_device_holds_the_ring_during_a_step_and_nothing_between() -> None:
     params = [nn.Parameter(torch.zeros(CUT)) for _ in range(6)]
     optimizer = SwapAdamW(params, chunk=CUT, ring=2, prefetch=None)
@@ -296,9 +312,27 @@ def test_a_state_dict_keeps_its_values_while_training_goes_on(late: None, tmp_pa
     read = {name: torch.zeros_like(x) for name, x in before.items()}
     dcp.load(read, checkpoint_id=tmp_path)
     assert_same((read[name] for name in before), before.values())
+    later = optimizer.state_dict()["state"][0]["exp_avg"]
+    kept = later.clone()
+    train(net, optimizer, range(6, 8))
+    assert torch.equal(later, kept)
     reference = model()
-    train(reference, torch.optim.AdamW(reference.parameters(), fused=True, **SETTINGS), range(6))
+    train(reference, torch.optim.AdamW(reference.parameters(), fused=True, **SETTINGS), range(8))
     assert_same(net.parameters(), reference.parameters())
+
+
+def test_a_state_dict_waits_for_the_last_store(late: None) -> None:
+    params = [nn.Parameter(torch.zeros(8))]
+    optimizer = SwapAdamW(params, betas=(0.5, 0.5))
+    run = optimizer._store.run
+
+    def slow(work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        return run(lambda: (time.sleep(0.3), work())[1], after)
+
+    optimizer._store.run = slow  # type: ignore[method-assign]
+    params[0].grad = torch.ones(8)
+    optimizer.step()
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"].clone(), torch.full((8,), 0.5))
 
 
 def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:

@@ -209,6 +209,17 @@ def test_each_kind_of_parallelism_costs_and_saves_what_it_should() -> None:
     assert swapped[1].optimizer > time.optimizer
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=1, tp=4, cp=8, dp=4, ep=64, swap=False), dataclasses.replace(PUBLISHED, pp=1)]
+)
+def test_all_ranks_together_do_the_work_once(layout: Layout) -> None:
+    settings = Settings(seq=32768, batch=layout.dp, imbalance=0)
+    cluster = Cluster(hardware=A3, cards=64, dies=2, memory=64)
+    done = time_of(DEEPSEEK_V32, layout, cluster, settings).compute * A3.flops * A3.efficiency * layout.tp * layout.cp
+    repeated = sum(DEEPSEEK_V32.layer_work(i, 32768).whole for i in range(61)) * (layout.tp - 1)
+    assert done == pytest.approx(32768 * (DEEPSEEK_V32.token_work(32768) + repeated))
+
+
 def test_load_of_the_fullest_rank() -> None:
     """The formula is an upper estimate of what independent loads give."""
     torch.manual_seed(0)

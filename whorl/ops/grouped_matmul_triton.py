@@ -12,11 +12,11 @@ from whorl.device import is_interpreting
 from ._rows import ceil_div, power_of_2
 from .linear_triton import dot, unit_stride
 
-GROUP: tl.constexpr = tl.constexpr(8)  # columns of tiles that are walked together: what they read stays in the L2 cache
+GROUP = 8  # columns of tiles that are walked together, so that what they read is still in the L2 cache
 
 
 @triton.jit
-def _tile_of(counts_ptr, columns, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
+def _tile_of(counts_ptr, columns, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """This program's expert (E: none), its first row, the row after the expert's last, and its column of tiles."""
     program = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
@@ -51,10 +51,11 @@ def _product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """y = x times the transpose of the expert's weight [N, K]."""
-    expert, row, end, column = _tile_of(counts_ptr, tl.cdiv(N, COLUMNS), E, BLOCK_E, ROWS)
+    expert, row, end, column = _tile_of(counts_ptr, tl.cdiv(N, COLUMNS), E, BLOCK_E, ROWS, GROUP)
     if expert < E:
         rows = row + tl.arange(0, ROWS)
         columns = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -89,6 +90,7 @@ def _weight_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """A tile of one expert's gradient: dy^T x over its rows; zeros where it has none."""
@@ -174,17 +176,17 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> T
 def product_plan(rows: int, element_size: int) -> dict[str, Any]:
     """By how many rows an expert has, all being alike."""
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_K": 32}
+        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_K": 32, "GROUP": 2}
     if element_size == 4:
-        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "GROUP": GROUP, "num_warps": 4, "num_stages": 2}
     if rows <= 64:
-        return {"ROWS": 64, "COLUMNS": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-    return {"ROWS": 128, "COLUMNS": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+        return {"ROWS": 64, "COLUMNS": 128, "BLOCK_K": 64, "GROUP": GROUP, "num_warps": 4, "num_stages": 4}
+    return {"ROWS": 128, "COLUMNS": 256, "BLOCK_K": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": 3}
 
 
 def weight_plan(element_size: int) -> dict[str, Any]:
     if is_interpreting():
-        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_M": 16}
+        return {"ROWS": 16, "COLUMNS": 16, "BLOCK_M": 16, "GROUP": 2}
     if element_size == 4:
-        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_M": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 128, "COLUMNS": 256, "BLOCK_M": 64, "num_warps": 8, "num_stages": 3}
+        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_M": 32, "GROUP": GROUP, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 128, "COLUMNS": 256, "BLOCK_M": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": 3}

@@ -22,7 +22,7 @@ def dot(a, b, total, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _decode_kernel(
+def _dot_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -106,7 +106,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor
     if rows == "decode":
         plan = decode_plan(weight.shape[1], x.element_size())
         grid = (ceil_div(weight.shape[0], plan["COLUMNS"]),)
-        _decode_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, **plan, **overlap(x))
+        _dot_kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, **plan, **overlap(x))
     else:
         plan = tile_plan(rows, x.shape[0], weight.shape[0], x.element_size())
         grid = (ceil_div(x.shape[0], plan["ROWS"]) * ceil_div(weight.shape[0], plan["COLUMNS"]),)

@@ -131,9 +131,9 @@ def route_backward(
     if renormalize:
         total = chosen.sum(-1, keepdim=True)
         least = total.clamp_min(1e-20)
-        # Shares first: that of a single expert is exactly 1, and its gradient exactly 0.
-        mean = (grads * (chosen / least)).sum(-1, keepdim=True)
-        grads = (grads - torch.where(total >= 1e-20, mean, 0)) / least
+        # Differences first: where all are alike, or there is one expert, the gradient is exactly 0.
+        apart = ((grads.unsqueeze(-1) - grads.unsqueeze(-2)) * (chosen / least).unsqueeze(-2)).sum(-1)
+        grads = torch.where(total >= 1e-20, apart, grads) / least
     dscores = torch.zeros_like(scores).scatter(-1, at, grads)
     inner = (grads * chosen).sum(-1, keepdim=True) if scoring == "softmax" else dscores * scores
     return (scores * (dscores - inner)).to(logits.dtype).contiguous()

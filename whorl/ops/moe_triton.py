@@ -137,8 +137,11 @@ def _route_backward_kernel(
     if RENORMALIZE:
         found = tl.sum(chosen, 0)
         least = tl.maximum(found, 1e-20)
-        mean = tl.sum(grads * tl.div_rn(chosen, least), 0)
-        grads = (grads - tl.where(found >= 1e-20, mean, 0.0)) / least
+        apart = tl.zeros((BLOCK_K,), tl.float32)
+        for slot in range(K):  # differences first: where all are alike the gradient is exactly 0
+            share = tl.sum(tl.where(slots == slot, chosen, 0.0), 0) / least
+            apart += share * (grads - tl.sum(tl.where(slots == slot, grads, 0.0), 0))
+        grads = tl.where(found >= 1e-20, apart, grads) / least
     grads = tl.where(is_slot, grads, 0.0)
     dscores = tl.zeros((BLOCK_E,), tl.float32)
     for slot in range(K):
