@@ -268,7 +268,7 @@ def test_errors(name: str) -> None:
 
 # ---- faults
 
-PERMUTE, GROUPED, MOE = "whorl.ops.permute_triton", "whorl.ops.grouped_matmul_triton", "whorl.ops.moe_triton"
+PERMUTE, GROUPED, ROUTE = "whorl.ops.permute_triton", "whorl.ops.grouped_matmul_triton", "whorl.ops.route_triton"
 CUMSUM = "tl.cumsum(is_mine.to(tl.int32), 0)"
 FAULTS = [
     Fault("last token first", PERMUTE, "permute", f"{CUMSUM} - 1", f"tl.sum(is_mine.to(tl.int32), 0) - {CUMSUM}"),
@@ -297,12 +297,12 @@ FAULTS = [
         "where(index <= expert, c",
     ),
     Fault("only the last rows", GROUPED, "grouped_matmul_backward", "dot(dy, x, dweight,", "dot(dy, x, 0 * dweight,"),
-    Fault("sum not taken out", MOE, "route_backward", "tl.where(found >= 1e-20, apart, grads)", "grads"),
-    Fault("softmax not taken out", MOE, "route_backward", "scores * (dscores - inner)", "scores * dscores"),
-    Fault("scale forgotten", MOE, "route_backward", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
+    Fault("sum not taken out", ROUTE, "route_backward", "tl.where(found >= 1e-20, apart, grads)", "grads"),
+    Fault("softmax not taken out", ROUTE, "route_backward", "scores * (dscores - inner)", "scores * dscores"),
+    Fault("scale forgotten", ROUTE, "route_backward", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
     Fault(
         "first slot everywhere",
-        MOE,
+        ROUTE,
         "route_backward",
         "where(experts == expert, tl.sum(tl.where(slots == slot",
         "where(experts == expert, tl.sum(tl.where(slots == 0",

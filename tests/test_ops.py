@@ -364,7 +364,7 @@ def check_last_tokens(op: Op, case: Values) -> None:
     assert_close(*([x[i] for i in of_tokens] for x in (got, expected, gold)))
 
 
-# Inference has few tokens at a time; of operators that choose or move tokens test_moe_training.py looks at the last ones.
+# Inference has few tokens at a time; test_moe_training.py looks at the last ones of what chooses or moves tokens.
 MOVING = ("route", "permute", "unpermute", "grouped_matmul")
 MANY = [
     op

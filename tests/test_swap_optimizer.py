@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import queue
 import random
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from late_lane import Late
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,46 +27,6 @@ from whorl.titan.swap_optimizer import CUT, SwapAdamW, cut
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-class Late:
-    """A lane of the CPU that works when it pleases: whoever did not wait for it reads what is not there yet."""
-
-    def __init__(self, device: str, *, beside: bool = True) -> None:
-        self.work: queue.Queue[Any] | None = queue.Queue() if beside else None
-        if beside:
-            threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        assert self.work is not None
-        while True:
-            work, after, mark = self.work.get()
-            for other in after:
-                other.synchronize()
-            time.sleep(random.random() * 5e-4)
-            work()
-            mark.event.set()
-
-    def run(self, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
-        mark = Mark()
-        if self.work is not None:
-            self.work.put((work, tuple(after), mark))
-            return mark
-        for other in after:
-            other.synchronize()
-        work()
-        mark.event.set()
-        return mark
-
-    def uses(self, x: Tensor) -> None: ...
-
-
-class Mark:
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.event.wait(60), "a lane waits for itself"
 
 
 @pytest.fixture

@@ -260,9 +260,9 @@ def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # 
 
 @route_backward.impl("triton", accepts=_triton_route_reason)
 def _(dweights, logits, ids, scoring, renormalize, scale):  # type: ignore[no-untyped-def]
-    from .moe_triton import route_backward as run
+    from .route_triton import backward
 
-    return run(dweights, logits, ids, scoring, renormalize, scale)
+    return backward(dweights, logits, ids, scoring, renormalize, scale)
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:

@@ -108,7 +108,7 @@ def _rms_norm_backward_kernel(
         weight += 1.0
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     for block in tl.range(program, tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = block * ROWS + tl.arange(0, ROWS)[:, None]
+        rows = (block * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         mask = (rows < T) & (columns < C)
         a, b = _split_rows(rows, B, NESTED)
         x = tl.load(x_ptr + a * x_stride_a + b * x_stride_b + columns, mask=mask, other=0.0).to(tl.float32)
