@@ -19,7 +19,8 @@ APART = 2**30  # elements: the third row begins where a signed 32-bit offset has
 def spread(x: Tensor) -> Tensor:
     """x with its rows APART from each other."""
     length = (x.shape[0] - 1) * APART + x[0].numel()
-    memory = mmap.mmap(-1, length * x.element_size())
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, length * x.element_size(), flags=flags)
     flat = torch.frombuffer(memory, dtype=x.dtype)
     far = flat.as_strided(x.shape, (APART, *x[0].contiguous().stride()))
     far.copy_(x)

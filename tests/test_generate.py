@@ -1,5 +1,6 @@
 """`whorl generate`: what its options become, what it refuses, and that the default model answers."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -89,8 +90,8 @@ def test_prompts_the_engine_refuses(with_llm: Any) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = whorl.cli.importlib.util.find_spec
-    monkeypatch.setattr(whorl.cli.importlib.util, "find_spec", lambda name: None if name == "jinja2" else real(name))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else real(name))
     result = run("--prompt", "x")
     assert result.exit_code == 2
     assert "generate needs jinja2: pip install 'whorl[engine]'" in result.stderr

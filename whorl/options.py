@@ -76,7 +76,9 @@ ModelDir = Annotated[
     str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL)
 ]
 ModelDevice = Annotated[Device | None, flag("--device", panel=MODEL, text="Default: the best this machine has.")]
-ModelDtype = Annotated[Dtype | None, flag("--dtype", panel=MODEL, text="Of the weights. Default: the model's; float32 on a CPU.")]
+ModelDtype = Annotated[
+    Dtype | None, flag("--dtype", panel=MODEL, text="Of the weights. Default: the model's; float32 on a CPU.")
+]
 MaxSeq = Annotated[
     int | None,
     number("--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together. Default: what fits."),

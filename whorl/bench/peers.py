@@ -33,12 +33,13 @@ class Peer:
     label: str
     bind: Callable[[Values], Bound]
     question: Values | None = None  # arguments of ours that it answers otherwise than asked
+    is_contract: bool = False  # the reference itself: what it answers is right
     through_autograd: bool = False  # a backward that torch runs on the forward's stream: no graph can record it
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
     """Every peer that answers these arguments, ready to be bound to them."""
-    found = [Peer(label="reference, eager", bind=_plainly(op, op.reference))]
+    found = [Peer(label="reference, eager", bind=_plainly(op, op.reference), is_contract=True)]
     if compiled:
         found.append(Peer(label="reference, torch.compile", bind=_plainly(op, _compile(op.reference))))
     return found + (_PEERS[op.name](values, compiled) if op.name in _PEERS else [])
