@@ -299,7 +299,8 @@ class Cached(torch.nn.Module):
 def probed_inputs() -> dict[str, Any]:
     from unittest import mock
 
-    from whorl.passes import agree, capture, collectives
+    from whorl import collectives
+    from whorl.passes import agree, capture
 
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
     tensors = {

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from . import collectives, layout, noop
+from whorl import collectives
+
+from . import layout, noop
 from .config import SequenceParallel
 from .editor import Editor
 from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
