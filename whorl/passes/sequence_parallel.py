@@ -200,6 +200,8 @@ def place_gathers(state: Rewrite) -> int:
 
 def moved_bytes(state: Rewrite, node: Node, lead: int) -> int:
     plain = row_bytes(node, lead)
+    if node in state.roots:  # gathered where it was summed it is an all-reduce again, which rounds nothing
+        return plain
     return min(plain, _quantized_bytes(node, lead)) if _may_quantize(state, node, lead) else plain
 
 
