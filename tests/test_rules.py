@@ -199,6 +199,7 @@ def test_operators() -> None:
 
 MODEL = {
     *("MODEL", "--model-dir", "--device", "--dtype", "--max-seq", "--tp", "--tp-size"),
+    *("--sp", "--sp-quantize", "--report"),
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
     *("--pld", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct"),
     *("--draft-model", "--draft-k", "--draft-fixed"),
@@ -228,6 +229,9 @@ SURFACE = {
         "--pld",
         "--pld-k",
         "--port",
+        "--report",
+        "--sp",
+        "--sp-quantize",
         "--timeout",
         "--tp",
         "--tp-size",
