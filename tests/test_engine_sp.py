@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ranks
@@ -149,9 +149,21 @@ def rounded(path: Path) -> dict[str, Any]:
     }
 
 
-def never(path: Path) -> Any:
+def automatic(path: Path) -> tuple[Any, list[bool]]:
+    """Where it begins, and what becomes of prompts around there."""
     prompts = PromptForward(share(path, torch.float32), "cpu", Settings(mode="auto"))
-    return prompts.report.min_tokens, prompts.min_tokens
+    start = prompts.report.min_tokens
+    sizes = [1 << 20] if start == "never" else [max(int(start) - 1, 0), int(start)]
+    return start, [prompts.takes(cast("nn.Step", Prompt(size))) for size in sizes]
+
+
+class Prompt:
+    """As much of a step as is looked at."""
+
+    rows = "prompt"
+
+    def __init__(self, size: int) -> None:
+        self.token_ids = torch.zeros(size)
 
 
 # ---- two of them
@@ -186,9 +198,11 @@ def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, 
         assert 1 in found["sizes"], "a chunk of one token is rounded as any other"
 
 
-def test_auto_is_never_where_nothing_is_gained(checkpoints: dict[str, Path]) -> None:
-    """The same bytes in more messages."""
-    assert ranks.shared(2).run(never, checkpoints["llama"]) == [("never", float("inf"))] * 2
+def test_auto_begins_where_the_cost_model_says_on_all_ranks(checkpoints: dict[str, Path]) -> None:
+    one, other = ranks.shared(2).run(automatic, checkpoints["llama"])
+    assert one == other
+    start, taken = one
+    assert taken == ([False] if start == "never" else [False, True])
 
 
 # ---- the engine's own ranks
