@@ -9,7 +9,8 @@ from passes_rows import run_row
 from torch import Tensor
 from torch.library import custom_op
 
-from whorl.passes import PIPELINE, collectives
+from whorl import collectives
+from whorl.passes import PIPELINE
 from whorl.passes.sequence_parallel import Rewrite
 
 ours, aten = torch.ops.whorl, torch.ops.aten

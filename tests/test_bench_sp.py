@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ranks import Ranks
 from typer.testing import CliRunner
 
+from whorl import collectives
 from whorl.bench import network, sp, sp_rank
 from whorl.cli import app
-from whorl.passes import collectives
 from whorl.passes.cost import TABLE
 
 # ---- simulated

@@ -124,7 +124,7 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
     expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1, "tp": 1}
-    expected |= {"draft_length": "measured"}
+    expected |= {"draft_length": "measured", "sp": "off", "sp_quantize": None}
     assert made == [{"path": "some/folder", **expected}]
     run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
     assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)

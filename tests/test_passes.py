@@ -16,8 +16,8 @@ from passes_cases import captured, kinds
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from whorl import ops, passes
-from whorl.passes import Layout, SequenceParallel, agree, collectives
+from whorl import collectives, ops, passes
+from whorl.passes import Layout, SequenceParallel, agree
 from whorl.passes.capture import NEVER, least_tokens
 from whorl.passes.cost import table
 from whorl.passes.layout import infer

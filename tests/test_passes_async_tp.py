@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
+from whorl import collectives
 from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
 from whorl.ops import linear
-from whorl.passes import collectives, fused
+from whorl.passes import fused
 from whorl.passes.async_tp import NOT_EXACT, all_gather_matmul, fuse_graph, matmul_all_reduce, matmul_reduce_scatter
 
 ours = torch.ops.whorl

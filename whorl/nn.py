@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from whorl import ops
+from whorl import collectives, ops
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import RopeTable, get_rope
 
@@ -129,23 +129,16 @@ class Ranks:
         """The sum over ranks of x [T, N], in rank order, in fp32 and rounded once: a row's bits are its own affair.
 
         Each rank adds up T / size rows and hands them round, so as many bytes move as in an all-reduce. Few bytes take
-        one turn instead of two: every rank gets all parts and adds them up itself, to the same bits.
+        one turn instead of two: every rank gets all parts and adds them up itself, to the same bits. In a captured
+        graph it is one node, which `whorl.passes` may take apart.
         """
         if self.size == 1:
             return x
-        from torch import distributed
-
-        if self.size * x.nbytes <= _FEW_BYTES:
-            all_parts = x.new_empty(self.size * x.shape[0], x.shape[1])
-            _all_gather(all_parts, x.contiguous(), self.group)
-            return self._add(all_parts).to(x.dtype)
-        per_rank = -(-x.shape[0] // self.size)
-        sent = nn.functional.pad(x, (0, 0, 0, per_rank * self.size - x.shape[0])).contiguous()
-        parts = torch.empty_like(sent)
-        distributed.all_to_all_single(parts, sent, group=self.group)
-        out = torch.empty_like(sent)
-        _all_gather(out, self._add(parts).to(x.dtype), self.group)
-        return out[: x.shape[0]]
+        if torch.compiler.is_compiling() or self.size * x.nbytes > _FEW_BYTES:
+            return collectives.ordered_all_reduce(x, collectives.group_name(self.group))
+        all_parts = x.new_empty(self.size * x.shape[0], x.shape[1])
+        _all_gather(all_parts, x.contiguous(), self.group)
+        return self._add(all_parts).to(x.dtype)
 
     def _add(self, parts: Tensor) -> Tensor:
         first, *others = parts.unflatten(0, (self.size, -1)).float()

@@ -24,6 +24,16 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Sp(StrEnum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+class SpFormat(StrEnum):
+    int8 = "int8"
+
+
 def stop(message: str) -> NoReturn:
     """Asked wrongly: one line, no traceback."""
     typer.echo(f"whorl: {message}", err=True)
@@ -94,6 +104,14 @@ TensorParallel = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+SequenceParallel = Annotated[
+    Sp, flag("--sp", panel=MODEL, text="Prompts by sequence parallelism over the ranks of --tp; auto: where it pays.")
+]
+SpQuantize = Annotated[
+    SpFormat | None,
+    flag("--sp-quantize", panel=MODEL, text="With --sp: prompts travel in 8 bits. Rounds."),
+]
+SpReport = Annotated[bool, flag("--report", panel=MODEL, text="Say what --sp has rewritten, on standard error.")]
 Temperature = Annotated[
     float | None,
     number("--temperature", "-t", panel=SAMPLING, least=0, text="0: greedy. Default: what the model advises, or 0."),

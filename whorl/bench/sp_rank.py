@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from whorl.bench.network import INTERFACE
+from whorl.collectives import group_name
 from whorl.ops import rms_norm
 from whorl.passes import SequenceParallel, cost
 from whorl.passes import compile as compile_model
-from whorl.passes.collectives import group_name
 from whorl.passes.report import Report
 
 HEAD = 64  # channels

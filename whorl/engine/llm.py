@@ -13,6 +13,7 @@ import torch
 
 from whorl.device import HOST, default_device, require
 from whorl.nn import Model
+from whorl.passes import Report
 
 from .batch import Batch
 from .blocks import BlockPool
@@ -21,6 +22,7 @@ from .runner import Runner, block_bytes, cache_memory
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence_parallel import Settings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .tensor_parallel import Lead, load
 
@@ -75,6 +77,8 @@ class LLM:
     num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
     max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
     tp: ranks that share the model, started and ended with the engine; None: those that torchrun has started, else one.
+    sp: sequence parallelism of prompts over these ranks: "on", "off", or "auto": where it pays. What comes out is the
+    same, unless sp_quantize="int8" rounds what prompts' tokens send between ranks. `sp_report` says what was done.
     run_ahead: launch a step before the last one's tokens are read; None: on accelerators, where it saves time. What
     comes out is the same.
     """
@@ -88,6 +92,8 @@ class LLM:
         device: str | None = None,
         dtype: torch.dtype | None = None,
         tp: int | None = None,
+        sp: Literal["auto", "on", "off"] = "off",
+        sp_quantize: Literal["int8"] | None = None,
         speculate: Proposer | None = None,
         draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
         max_num_seqs: int = 64,
@@ -102,6 +108,9 @@ class LLM:
         seed: int | None = None,
     ) -> None:
         device = require(device or default_device())
+        sequence_parallel = Settings(mode=sp, quantize=sp_quantize)
+        if model is not None or Place.find(tp).size == 1:
+            sequence_parallel.for_ranks(1)  # refuses before anything is loaded
         self._lead: Lead | None = None
         if model is None:
             model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, max_model_len, tp)
@@ -134,6 +143,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_rows=max_num_batched_tokens,
             vocab_size=self.vocab_size,
+            sp=sequence_parallel.for_ranks(1 if self._lead is None else self._lead.crew.size),
         )
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
@@ -204,6 +214,11 @@ class LLM:
         """End the other ranks, where there are any. The end of the program does it, too."""
         if self._lead is not None:
             self._lead.close()
+
+    @property
+    def sp_report(self) -> Report | None:
+        """What sequence parallelism has made of the model; None where it is off."""
+        return None if self.runner.prompts is None else self.runner.prompts.report
 
     @property
     def has_work(self) -> bool:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from whorl.device import accelerator, event, graph_pool, host_buffer, record_gra
 from whorl.nn import CacheSpec, KVCache, Model, Rows, Step
 
 from .batch import Batch, Call, Sample, Score, Size, layout
+from .sequence_parallel import PromptForward, Settings
 
 _HOST_MEMORY = 1 << 30  # bytes; where memory is the machine's own, taking most of it would be rude
 _SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
@@ -48,7 +50,8 @@ class Result:
 class Runner:
     """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
 
-    max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be.
+    max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be. sp: the fields of
+    `sequence_parallel.Settings`, for one rank of several; None: prompts run as anything else.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Runner:
         max_num_seqs: int = 64,
         max_rows: int = 2048,
         vocab_size: int | None = None,
+        sp: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
@@ -83,6 +87,7 @@ class Runner:
         self._use_graphs = use_graphs and accelerator(device) is not None
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
         self._pool = graph_pool(device) if self._use_graphs else None
+        self.prompts = None if sp is None else PromptForward(model, device, Settings(**sp))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:
@@ -134,6 +139,8 @@ class Runner:
         return hidden, logits, token_ids
 
     def _forward(self, step: Step) -> Tensor:
+        if self.prompts is not None and self.prompts.takes(step):
+            return self.prompts(step, self.caches)
         return self.model.forward(step, self.caches)
 
     def _graph(self, call: Call) -> "_Graph | None":

@@ -48,7 +48,7 @@ class Lead:
         self.crew.put("runner", settings | {"dtype": str(dtype).removeprefix("torch.")})
         with self.crew.together():
             self.crew.join()
-        runner = LeadRunner(self._own, dtype=dtype, **settings)
+            runner = LeadRunner(self._own, dtype=dtype, **settings)
         runner.crew = self.crew
         return runner
 

@@ -1,6 +1,6 @@
 """Llama: embed, then layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ class Attention(Module):
             ranks=ranks,
         )
         self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", parts=(q,), ranks=ranks)
+        self.layer = layer
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction
@@ -94,10 +95,16 @@ class Attention(Module):
         ops.write_kv.unchecked(qk[:, count:], v, cache.k, cache.v, step.slots)
         return qk[:, :count]
 
-    def forward(self, x: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        q = self.rotate(self.qkv_proj(x, step.rows), rotary, step, cache)
-        y = attend(q, step, cache, scale=self.scale, window=self.window)
-        return self.o_proj(y.flatten(1), step.rows)
+    def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """What tokens see of each other, [T, HQ D]: all that needs more than the rows themselves."""
+        q = self.rotate(qkv, rotary, step, cache)
+        return attend(q, step, cache, scale=self.scale, window=self.window).flatten(1)
+
+    def forward(self, x: Tensor, rows: Rows, mix: "Mix") -> Tensor:
+        return self.o_proj(mix(self, self.qkv_proj(x, rows)), rows)
+
+
+Mix = Callable[[Attention, Tensor], Tensor]  # of a layer's qkv
 
 
 class MLP(Module):
@@ -126,14 +133,12 @@ class Layer(Module):
     def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Module:
         return MLP(config, layer, ranks)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotary: Tensor, step: Step, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rows: Rows, mix: Mix) -> tuple[Tensor, Tensor]:
         """The residual travels beside x and is added by the next norm, which reads both anyway."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotary, step, cache)
+        x = self.self_attn(x, rows, mix)
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x, step.rows), residual
+        return self.mlp(x, rows), residual
 
 
 class Decoder(Module):
@@ -165,9 +170,17 @@ class Llama(Module):
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         rotary = self.rope.rows(step)
-        x, residual = self.model.embed_tokens(step.token_ids), None
-        for layer, cache in zip(self.model.layers, caches, strict=True):
-            x, residual = layer(x, residual, rotary, step, cache)
+
+        def mix(attention: Attention, qkv: Tensor) -> Tensor:
+            return attention.mix(qkv, rotary, step, caches[attention.layer])
+
+        return self.hidden(step.token_ids, step.rows, mix)
+
+    def hidden(self, token_ids: Tensor, rows: Rows, mix: Mix) -> Tensor:
+        """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
+        x, residual = self.model.embed_tokens(token_ids), None
+        for layer in self.model.layers:
+            x, residual = layer(x, residual, rows, mix)
         return self.model.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:

@@ -207,7 +207,9 @@ class Op:
 
         Looking costs as much there as small tensors' arithmetic does.
         """
-        if self._forced or not torch.is_inference_mode_enabled() or args[0].device.type != HOST:
+        if self._forced or torch.compiler.is_compiling():  # first: a tracer stumbles over the questions below
+            return self(*args, **kwargs)
+        if not torch.is_inference_mode_enabled() or args[0].device.type != HOST:
             return self(*args, **kwargs)
         if _needs_node([args[0]]) or torch.is_autocast_enabled(HOST):
             return self(*args, **kwargs)

@@ -5,14 +5,15 @@ Start reading at `pipeline.PIPELINE`; `capture.compile` is the front door, `rewr
 
 from typing import Any
 
-from .capture import Compiled, compile
-from .collectives import (
+from whorl.collectives import (
     all_gather,
     all_gather_quantized,
     local_rows,
     ordered_all_reduce,
     ordered_reduce_scatter,
 )
+
+from .capture import Compiled, compile
 from .config import SequenceParallel
 from .layout import Layout
 from .pipeline import PIPELINE, order_sums, rewrite

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from . import collectives
+from whorl import collectives
+
 from .layout import Layout
 
 TIMEOUT = timedelta(seconds=300)
 SAMPLES = 4096  # elements of a tensor that are compared one by one; the rest enters by its sum
-_COUNTS: dict[tuple[str, str], int] = {}
 
 
 def is_alone(group: str) -> bool:
@@ -36,7 +36,8 @@ def exchange(group: str, topic: str, message: Any) -> list[Any]:
     ranks = collectives.process_group(group)
     store = dist.distributed_c10d._get_default_store()
     members = dist.get_process_group_ranks(ranks)
-    turn = _COUNTS[group, topic] = _COUNTS.get((group, topic), 0) + 1
+    # Counted in the store: it begins with the group, a process may outlive several.
+    turn = store.add(f"whorl/{group}/{topic}/turns/{members[ranks.rank()]}", 1)
     keys = [f"whorl/{group}/{topic}/{turn}/{member}" for member in members]
     store.set(keys[ranks.rank()], json.dumps(message))
     try:

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.library import custom_op
 
+from whorl import collectives
 from whorl.ops import dequantize, dynamic_quant, linear
 
-from . import collectives, fused
+from . import fused
 from .layout import group_of
 from .noop import VIEWS, has_shape_of
 from .sequence_parallel import Rewrite

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from . import agree, collectives
+from whorl import collectives
+
+from . import agree
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums, rewrite
@@ -63,10 +65,13 @@ class Compiled:
 
     def _capture(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.decomposition import select_decomp_table
 
         inputs = input_layouts(gm, self.config)
-        decompositions = select_decomp_table() if self.backend == "inductor" else {}
+        decompositions: dict[Any, Any] = {}
+        if self.backend == "inductor":
+            from torch._inductor.decomposition import select_decomp_table
+
+            decompositions = select_decomp_table()
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs, inputs)

@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whorl import collectives
+from whorl.collectives import SCALE_BYTES
 from whorl.device import HOST, default_device, synchronize
-
-from . import collectives
-from .collectives import SCALE_BYTES
 
 Choice = Literal["all_reduce", "sp", "sp_int8"]
 CHOICES: tuple[Choice, ...] = ("all_reduce", "sp", "sp_int8")

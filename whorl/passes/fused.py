@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whorl import collectives
 from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
 from whorl.device import HOME
 from whorl.ops import _torch_npu
 from whorl.ops._torch_npu import dtype_name
-
-from . import collectives
 
 CUDA, NPU = HOME["triton"], HOME["torch_npu"]
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from . import collectives
+from whorl import collectives
+
 from .capture import least_tokens
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs

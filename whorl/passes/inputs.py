@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from . import agree, collectives
+from whorl import collectives
+
+from . import agree
 from .config import SequenceParallel
 from .layout import Layout
 from .pipeline import matches

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
 
-from . import collectives
+from whorl import collectives
+
 from .rows import CHUNKS, is_registered
 
 c10d = torch.ops._c10d_functional

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from . import agree, collectives
+from whorl import collectives
+
+from . import agree
 from .cleanup import check, cleanup, outputs_of, write_report
 from .config import SequenceParallel
 from .editor import Editor, copied

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .collectives import wire_bytes
+from whorl.collectives import wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from . import collectives
+from whorl import collectives
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from . import collectives, layout, noop
+from whorl import collectives
+
+from . import layout, noop
 from .config import SequenceParallel
 from .editor import Editor
 from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
@@ -198,6 +200,8 @@ def place_gathers(state: Rewrite) -> int:
 
 def moved_bytes(state: Rewrite, node: Node, lead: int) -> int:
     plain = row_bytes(node, lead)
+    if node in state.roots:  # gathered where it was summed it is an all-reduce again, which rounds nothing
+        return plain
     return min(plain, _quantized_bytes(node, lead)) if _may_quantize(state, node, lead) else plain
 
 

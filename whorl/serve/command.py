@@ -38,6 +38,9 @@ class Options:
     think: bool | None = None
     max_seq: int | None = None
     tp: int | None = None
+    sp: str = "off"
+    sp_quantize: str | None = None
+    report: bool = False
     device: str | None = None
     dtype: str | None = None
     pld: bool = False
@@ -92,6 +95,8 @@ def prepare(options: Options) -> Callable[[], int]:
     # What the engine warns about, such as a model that repeats itself.
     logging.basicConfig(format="[warn] %(message)s", level=logging.WARNING)
     llm = load(options)
+    if options.report:
+        print_report(llm)
     params = sampling(options, llm)
     conversation = Conversation(
         llm,
@@ -125,7 +130,14 @@ def load(options: Options) -> "LLM":
         max_model_len=options.max_seq,
         max_num_seqs=1,
         tp=options.tp,
+        sp=str(options.sp),  # type: ignore[arg-type]
+        sp_quantize=str(options.sp_quantize) if options.sp_quantize else None,  # type: ignore[arg-type]
     )
+
+
+def print_report(llm: "LLM") -> None:
+    """What --sp has rewritten, where no answer goes."""
+    print(llm.sp_report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more", file=sys.stderr)
 
 
 def sampling(options: Options, llm: "LLM") -> "SamplingParams":

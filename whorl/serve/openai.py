@@ -142,6 +142,9 @@ def prepare(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     tp: int | None = None,
+    sp: Any = "off",
+    sp_quantize: Any = None,
+    report: bool = False,
     **settings: Any,
 ) -> Callable[[], None]:
     """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it.
@@ -168,8 +171,14 @@ def prepare(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tp=tp,
+            sp=sp,
+            sp_quantize=sp_quantize,
             max_num_batched_tokens=max(2048, max_num_seqs),
         )
+    if report:
+        from .command import print_report
+
+        print_report(llm)
     app = create_app(llm, chosen)
     return lambda: _serve(app, chosen, host, port)
 

@@ -38,6 +38,10 @@ def group_name(group: Any) -> str:
     return str(found.group_name)
 
 
+# A constant of every graph. What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def rows_per_rank(tokens: Any, size: int) -> Any:
     """ceil(tokens / size), for counts and symbols alike."""
     return (tokens + size - 1) // size

@@ -1,0 +1,267 @@
+"""Sequence parallelism in the engine: prompts through the passes, against the same engine without them, bit by bit."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import ranks
+import torch
+from mock_model import ByteTokenizer, MockModel, record
+from safetensors.torch import save_file
+
+from whorl import nn
+from whorl.engine.launch import RankError
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.sequence_parallel import PromptForward, Settings
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.engine.weights import load_model, random_model
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+
+WIDE = {"hidden_size": 96, "intermediate_size": 160}
+CONFIGS = {
+    "llama": Llama.tiny(**WIDE, num_attention_heads=6, num_key_value_heads=3, head_dim=16, attention_bias=True),
+    "qwen3_moe": Qwen3.tiny(**WIDE, num_experts=8, norm_topk_prob=True),
+}
+COLLECTIVES = 5  # the embedding's, and two of each layer
+CHUNK = 7  # prompt tokens of a step: chunks have odd sizes, of one token, too
+BOUND = 0.02  # of the largest logit, with int8
+COMMON = [5, 81, 2, 44, 44, 13, 7, 60, 9]
+PROMPTS = [
+    *([3], [8, 1], [4, 4, 9], COMMON + [1, 2] * 6, COMMON + [30], COMMON + [1, 2] * 3, list(range(20, 43))),
+    *([17, 18, 19] * 5, COMMON + [1, 2] * 6),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        model: Any = random_model(config, device="cpu", dtype=torch.float32)
+        save_file({n: slot.into.clone() for n, slot in nn.slots(model).items()}, folder / name / "model.safetensors")
+    return {name: folder / name for name in CONFIGS}
+
+
+# ---- on every rank
+
+
+class Counted:
+    """Of the calls that the passes may have, the tokens of each."""
+
+    def __init__(self, prompts: PromptForward) -> None:
+        self.prompts, self.sizes = prompts, []  # type: ignore[var-annotated]
+
+    def takes(self, step: nn.Step) -> bool:
+        return self.prompts.takes(step)
+
+    def __call__(self, step: nn.Step, caches: Any) -> torch.Tensor:
+        self.sizes.append(step.token_ids.shape[0])
+        hidden = self.prompts(step, caches)
+        assert self.prompts._compiled.last_run == "rewritten"
+        return hidden
+
+
+Found = tuple[list[list[int]], list[dict[int, torch.Tensor]], dict[str, int]]
+
+
+def serve(model: Any, prompts: Any, *, chunk: int, proposer: Any = None, together: bool = True) -> Found:
+    """Every rank is an engine of its own: what they decide is the same, since their logits are."""
+    llm = LLM(
+        model=model,
+        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        device="cpu",
+        max_num_seqs=4,
+        max_num_batched_tokens=chunk,
+        block_size=4,
+        num_blocks=40,
+        max_model_len=48,
+        speculate=proposer,
+        draft_length="fixed",
+        use_prefix_cache=together,
+    )
+    llm.runner.prompts = prompts
+    logits, sequences = record(llm), []
+    for prompt in PROMPTS:
+        sequences += llm.add(prompt, GREEDY)
+        llm.step()
+        while llm.has_work and not together:
+            llm.step()
+    while llm.has_work:
+        llm.step()
+    return [seq.output_ids for seq in sequences], [logits[seq.id] for seq in sequences], llm.stats()
+
+
+def check_equal(found: Found, expected: Found) -> None:
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+def share(path: Path, dtype: torch.dtype) -> Any:
+    rank = torch.distributed.get_rank()
+    return load_model(path, device="cpu", dtype=dtype, tp=nn.Ranks(rank=rank, size=2), progress=False)
+
+
+def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+    model = share(path, dtype)
+    prompts = Counted(PromptForward(model, "cpu", Settings(mode="on")))
+    off = serve(model, None, chunk=CHUNK, together=False)
+    for proposer in (None, PromptLookup(k=4, min_hist=1, guard=False)):
+        on = serve(model, prompts, chunk=CHUNK, proposer=proposer)
+        check_equal(on, off)
+        assert on[2]["num_tokens_hit"] > 0
+        assert proposer is None or on[2]["num_accepted"] > 0
+    check_equal(serve(model, prompts, chunk=64, together=False), off)
+    report = prompts.prompts.report
+    return {
+        "rewrites": report.rewrites,
+        "exactness": report.exactness,
+        "local": report.local_operators,
+        "captures": len(prompts.prompts._compiled.reports),
+        "sizes": prompts.sizes,
+    }
+
+
+def rounded(path: Path) -> dict[str, Any]:
+    model = share(path, torch.float32)
+    prompts = Counted(PromptForward(model, "cpu", Settings(mode="on", quantize="int8")))
+    off = serve(model, None, chunk=64, together=False)
+    alone = serve(model, prompts, chunk=64, together=False)
+    check_equal(serve(model, prompts, chunk=CHUNK), alone)
+    errors = [float((a[0] - b[0]).abs().max() / b[0].abs().max()) for a, b in zip(alone[1], off[1], strict=True)]
+    report = prompts.prompts.report
+    return {
+        "errors": errors,
+        "rewrites": report.rewrites,
+        "bytes": report.bytes_after() / report.bytes_before(),
+        "is_quantized": report.is_quantized,
+        "sizes": prompts.sizes,
+    }
+
+
+def automatic(path: Path) -> tuple[Any, list[bool]]:
+    """Where it begins, and what becomes of prompts around there."""
+    prompts = PromptForward(share(path, torch.float32), "cpu", Settings(mode="auto"))
+    start = prompts.report.min_tokens
+    sizes = [1 << 20] if start == "never" else [max(int(start) - 1, 0), int(start)]
+    return start, [prompts.takes(cast("nn.Step", Prompt(size))) for size in sizes]
+
+
+class Prompt:
+    """As much of a step as is looked at."""
+
+    rows = "prompt"
+
+    def __init__(self, size: int) -> None:
+        self.token_ids = torch.zeros(size)
+
+
+# ---- two of them
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("qwen3_moe", torch.bfloat16),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_equals_off(name: str, dtype: torch.dtype, checkpoints: dict[str, Path]) -> None:
+    """Logits of all outputs, bit by bit: batched, in odd chunks, with prefix hits, with drafts."""
+    for found in ranks.shared(2).run(on_and_off, checkpoints[name], dtype):
+        assert found["rewrites"] == COLLECTIVES
+        assert found["exactness"] == "bitwise"
+        assert found["local"] >= COLLECTIVES
+        assert found["captures"] == 1, "one graph serves every number of tokens"
+        assert {2, 3, 5, 23} <= set(found["sizes"])
+
+
+def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, Path]) -> None:
+    for found in ranks.shared(2).run(rounded, checkpoints["llama"]):
+        assert 0 < max(found["errors"]) < BOUND
+        assert found["rewrites"] == COLLECTIVES
+        assert found["is_quantized"]
+        assert found["bytes"] < 0.75
+        assert 1 in found["sizes"], "a chunk of one token is rounded as any other"
+
+
+def test_auto_begins_where_the_cost_model_says_on_all_ranks(checkpoints: dict[str, Path]) -> None:
+    one, other = ranks.shared(2).run(automatic, checkpoints["llama"])
+    assert one == other
+    start, taken = one
+    assert taken == ([False] if start == "never" else [False, True])
+
+
+# ---- the engine's own ranks
+
+
+@pytest.fixture
+def llm(checkpoints: dict[str, Path]) -> Iterator[LLM]:
+    made = LLM(
+        checkpoints["llama"],
+        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        device="cpu",
+        dtype=torch.float32,
+        tp=2,
+        sp="on",
+        num_blocks=40,
+    )
+    yield made
+    made.close()
+
+
+def test_an_engine_until_a_rank_is_killed(llm: LLM, checkpoints: dict[str, Path]) -> None:
+    assert llm.sp_report is not None
+    assert f"{COLLECTIVES} of {COLLECTIVES} collectives rewritten" in str(llm.sp_report)
+    one = LLM(
+        model=load_model(checkpoints["llama"], device="cpu", dtype=torch.float32, progress=False),
+        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        device="cpu",
+    )
+    found = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert [out.token_ids for out in found] == [out.token_ids for out in one.generate(PROMPTS, GREEDY, progress=False)]
+    assert llm._lead is not None
+    llm._lead.crew._processes[1].kill()
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
+        llm.generate(PROMPTS, GREEDY, progress=False)
+
+
+def test_what_is_refused() -> None:
+    model: Any = MockModel()
+    with pytest.raises(ValueError, match="sp is on, and there is one rank"):
+        LLM(model=model, device="cpu", sp="on")
+    assert LLM(model=model, device="cpu", sp="auto").sp_report is None
+    with pytest.raises(ValueError, match="sp is 'yes', expected one of auto, on, off"):
+        LLM(model=model, device="cpu", sp="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sp_quantize is 'int8', and sp is off"):
+        LLM(model=model, device="cpu", sp_quantize="int8")
+    with pytest.raises(ValueError, match="'fp4', expected None or 'int8'"):
+        LLM(model=model, device="cpu", sp="on", sp_quantize="fp4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="MockModel has no `hidden`"):
+        PromptForward(model, "cpu", Settings(mode="on"))
+
+
+@pytest.mark.slow
+def test_the_default_model() -> None:
+    arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
+    found = []
+    for sp in ("off", "on"):
+        command = [sys.executable, "-m", "whorl.cli", *arguments, "--tp", "2", "--sp", sp, "--report"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["token_ids"])
+        assert ("61 of 61 collectives rewritten" if sp == "on" else "sequence parallelism is off") in done.stderr
+    assert found[0] == found[1]

@@ -1,0 +1,132 @@
+"""Prompts through `whorl.passes`: between its attentions each rank keeps its share of the tokens.
+
+The model is captured once, as one graph over any number of tokens. What tokens see of each other stays outside of it:
+attention is one opaque node, which finds the call's step and caches here. So the graph has no inputs but token ids and
+weights, writes to nothing, and serves every batch, chunk and prefix hit.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.library import custom_op
+
+from whorl import passes
+from whorl.nn import KVCache, Step
+
+Mode = Literal["auto", "on", "off"]
+MODES, FORMATS = ("auto", "on", "off"), (None, "int8")
+_EXAMPLE = 32  # tokens of the capture; no guard depends on them
+_ATTEND: ContextVar[Callable[[int, Tensor, int], Tensor]] = ContextVar("attend")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """mode: "on" for every prompt, "auto" from as many tokens of a call on as pay by the passes' cost model."""
+
+    mode: Mode = "off"
+    quantize: Literal["int8"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"sequence parallelism: sp is {self.mode!r}, expected one of {', '.join(MODES)}")
+        if self.quantize not in FORMATS:
+            raise ValueError(f"sequence parallelism: sp_quantize is {self.quantize!r}, expected None or 'int8'")
+        if self.quantize is not None and self.mode == "off":
+            raise ValueError(f"sequence parallelism: sp_quantize is {self.quantize!r}, and sp is off: say on or auto")
+
+    def for_ranks(self, size: int) -> dict[str, Any] | None:
+        """What a runner of `size` ranks is told; None: nothing to do."""
+        if size == 1 and self.mode == "on":
+            raise ValueError(
+                "sequence parallelism: sp is on, and there is one rank: share the model among 2 or more (tp)"
+            )
+        return None if size == 1 or self.mode == "off" else asdict(self)
+
+
+# In a namespace of its own, so that the passes take its result for what it is: different on every rank.
+@custom_op("whorl_engine::attention", mutates_args=())
+def _attention(qkv: Tensor, layer: int, width: int) -> Tensor:
+    """What `Attention.mix` of this layer makes of qkv [T, ...] in the call at hand: [T, width]."""
+    return _ATTEND.get()(layer, qkv, width)
+
+
+@_attention.register_fake
+def _(qkv: Tensor, layer: int, width: int) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], width)
+
+
+class _Prompt(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.model.hidden(token_ids, "prompt", _mix)  # type: ignore[no-any-return]
+
+
+def _mix(attention: Any, qkv: Tensor) -> Tensor:
+    return _attention(qkv, attention.layer, attention.o_proj.weight.shape[1])  # type: ignore[no-any-return]
+
+
+class PromptForward:
+    """A model's forward call for prompts. Every rank makes one at the same time, once the ranks are connected.
+
+    Logits are those of the model itself, bit for bit, unless `quantize` rounds what travels between ranks. Each row is
+    rounded by itself, so with mode "on" it is still nobody's affair what runs beside it.
+    """
+
+    def __init__(self, model: Any, device: str, settings: Settings) -> None:
+        self._attentions = [layer.self_attn for layer in _layers(model)]
+        self._rope = model.rope
+        # One token is a graph of its own to torch, and without rounding it has the same bits in the plain one.
+        least = "auto" if settings.mode == "auto" else 1 if settings.quantize else 2
+        config = passes.SequenceParallel(min_tokens=least, quantize=settings.quantize)  # type: ignore[arg-type]
+        self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
+        self._capture(device)
+        found = self._compiled.reports[0].min_tokens
+        self.min_tokens: float = float("inf") if found == "never" else float(found)
+
+    @torch.inference_mode()
+    def _capture(self, device: str) -> None:
+        """On tokens that attend to nothing: no cache is needed, and none is written."""
+        token_ids = torch.arange(_EXAMPLE, device=device) % 2
+        self._run(token_ids, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width))
+
+    @property
+    def report(self) -> passes.Report:
+        return self._compiled.reports[0]
+
+    def takes(self, step: Step) -> bool:
+        return step.rows == "prompt" and step.token_ids.shape[0] >= self.min_tokens
+
+    def __call__(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        rotary = self._rope.rows(step)
+
+        def attend(layer: int, qkv: Tensor, width: int) -> Tensor:
+            return self._attentions[layer].mix(qkv, rotary, step, caches[layer])  # type: ignore[no-any-return]
+
+        return self._run(step.token_ids, attend)
+
+    def _run(self, token_ids: Tensor, attend: Callable[[int, Tensor, int], Tensor]) -> Tensor:
+        from torch._dynamo import config
+
+        token = _ATTEND.set(attend)
+        try:
+            # Else torch tries an epsilon as a variable first, captures anew without, and remembers: ranks that have not
+            # captured the same things before would not meet.
+            with config.patch(specialize_float=True):
+                return self._compiled(token_ids)  # type: ignore[no-any-return]
+        finally:
+            _ATTEND.reset(token)
+
+
+def _layers(model: Any) -> Any:
+    if not hasattr(model, "hidden"):
+        raise ValueError(
+            f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward call apart from attention"
+        )
+    return model.model.layers
