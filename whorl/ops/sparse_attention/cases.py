@@ -108,7 +108,7 @@ sparse_attention_backward.inputs(
 
 
 _MASKED: list[Values] = [
-    # With two keys the score gradients are one number and its negative, and so is their error: no ratio of such means much.
+    # Of two keys the score gradients would be one number and its negative: a ratio of such errors means little.
     {"tokens": (1,), "keys": 9, "topk": 8, "heads": 4, "dim": 64},
     {"tokens": (3,), "keys": 9, "topk": 5, "heads": 3, "dim": 24, "value_dim": 8, "scale": 0.01},
     {"tokens": (5,), "keys": 40, "topk": 17, "heads": 4, "kv_heads": 2, "dim": 40, "value_dim": 32},
