@@ -1,6 +1,7 @@
 """What every test starts from: one seed, one device, and memory in which nothing is zero by luck."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ if not HAS_CUDA:
     # Read when a kernel is defined, so it is set before any test imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     round_bfloat16_to_nearest()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a shell, where programs ignore Ctrl-C and so would those that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RUN_ALL = "WHORL_TEST_ALL"
 

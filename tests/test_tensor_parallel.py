@@ -352,7 +352,10 @@ def test_no_rank_outlives_the_program(end: signal.Signals | None, code: int, che
             os.killpg(program.pid, end)  # as a terminal does
         elif end is not None:
             program.send_signal(end)
-        assert program.wait(60) == code
+        try:
+            assert program.wait(60) == code
+        finally:
+            program.kill()  # leaving the block waits without a limit
     deadline = time.monotonic() + 20
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
