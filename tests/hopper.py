@@ -7,6 +7,7 @@ Names as arguments build those operators alone.
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -78,8 +79,8 @@ def inspect(cubin: bytes) -> dict[str, Any]:
         "registers": int(numbers["REG"]),
         "stack": int(numbers["STACK"]),
         "spills": sass.count("LDL") + sass.count("STL"),
-        "wide_loads": sass.count("LDG.E.128") + sass.count("LDGSTS.E.BYPASS.128") + sass.count("LDGSTS.E.128"),
-        "wide_stores": sass.count("STG.E.128"),
+        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", sass)),  # .EF, .BYPASS: hints
+        "wide_stores": len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", sass)),
         "tensor_core_products": sass.count("HGMMA"),
     }
 

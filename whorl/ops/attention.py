@@ -195,9 +195,9 @@ def _triton_write_reason(k_cache: Tensor, v_cache: Tensor, **_: object) -> str |
 
 @write_kv.impl("triton", accepts=_triton_write_reason)
 def _(k, v, k_cache, v_cache, slots):  # type: ignore[no-untyped-def]
-    from . import attention_triton
+    from .attention_triton import write_kv as run
 
-    attention_triton.write_kv(k, v, k_cache, v_cache, slots)
+    run(k, v, k_cache, v_cache, slots)
 
 
 def _triton_reason(q: Tensor, k_cache: Tensor, **_: object) -> str | None:

@@ -253,9 +253,9 @@ def _triton_route_reason(logits: Tensor, **_: object) -> str | None:
 
 @route.impl("triton", accepts=_triton_route_reason)
 def _(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale):  # type: ignore[no-untyped-def]
-    from . import moe_triton
+    from .moe_triton import route as run
 
-    return moe_triton.route(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
+    return run(logits, k, bias, scoring, renormalize, num_groups, top_groups, scale)
 
 
 @route_backward.impl("triton", accepts=_triton_route_reason)
@@ -271,9 +271,9 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 @experts.impl("triton", accepts=_triton_reason)
 def _(x, gate_up, down, weights, ids, rows):  # type: ignore[no-untyped-def]
-    from . import moe_triton
+    from .moe_triton import experts as run
 
-    return moe_triton.experts(x, gate_up, down, weights, ids, rows)
+    return run(x, gate_up, down, weights, ids, rows)
 
 
 @route.impl("torch_npu", accepts=moe_torch_npu.route_reason)
