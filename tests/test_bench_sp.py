@@ -214,6 +214,8 @@ def test_measured_in_namespaces() -> None:
     try:
         rows = check_run(sp.Settings(tokens=128, hidden=256, layers=1, repeats=1, rate="20mbit", timeout=400))
     except ValueError as refused:
+        if "this kernel does not take" not in str(refused):
+            raise
         pytest.skip(str(refused))
     for row in rows.values():  # headers of Ethernet, IP and TCP on top
         assert row["payload_bytes"] < row["interface_bytes"] < 1.2 * row["payload_bytes"]
