@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from whorl.device import is_interpreting, unavailable
 from whorl.ops import OPS, Op, qk_norm_rope_backward_triton, rms_norm_triton
-from whorl.selftest import LIMIT, judge
+from whorl.selftest import LIMIT, adding_alike, judge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONSTANTS = ("cos_sin", "bias")  # tables and what only chooses experts: floating point, but never differentiated
@@ -124,7 +124,8 @@ def check(op: Op, backend: str, values: Values) -> None:
     """One operator on one backend against its reference and the fp64 result."""
     choice = op.choose(**values, backend=backend)
     assert choice.backend == backend
-    expected = results(op, op.reference, duplicate(values))
+    with adding_alike(values):
+        expected = results(op, op.reference, duplicate(values))
     gold = results(op, op.reference, upcast(duplicate(values)))
     used = duplicate(values)
     got = results(op, lambda **v: op(**v, backend=backend), used)
@@ -341,6 +342,7 @@ LARGE: dict[str, Values] = {
     "rms_norm": {"shape": (2**19 + 40, 4096)},
     "add_rms_norm": {"shape": (2**19 + 40, 4096)},
     "swiglu": {"shape": (2**19 + 40, 4096)},
+    "hadamard": {"shape": (2**24 + 40, 128)},
     "sparse_attention": {"tokens": (2**15 + 40,), "keys": 64, "topk": 16, "heads": 128, "dim": 576, "value_dim": 512},
     "masked_attention": {"tokens": (2**17 + 40,), "keys": 64, "topk": 16, "heads": 128, "kv_heads": 1, "dim": 128},
 }
@@ -355,7 +357,8 @@ def check_last_tokens(op: Op, case: Values) -> None:
     tokens = (case["tokens"] if "tokens" in case else case["shape"])[0]
     values = arguments(op, case, torch.bfloat16)
     few = {n: v if n in CONSTANTS else last_tokens(v, tokens).clone() for n, v in tensors_of(values).items()}
-    expected = results(op, op.reference, duplicate(values | few))
+    with adding_alike(values):
+        expected = results(op, op.reference, duplicate(values | few))
     gold = results(op, op.reference, upcast(values | few))
     got = results(op, lambda **v: op(**v, backend="triton"), values)
     of_tokens = [i for i, g in enumerate(got) if tokens in g.shape]  # no weight gradients

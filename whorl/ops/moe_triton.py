@@ -86,11 +86,11 @@ def _route_kernel(
     total = 0.0
     ranked = _ranked(choice, ids)
     for i in range(K):
-        best, winner = _highest(ranked)
+        rank, winner = _highest(ranked)
         if HAS_BIAS:
             weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
         else:  # scores are never negative: their rank holds their bits
-            weight = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            weight = (rank >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         weights = tl.where(slot == i, weight, weights)
         chosen = tl.where(slot == i, winner, chosen)
         ranked = tl.where(ids == winner, LOWEST, ranked)

@@ -11,7 +11,7 @@ from .linear_triton import unit_stride
 
 @triton.jit
 def _score(logits, peak, total, SOFTMAX: tl.constexpr):
-    return tl.exp(logits - peak) / total if SOFTMAX else 1 / (1 + tl.exp(-logits))
+    return tl.div_rn(tl.exp(logits - peak), total) if SOFTMAX else tl.div_rn(1.0, 1 + tl.exp(-logits))
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _route_backward_kernel(
         least = tl.maximum(found, 1e-20)
         apart = tl.zeros((BLOCK_K,), tl.float32)
         for slot in range(K):  # differences first: where all are alike the gradient is exactly 0
-            share = tl.sum(tl.where(slots == slot, chosen, 0.0), 0) / least
+            share = tl.div_rn(tl.sum(tl.where(slots == slot, chosen, 0.0), 0), least)
             apart += share * (grads - tl.sum(tl.where(slots == slot, grads, 0.0), 0))
         grads = tl.where(found >= 1e-20, apart, grads) / least
     grads = tl.where(is_slot, grads, 0.0)

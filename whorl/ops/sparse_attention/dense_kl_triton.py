@@ -142,7 +142,7 @@ def _rows_kernel(
         top = new_top
     highest = tl.max(top, 0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    log_total = tl.log(tl.maximum(tl.sum(total * tl.exp(top - highest), 0), 1e-38))
+    log_total = tl.log(tl.maximum(tl.sum(total * tl.exp(top - highest), 0), 1e-37))
     all_mass = tl.sum(mass, 0)
     has_mass = tl.where(all_mass > 0, 1.0, 0.0)
     inverse = has_mass / tl.where(all_mass > 0, all_mass, 1.0)

@@ -1,9 +1,10 @@
 """Exact selection of the k highest in a row, by the bits of their order: no atomics, no dependence on chance.
 
-A row's scores stay in registers while a threshold is built, from the top bit of its place in the order of all floats
-down, one count a bit. A second reading writes what lies above it, and as many equals as are missing, by a running
-count. A long row goes through twice: first only until few enough are left, then exactly; one longer than a program
-holds is cut into pieces for the first round.
+A short row's scores stay in registers while a threshold is built, from the top bit of its place in the order of all
+floats down, one count a bit. A second reading writes what lies above it, and as many equals as are missing, by a
+running count. A long row goes through twice: first only until few enough are left, then exactly; one longer than a
+program takes is cut into pieces for the first round. In that round the threshold is guessed from a sample of the row
+and one reading counts what reaches it; only where the guess is wrong is it built bit by bit, a reading each.
 """
 
 import torch
@@ -15,7 +16,9 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 
-LONGEST = 32768  # of one program: 32 scores for each of 1024 threads; counts of it fit 16 bits
+LONGEST = 32768  # of one program: counts of it fit 16 bits
+HELD = 8192  # longest row that is held in registers
+SAMPLE, RUN = 2048, 32  # scores in a sample, and neighbours among them: a whole line of memory
 MOST = LONGEST // 4  # chosen: twice as many are left of a piece, which must be shorter then
 
 
@@ -64,6 +67,73 @@ def _put(
 
 
 @triton.jit
+def _threshold(held, seen, wanted, most, last_bit):
+    """As high as at least `wanted` of the held reach; raised bit by bit, down to `last_bit`, while over `most` do."""
+    threshold, reached, bit = tl.zeros((), tl.uint32), seen, tl.full((), 2147483648, tl.uint32)
+    while (bit > last_bit) & (reached > most):
+        count = tl.sum((held >= _score_of(threshold | bit)).to(tl.int32), 0)
+        is_enough = count >= wanted
+        threshold = tl.where(is_enough, threshold | bit, threshold)
+        reached = tl.where(is_enough, count, reached)
+        bit = bit >> 1
+    return threshold, reached
+
+
+@triton.jit
+def _count(
+    edge, scores_ptr, positions_ptr, end, whole, start, stop, first, HAS_POSITIONS: tl.constexpr,
+    IS_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many the query sees, of those how many reach the edge, and how many are above it."""
+    seen, reached, above = (tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32))
+    for tile in range(0, end, BLOCK):
+        at = tile + tl.arange(0, BLOCK)
+        scores = _load(scores_ptr, positions_ptr, at, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
+        seen += (scores == scores).to(tl.int32)
+        reached += (scores >= edge).to(tl.int32)
+        above += (scores > edge).to(tl.int32)
+    return tl.sum(seen, 0), tl.sum(reached, 0), tl.sum(above, 0)
+
+
+@triton.jit
+def _sampled_threshold(
+    scores_ptr, positions_ptr, end, whole, start, stop, first, K, most, HAS_POSITIONS: tl.constexpr,
+    IS_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """A threshold that between K and `most` reach, or more of which no more than `most` are above it."""
+    columns = tl.arange(0, BLOCK)
+    step = tl.cdiv(tl.cdiv(end, BLOCK // RUN), RUN) * RUN
+    spread = columns // RUN * step + columns % RUN
+    sample = _load(scores_ptr, positions_ptr, spread, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
+    sampled = tl.sum((sample == sample).to(tl.int32), 0)
+    # Between K and `most`, which is 2 K: a sample is off by a few in a hundred. Sixteen bits are fine enough.
+    share = tl.sum((spread < end).to(tl.int32), 0) / tl.maximum(end, 1).to(tl.float32)
+    aim = tl.minimum((K * 1.4 * share).to(tl.int32) + 1, sampled)
+    threshold, _unused = _threshold(sample, sampled, aim, aim + aim // 8, 32768)
+    seen, reached, above = _count(
+        _score_of(threshold), scores_ptr, positions_ptr, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN, BLOCK
+    )  # fmt: skip
+    wanted = tl.minimum(seen, K)
+    if (reached < wanted) | (above > most):
+        threshold, bit = tl.zeros((), tl.uint32), tl.full((), 2147483648, tl.uint32)
+        seen, reached, above = _count(
+            _score_of(threshold), scores_ptr, positions_ptr, end, whole, start, stop, first, HAS_POSITIONS,
+            IS_CHOSEN, BLOCK,
+        )  # fmt: skip
+        while (bit != 0) & (reached > most):
+            higher = threshold | bit
+            seen, count, over = _count(
+                _score_of(higher), scores_ptr, positions_ptr, end, whole, start, stop, first, HAS_POSITIONS,
+                IS_CHOSEN, BLOCK,
+            )  # fmt: skip
+            is_enough = count >= wanted
+            threshold, reached = tl.where(is_enough, higher, threshold), tl.where(is_enough, count, reached)
+            above = tl.where(is_enough, over, above)
+            bit = bit >> 1
+    return threshold, reached, wanted, above
+
+
+@triton.jit
 def _top_k_kernel(
     scores_ptr,
     starts_ptr,
@@ -78,7 +148,9 @@ def _top_k_kernel(
     LENGTH,
     HAS_POSITIONS: tl.constexpr,
     IS_CHOSEN: tl.constexpr,
+    IS_SAMPLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     TAIL: tl.constexpr,
@@ -96,21 +168,20 @@ def _top_k_kernel(
     indices_ptr += (row * tl.num_programs(1) + piece) * SLOTS
     values_ptr += (row * tl.num_programs(1) + piece) * SLOTS
 
-    columns = tl.arange(0, BLOCK)
-    held = _load(scores_ptr, positions_ptr, columns, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
-    seen = tl.sum((held == held).to(tl.int32), 0)
-    wanted = tl.minimum(seen, K)
-    # Raised as long as too many reach it; never so far that fewer than wanted do.
-    threshold, reached, bit = tl.zeros((), tl.uint32), seen, tl.full((), 2147483648, tl.uint32)
-    while (bit != 0) & (reached > SLOTS):
-        count = tl.sum((held >= _score_of(threshold | bit)).to(tl.int32), 0)
-        is_enough = count >= wanted
-        threshold = tl.where(is_enough, threshold | bit, threshold)
-        reached = tl.where(is_enough, count, reached)
-        bit = bit >> 1
+    if IS_SAMPLED:
+        threshold, reached, wanted, above = _sampled_threshold(
+            scores_ptr, positions_ptr, end, whole, start, stop, first, K, SLOTS, HAS_POSITIONS, IS_CHOSEN, BLOCK, RUN
+        )  # fmt: skip
+    else:
+        columns = tl.arange(0, BLOCK)
+        held = _load(scores_ptr, positions_ptr, columns, end, whole, start, stop, first, HAS_POSITIONS, IS_CHOSEN)
+        seen = tl.sum((held == held).to(tl.int32), 0)
+        wanted = tl.minimum(seen, K)
+        threshold, reached = _threshold(held, seen, wanted, SLOTS, 0)
+        above = tl.sum((held > _score_of(threshold)).to(tl.int32), 0)
     edge = _score_of(threshold)
-    taken = tl.where(reached > SLOTS, wanted, reached)
-    missing = taken - tl.sum((held > edge).to(tl.int32), 0)
+    taken = tl.where(reached > SLOTS, tl.maximum(wanted, above), reached)
+    missing = taken - above
 
     # Four neighbours lie in one thread, LANES of those in a warp: a line, counted without a barrier. Each of the four
     # is stored as a tensor of its own: as one tensor they would be moved between threads first.
@@ -156,7 +227,7 @@ def select(
         return
     topk, positions, is_chosen = indices.shape[1], key_positions, False
     slots = 2 * max(topk, 256)
-    while scores.shape[1] > min(LONGEST, 4 * slots):
+    while scores.shape[1] > max(slots, min(HELD, 4 * slots)):
         pieces = ceil_div(scores.shape[1], LONGEST)
         shape = (scores.shape[0], pieces * slots)
         left, left_scores = indices.new_empty(shape), values.new_empty(shape)
@@ -176,7 +247,7 @@ def _launch(
     pieces: int,
     is_chosen: bool,
 ) -> None:
-    width = scores.shape[1]
+    width, slots = scores.shape[1], indices.shape[1] // pieces
     _top_k_kernel[(scores.shape[0], pieces)](
         scores,
         starts,
@@ -187,19 +258,22 @@ def _launch(
         scores.stride(0),
         width,
         topk,
-        indices.shape[1] // pieces,
+        slots,
         min(width, LONGEST),
         HAS_POSITIONS=positions is not None,
         IS_CHOSEN=is_chosen,
-        **_plan(max(16, power_of_2(min(width, LONGEST)))),
+        RUN=RUN,
+        **_plan(max(16, power_of_2(min(width, LONGEST))), is_exact=slots == topk),
     )
 
 
-def _plan(block: int) -> dict[str, int]:
+def _plan(block: int, is_exact: bool) -> dict[str, int]:
+    is_sampled = block > HELD and not is_exact
+    block = SAMPLE if is_sampled else block
     if is_interpreting():
-        return {"BLOCK": block, "ROWS": 4 if block <= 256 else 32, "LANES": 4, "TAIL": 64}
-    warps = min(16, max(4, block // 1024))
-    return {"BLOCK": block, "ROWS": 2 * warps, "LANES": 32, "TAIL": 1024, "num_warps": warps}
+        return {"IS_SAMPLED": is_sampled, "BLOCK": block, "ROWS": 4 if block <= 256 else 32, "LANES": 4, "TAIL": 64}
+    warps = 16 if block > HELD else 4
+    return {"IS_SAMPLED": is_sampled, "BLOCK": block, "ROWS": 16, "LANES": 32, "TAIL": 1024, "num_warps": warps}
 
 
 def forward(
