@@ -1,11 +1,12 @@
 """What ranks do in the tests of the passes; each function runs on every rank."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from passes_models import Model, Shape, inputs
+from passes_models import MLP, Model, MoE, Parts, Shape, all_reduce, inputs, norm
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -104,6 +105,54 @@ def compiled_model(shape: Shape, counts: tuple[int, ...], backend: str, options:
     torch._dynamo.reset()
     short = passes.compile(model(shape), SequenceParallel(**options), backend=backend, dynamic=True)
     return _counted(short, [inputs(shape, count) for count in counts])
+
+
+class Cells(torch.nn.Module):
+    """Every cell of the support matrix as one block between two sums, all of them in one graph."""
+
+    names = tuple(itertools.product((0, 4), (True, False), (False, True)))  # experts, vl, int8
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = Parts(dist.get_rank(), dist.get_world_size(), torch.float32)
+        self.first = torch.nn.ParameterList(parts.shard(1, 64, 64) for _ in self.names)
+        self.blocks, self.norm = torch.nn.ModuleList(), parts.norm(64)
+        for experts, vl, int8 in self.names:
+            shape = Shape(hidden=64, inner=32, experts=experts, vl=vl, int8=int8, exact=True)
+            self.blocks.append((MoE if experts else MLP)(shape, parts))
+
+    def forward(self, x: Tensor, residual: Tensor, deepstack: Tensor) -> tuple[Tensor, ...]:
+        found, mine = [], x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+        for (_, vl, _), first, block in zip(self.names, self.first, self.blocks, strict=True):
+            h = all_reduce(mine @ first.t())
+            if vl:
+                h = h + deepstack
+            kept = h + residual
+            found.append(norm(block(norm(kept, self.norm, 1e-6)) + kept, self.norm, 1e-6))
+        return tuple(found)
+
+
+def all_cells(backend: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    torch._dynamo.reset()
+    short = passes.compile(Cells(), SequenceParallel(min_tokens=4), backend=backend, dynamic=True)
+    runs, equal = [], []
+    for count in counts:
+        generator = torch.Generator().manual_seed(count)
+        arguments = [torch.randn(count, 64, generator=generator) for _ in range(3)]
+        with torch.no_grad():
+            a, name = short(*arguments), short.last_run
+            short.force = "plain"
+            b = short(*arguments)
+        short.force = ""
+        runs.append(name)
+        equal.append([torch.equal(x, y) for x, y in zip(a, b, strict=True)])
+    return {
+        "equal": equal,
+        "runs": runs,
+        "captures": len(short.reports),
+        "rewrites": short.report.rewrites,
+        "gathers": [(g.dtype, g.row_bytes) for g in short.report.gathers],
+    }
 
 
 def _counted(short: Any, calls: list[tuple[Any, ...]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The graphs that the named patterns of vllm-ascend rewrite, and its Flash Comm V1, as small functions."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,53 @@ def moe_gating_and_quantisation(w: Weights, x: Tensor, residual: Tensor, deepsta
     values, scale = dynamic_quant(y)
     out = ops.experts(values.float() * scale[:, None], w.gate_up, w.down, weights, ids)
     return ops.add_rms_norm(all_reduce(out), residual, w.norms[1])[0]
+
+
+# ---- rows chosen by a mask
+
+
+def added_at_a_mask(h: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """As transformers adds the vision embeddings of Qwen3-VL."""
+    h = h.clone()
+    return h.index_put((mask,), h[mask, :] + rows.to(h.dtype))
+
+
+def scaled_at_a_mask(h: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    return h.index_put((mask,), (h[mask].double() * 0.3 - rows[:, :1]).float() + rows)
+
+
+def replaced_at_a_mask(h: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    return h.index_put((mask,), rows)
+
+
+def scattered_at_a_mask(h: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """As transformers puts image embeddings among those of the text."""
+    return h.masked_scatter(mask.unsqueeze(-1).expand_as(h), rows)
+
+
+MASKED: dict[str, Callable[..., Tensor]] = {
+    "added": added_at_a_mask,
+    "scaled": scaled_at_a_mask,
+    "replaced": replaced_at_a_mask,
+    "scattered": scattered_at_a_mask,
+}
+
+
+def run_masked(name: str, shape: tuple[int, ...], chosen: int) -> dict[str, Any]:
+    """On a sum of [*shape, C], of whose rows so many are chosen."""
+    w, change, tokens = Weights(), MASKED[name], math.prod(shape)
+
+    def function(*given: Tensor) -> Tensor:
+        x, residual, rows, mask = given
+        h = all_reduce(w.layer(x.flatten(0, -2), 0)).view_as(x)
+        y, _ = ops.add_rms_norm(change(h, mask, rows), residual, w.norms[0])
+        return w.layer(y.flatten(0, -2), 1)
+
+    x, residual, rows = arguments(tokens)
+    places = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))[:chosen]
+    mask = torch.zeros(tokens, dtype=torch.bool).index_fill(0, places, True).view(shape)
+    given = (x.view(*shape, C), residual.view(*shape, C), rows[:chosen], mask)
+    return summary(both(function, given, SequenceParallel(), dynamic=True))
 
 
 ROWS: dict[str, Callable[..., Tensor]] = {

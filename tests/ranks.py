@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+LONGEST = 600
+
 
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -17,7 +19,8 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
+    # No less than the longest that `run` waits: a rank may compile while another stands in a collective already.
+    limit = datetime.timedelta(seconds=LONGEST)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     while True:
         function, arguments = pipe.recv()
@@ -54,7 +57,7 @@ class Ranks:
             process.join(10)
         self.pipes, self.processes = [], []
 
-    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[tuple[Any, ...]]:
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[tuple[Any, ...]]:
         """("ok", answer, warnings) or ("error", message, traceback) of every rank; a rank that hangs ends them all."""
         if not self.processes:
             self._start()
@@ -68,7 +71,7 @@ class Ranks:
             answers.append(pipe.recv())
         return answers
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         answers = self.outcomes(function, *arguments, timeout=timeout)
         for rank, (status, _, more) in enumerate(answers):
             if status == "error":

@@ -18,6 +18,7 @@ from whorl.engine.launch import RankError
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence_parallel import PromptForward, Settings
+from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model, random_model
 from whorl.models.llama import Llama
@@ -27,6 +28,7 @@ WIDE = {"hidden_size": 96, "intermediate_size": 160}
 CONFIGS = {
     "llama": Llama.tiny(**WIDE, num_attention_heads=6, num_key_value_heads=3, head_dim=16, attention_bias=True),
     "qwen3_moe": Qwen3.tiny(**WIDE, num_experts=8, norm_topk_prob=True),
+    "eight heads": Qwen3.tiny(**WIDE, num_attention_heads=8, num_key_value_heads=4),
 }
 COLLECTIVES = 5  # the embedding's, and two of each layer
 CHUNK = 7  # prompt tokens of a step: chunks have odd sizes, of one token, too
@@ -108,15 +110,22 @@ def check_equal(found: Found, expected: Found) -> None:
 
 
 def share(path: Path, dtype: torch.dtype) -> Any:
-    rank = torch.distributed.get_rank()
-    return load_model(path, device="cpu", dtype=dtype, tp=nn.Ranks(rank=rank, size=2), progress=False)
+    mine = nn.Ranks(rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size())
+    return load_model(path, device="cpu", dtype=dtype, tp=mine, progress=False)
+
+
+def proposers(path: Path, dtype: torch.dtype) -> list[Any]:
+    """None, drafts from the prompt, and a draft model that no rank shares."""
+    draft: Any = load_model(path, device="cpu", dtype=dtype, progress=False)
+    model = DraftModel(model=draft, tokenizer=ByteTokenizer(), k=3, device="cpu", num_blocks=40)  # type: ignore[arg-type]
+    return [None, PromptLookup(k=4, min_hist=1, guard=False), model]
 
 
 def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     model = share(path, dtype)
     prompts = Counted(PromptForward(model, "cpu", Settings(mode="on")))
     off = serve(model, None, chunk=CHUNK, together=False)
-    for proposer in (None, PromptLookup(k=4, min_hist=1, guard=False)):
+    for proposer in proposers(path, dtype):
         on = serve(model, prompts, chunk=CHUNK, proposer=proposer)
         check_equal(on, off)
         assert on[2]["num_tokens_hit"] > 0
@@ -181,7 +190,17 @@ class Prompt:
 )
 def test_on_equals_off(name: str, dtype: torch.dtype, checkpoints: dict[str, Path]) -> None:
     """Logits of all outputs, bit by bit: batched, in odd chunks, with prefix hits, with drafts."""
-    for found in ranks.shared(2).run(on_and_off, checkpoints[name], dtype):
+    check_on_ranks(2, checkpoints[name], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_equals_off_on_four_ranks(dtype: torch.dtype, checkpoints: dict[str, Path]) -> None:
+    check_on_ranks(4, checkpoints["eight heads"], dtype)
+
+
+def check_on_ranks(size: int, path: Path, dtype: torch.dtype) -> None:
+    for found in ranks.shared(size).run(on_and_off, path, dtype, timeout=600):
         assert found["rewrites"] == COLLECTIVES
         assert found["exactness"] == "bitwise"
         assert found["local"] >= COLLECTIVES

@@ -21,6 +21,7 @@ from whorl.passes import Layout, SequenceParallel, agree
 from whorl.passes.capture import NEVER, least_tokens
 from whorl.passes.cost import table
 from whorl.passes.layout import infer
+from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
 
@@ -226,8 +227,8 @@ def test_passes_are_counted_and_can_be_left_out(tmp_path: Path) -> None:
     counts = rewritten(norm_of_sum, ARGUMENTS, dump=tmp_path).meta["report"].counts
     assert list(counts) == [name for name, _ in passes.PIPELINE]
     assert (counts["split"], counts["place"], counts["report"]) == (1, 3, 1)
-    assert "ordered_reduce_scatter" in (tmp_path / "2_split_after.txt").read_text()
-    assert "ordered_reduce_scatter" not in (tmp_path / "2_split_before.txt").read_text()
+    assert "ordered_reduce_scatter" in (tmp_path / "3_split_after.txt").read_text()
+    assert "ordered_reduce_scatter" not in (tmp_path / "3_split_before.txt").read_text()
     with pytest.warns(RuntimeWarning, match="rewrote none"):
         skipped = rewritten(norm_of_sum, ARGUMENTS, skip=("place", "fold"))
     assert kinds(skipped)["ordered_reduce_scatter"] == kinds(skipped)["all_gather"] == 1
@@ -244,6 +245,31 @@ def test_what_does_nothing_goes() -> None:
     gm = rewritten(function, ARGUMENTS[:2])
     assert gm.meta["report"].counts["noops"] >= 4
     assert not {"view", "slice.Tensor", "expand", "reshape"} & set(kinds(gm))
+
+
+def test_updates_by_numbers_are_not_spread() -> None:
+    def function(x: Tensor, w: Tensor, rows: Tensor, places: Tensor, mask: Tensor, add: bool) -> Tensor:
+        index = mask if add else places
+        return summed(x @ w).index_put((index,), rows, add) @ w
+
+    places, mask = torch.tensor([1, 1]), torch.tensor([False, True, True, False, False, False])
+    for add in (False, True):
+        with pytest.warns(RuntimeWarning, match="index_put.default is not row-wise"):
+            gm = rewritten(lambda *a, add=add: function(*a, add), (*ARGUMENTS[:2], torch.randn(2, C), places, mask))
+        assert gm.meta["report"].counts["masks"] == 0
+
+
+def test_an_in_place_sum_leaves_no_copy() -> None:
+    """torch.compile makes a copy of dist.all_reduce's result; over a value of another dtype it stays."""
+
+    def function(x: Tensor, w: Tensor, kept: torch.dtype) -> Tensor:
+        part = x @ w
+        return torch.ops.aten.copy(part.to(kept), summed(part)).float().relu() @ w
+
+    for kept, copies in ((torch.float32, 0), (torch.bfloat16, 1)):
+        gm = captured(lambda *a, kept=kept: function(*a, kept), ARGUMENTS[:2], False)
+        eliminate_noops(gm.graph)
+        assert kinds(gm).get("copy", 0) == copies
 
 
 def test_the_graph_given_is_not_changed() -> None:

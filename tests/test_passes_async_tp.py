@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import Ranks
+from ranks import shared
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -89,13 +89,9 @@ def everything() -> dict[str, Any]:
     return {"operators": operators(rank, world), "graphs": graphs(rank, world)}
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.slow)], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def found_on_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """One start of processes for all that needs several."""
-    ranks = Ranks(request.param)
-    found = ranks.run(everything, timeout=300)
-    ranks.stop()
-    return found
+    return shared(request.param).run(everything, timeout=300)
 
 
 def test_the_bits_of_the_unfused_pair(found_on_ranks: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
+from ranks import shared
 
 from whorl.passes import cost
 from whorl.passes.cost import CHOICES, TABLE, CostModel, Range, Traffic
@@ -168,9 +168,7 @@ def on_a_rank() -> dict[str, object]:
 
 
 def test_measured_on_ranks() -> None:
-    ranks = Ranks(2)
-    found = ranks.run(on_a_rank)
-    ranks.stop()
+    found = shared(2).run(on_a_rank)
     assert found[0] == found[1], "every rank must choose alike"
     assert set(found[0]["fitted"]) == {"all_reduce", "reduce_scatter", "all_gather", "all_gather_quantized"}
     assert all(line[1] > 0 for line in found[0]["fitted"].values())

@@ -19,19 +19,20 @@ from passes_cases import (
 )
 from passes_models import Shape
 from passes_programs import STEPS
+from passes_rows import C, run_masked
 from ranks import shared
 
 MODELS = {
-    "llama": Shape(),
-    "llama-bf16": Shape(dtype=torch.bfloat16),
-    "qwen3": Shape(kind="qwen3", eps=1e-5),
+    "llama": Shape(layers=1),
+    "llama-bf16": Shape(layers=1, dtype=torch.bfloat16),
+    "qwen3": Shape(layers=1, kind="qwen3", eps=1e-5),
     "qwen3-int8": Shape(kind="qwen3", int8=True),
-    "qwen3-moe": Shape(kind="qwen3", experts=8, exact=True),
+    "qwen3-moe": Shape(layers=1, kind="qwen3", experts=8, exact=True),
     "qwen3-moe-expert-parallel": Shape(kind="qwen3", experts=8, expert_parallel=True, exact=True),
-    "qwen3-vl": Shape(kind="qwen3", vl=True),
+    "qwen3-vl": Shape(layers=1, kind="qwen3", vl=True),
     "qwen3-vl-int8": Shape(kind="qwen3", vl=True, int8=True),
     "deepseek-mla": Shape(kind="mla", exact=True),
-    "deepseek-mla-moe-bf16": Shape(kind="mla", experts=8, exact=True, dtype=torch.bfloat16),
+    "deepseek-mla-moe-bf16": Shape(layers=1, kind="mla", experts=8, exact=True, dtype=torch.bfloat16),
 }
 RATIOS = {"qwen3-int8": 0.75, "qwen3-vl-int8": 0.8, "deepseek-mla": 0.96, "qwen3-moe-expert-parallel": 0.9}
 
@@ -55,7 +56,7 @@ def test_models(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_four_ranks(name: str) -> None:
     shape = MODELS[name]
-    wide = {"kv_heads": 4, "hidden": 64, "heads": 8}
+    wide = {"kv_heads": 4, "hidden": 64, "heads": 8, "layers": 2}
     equal(4, Shape(**{**vars(shape), **wide}), (13, 8), dynamic=True)
 
 
@@ -102,7 +103,7 @@ def test_quantised_gather(format: str) -> None:
     assert found[0]["gathers"] == [(format, 128 + 4)] * 4
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=3, max_size=9), tokens=st.integers(0, 9))
 def test_random_graphs(steps: list[str], tokens: int) -> None:
     check_program(2, steps, tokens)
@@ -119,6 +120,24 @@ def check_program(size: int, steps: list[str], tokens: int) -> None:
     found = shared(size).run(run_program, steps, tokens)
     assert all(each["equal"] for each in found), (steps, tokens, found[0])
     assert found[0]["ratio"] <= 1 + 1e-9, "a rewrite never sends more"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "chosen", "sliced"),
+    [
+        ("added", (2, 7), 5, 3),  # the residual, the mask, and what is taken where it is true
+        ("added", (7,), 1, 3),
+        ("scaled", (7,), 3, 4),
+        ("replaced", (7,), 3, 3),
+        ("scattered", (2, 7), 5, 3),
+    ],
+)
+def test_rows_chosen_by_a_mask(name: str, shape: tuple[int, ...], chosen: int, sliced: int) -> None:
+    for found in shared(2).run(run_masked, name, shape, chosen):
+        assert found["equal"]
+        assert found["gathers"] == [("float32", 4 * C)]
+        assert found["kinds"]["ordered_reduce_scatter"] == found["kinds"]["add_rms_norm"] == 1
+        assert len(found["sliced"]) == sliced
 
 
 # ---- through torch.compile
@@ -146,8 +165,9 @@ def test_the_capture_gets_no_guard() -> None:
     assert found["with"] == found["without"]
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
-    """The toy, compiled to machine code; whole models are among the slow tests."""
+    """The toy, compiled to machine code."""
     found = shared(2).run(compiled_toy, (11, 3, 2, 16), "inductor", 3, timeout=600)
     assert all(each["equal"] for each in found), found[0]
     assert found[0]["runs"] == ["rewritten", "rewritten", "plain", "rewritten"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from passes_mutations import MUTATIONS, run_mutation, stale_cache
+from passes_mutations import MUTATIONS, first_ranks_graph, run_mutation, stale_cache
 from ranks import shared
 
 RAISES = {"one unmatched norm": "full and short values together"}
@@ -23,6 +23,12 @@ def test_without_a_mutation_nothing_is_caught() -> None:
     from passes_rows import run_row
 
     assert all(found["equal"] for found in shared(2).run(run_row, "Qwen3VLMiddleAllReduceRMSNorm", 8, {}))
+
+
+def test_one_ranks_graph_in_the_hands_of_another_is_caught() -> None:
+    """A stale compile cache in small: no graph holds its rank, and one that did would show."""
+    assert shared(2).run(first_ranks_graph, False) == [True, True]
+    assert not all(shared(2).run(first_ranks_graph, True))
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
 """Every pattern that vllm-ascend's passes had, and Flash Comm V1, on two ranks: found by rule, equal bit for bit."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from passes_cases import compiled_model
+from passes_cases import Cells, all_cells, compiled_model
 from passes_models import Shape
 from passes_rows import LATENT, C, run_row
 from ranks import shared
@@ -96,36 +95,34 @@ def test_products_and_collectives_as_one() -> None:
 
 # ---- the support matrix
 
-QUICK = {(0, True, True), (4, False, True), (4, True, False), (0, False, False)}  # in every run; the others are slow
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_matrix_in_one_graph(backend: str) -> None:
+    """{dense, MoE} x {VL, text} x {no quantisation, int8} as blocks; the slow tests have a whole model for each."""
+    for found in shared(2).run(all_cells, backend, (9, 3, 8), timeout=600):
+        assert found["equal"] == [[True] * len(Cells.names)] * 3
+        assert found["runs"] == ["rewritten", "plain", "rewritten"]
+        assert found["captures"] == 1
+        assert found["rewrites"] == 2 * len(Cells.names)
+        assert [dtype for dtype, _ in found["gathers"]].count("int8") == 4
 
 
-def cells(quick: set[tuple[int, bool, bool]]) -> list[Any]:
-    found = []
-    for experts, vl, int8 in itertools.product((0, 4), (True, False), (False, True)):
-        name = f"{'moe' if experts else 'dense'}-{'vl' if vl else 'text'}-{'int8' if int8 else 'plain'}"
-        marks = () if (experts, vl, int8) in quick else pytest.mark.slow
-        found.append(pytest.param(experts, vl, int8, id=name, marks=marks))
-    return found
+CELLS = [
+    pytest.param(
+        *cell, id=f"{'moe' if cell[0] else 'dense'}-{'vl' if cell[1] else 'text'}-{'int8' if cell[2] else 'plain'}"
+    )
+    for cell in Cells.names
+]
 
 
-def cell(experts: int, vl: bool, int8: bool, backend: str, counts: tuple[int, ...]) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("experts", "vl", "int8"), CELLS)
+def test_matrix(experts: int, vl: bool, int8: bool, backend: str) -> None:
     shape = Shape(kind="qwen3", experts=experts, vl=vl, int8=int8, exact=True, layers=1, hidden=64)
-    found = shared(2).run(compiled_model, shape, counts, backend, {"min_tokens": 4}, timeout=600)
-    assert all(each["equal"] for each in found), found[0]
-    assert found[0]["rewrites"] == (2 if vl else 3)
-    assert any(dtype == "int8" for dtype, _ in found[0]["gathers"]) == int8
-    return found[0]
-
-
-@pytest.mark.parametrize(("experts", "vl", "int8"), cells(QUICK))
-def test_matrix_eager(experts: int, vl: bool, int8: bool) -> None:
-    found = cell(experts, vl, int8, "eager", (9, 3, 8))
-    assert found["runs"] == ["rewritten", "plain", "rewritten"]
-    assert found["captures"] == 1
-
-
-@pytest.mark.parametrize(("experts", "vl", "int8"), cells(set()))
-def test_matrix_inductor(experts: int, vl: bool, int8: bool) -> None:
-    found = cell(experts, vl, int8, "inductor", (9, 3, 8))
-    assert found["runs"] == ["rewritten", "plain", "rewritten"]
-    assert found["captures"] == 1
+    for found in shared(2).run(compiled_model, shape, (9, 3, 8), backend, {"min_tokens": 4}, timeout=600):
+        assert found["equal"], found
+        assert found["rewrites"] == (2 if vl else 3)
+        assert any(dtype == "int8" for dtype, _ in found["gathers"]) == int8
+        assert found["runs"] == ["rewritten", "plain", "rewritten"]
+        assert found["captures"] == 1

@@ -287,7 +287,7 @@ def test_a_config_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "training itself needs the TorchTitan plug-in"),
+        ((), "say one of RECIPE"),
         (("--plan", "deepseek-v3.2"), "say --cards N"),
         (("--plan", "nothing", "--cards", "8"), "nothing: no such model"),
         (("--plan", "deepseek-v3.2", "--cards", "8", "--hardware", "abacus"), "use one of a3, h200"),

@@ -3,6 +3,8 @@
 Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
 """
 
+import importlib.util
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -49,6 +51,7 @@ from whorl.options import (
     flag,
     need_engine,
     need_torch,
+    number,
     print_json,
     stop,
 )
@@ -339,32 +342,72 @@ def serve(
     run()
 
 
-@app.command()
+PLAN = "With --plan"
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="tiny, debug, 4l, 8l, 671b or a .toml file; TorchTitan's own options may follow."
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of this machine. Default: its accelerators, or 1.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Set an earlier run in the folder aside; do not go on.")
+    ] = False,
+    torchrun: Annotated[str, typer.Option(metavar="OPTIONS", help="More for torchrun, as --nnodes=8 ...")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command of torchrun, and do nothing.")] = False,
+    plot: Annotated[
+        list[Path] | None, typer.Option(metavar="FOLDER", help="Draw the curves of a run; several: together.")
+    ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Say which layouts fit: deepseek-v3.2, a config.json or its folder."),
+        typer.Option(
+            metavar="MODEL",
+            help="Say which layouts fit: deepseek-v3.2, a config.json or its folder.",
+            rich_help_panel=PLAN,
+        ),
     ] = None,
-    cards: Annotated[int | None, typer.Option(min=1, help="Of the cluster.")] = None,
-    dies: Annotated[int | None, typer.Option(min=1, help="Of a card; each is a rank. Default: the hardware's.")] = None,
-    memory: Annotated[float | None, typer.Option(metavar="GB", help="Of a die. Default: the hardware's.")] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step. Default: one for each rank.")] = None,
-    hardware: Annotated[str, typer.Option(help="a3 or h200.")] = "a3",
-    efficiency: Annotated[float | None, typer.Option(help="Share of the peak FLOP/s that a layer reaches.")] = None,
-    link: Annotated[float | None, typer.Option(metavar="GB/S", help="To the ranks nearby.")] = None,
-    network: Annotated[float | None, typer.Option(metavar="GB/S", help="To all others.")] = None,
-    host: Annotated[float | None, typer.Option(metavar="GB/S", help="To the host's memory, each way.")] = None,
+    cards: Annotated[int | None, number("--cards", panel=PLAN, least=1, text="Of the cluster.")] = None,
+    dies: Annotated[
+        int | None, number("--dies", panel=PLAN, least=1, text="Of a card; each is a rank. Default: the hardware's.")
+    ] = None,
+    memory: Annotated[
+        float | None, number("--memory", panel=PLAN, text="Of a die, in GB. Default: the hardware's.")
+    ] = None,
+    seq: Annotated[int, number("--seq", panel=PLAN, least=1, text="Tokens of a sequence.")] = 4096,
+    batch: Annotated[
+        int | None, number("--batch", panel=PLAN, least=1, text="Sequences of a step. Default: one for each rank.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="a3 or h200.", rich_help_panel=PLAN)] = "a3",
+    efficiency: Annotated[
+        float | None, number("--efficiency", panel=PLAN, text="Share of the peak FLOP/s that a layer reaches.")
+    ] = None,
+    link: Annotated[float | None, number("--link", panel=PLAN, text="GB/s to the ranks nearby.")] = None,
+    network: Annotated[float | None, number("--network", panel=PLAN, text="GB/s to all others.")] = None,
+    host: Annotated[float | None, number("--host", panel=PLAN, text="GB/s to the host's memory, each way.")] = None,
     imbalance: Annotated[
-        float, typer.Option(min=0, help="How much the load of an expert varies, as a share of its mean.")
+        float,
+        number("--imbalance", panel=PLAN, least=0, text="How much the load of an expert varies, of its mean."),
     ] = 0.25,
-    top: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 10,
+    top: Annotated[int, number("--top", panel=PLAN, least=1, text="Rows of a table.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Plan a training run: the layouts that fit a cluster, their memory and speed."""
-    if plan is None:
-        stop("train: say --plan MODEL; training itself needs the TorchTitan plug-in, which is not in this version")
-    if cards is None:
+    """Train with TorchTitan; or with --plan say which layouts fit a cluster, their memory and speed."""
+    if recipe is not None and recipe.startswith("-") and (plan is not None or plot is not None):
+        stop(f"train: no such option: {recipe}")
+    if (recipe is not None) + (plan is not None) + (plot is not None) != 1:
+        stop("train: say one of RECIPE (whorl train tiny), --plan MODEL and --plot FOLDER")
+    if recipe is not None:
+        sys.exit(_train(recipe, context.args, ranks, fresh, torchrun, dry_run))
+    if context.args:
+        stop(f"train: no such option: {context.args[0]}")
+    if plot is not None:
+        sys.exit(_plot_training(plot))
+    if plan is None or cards is None:
         stop("train --plan: say --cards N")
     from whorl.titan import plan_command
 
@@ -386,6 +429,32 @@ def train(
     else:
         print(plan_command.render(made, top))
     sys.exit(0 if made.problem is None else 1)
+
+
+def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:
+    need_torch()
+    from whorl.titan import train_command
+
+    with asking():
+        job = train_command.prepare(recipe, options, ranks=ranks, torchrun=torchrun)
+    if dry_run:
+        print(shlex.join(job.command))
+        return 0
+    if fresh and (aside := train_command.set_aside(job.folder)):
+        print(f"the earlier run is now in {aside}")
+    return train_command.run(job)
+
+
+def _plot_training(folders: list[Path]) -> int:
+    if importlib.util.find_spec("matplotlib") is None:
+        stop("train --plot needs matplotlib: pip install 'whorl[bench]'")
+    from whorl.titan.display import plot
+
+    output = folders[0] / "metrics.png"
+    with asking():
+        plot(folders, output)
+    print(output)
+    return 0
 
 
 def main() -> None:

@@ -112,14 +112,9 @@ class PromptForward:
         return self._run(step.token_ids, attend)
 
     def _run(self, token_ids: Tensor, attend: Callable[[int, Tensor, int], Tensor]) -> Tensor:
-        from torch._dynamo import config
-
         token = _ATTEND.set(attend)
         try:
-            # Else torch tries an epsilon as a variable first, captures anew without, and remembers: ranks that have not
-            # captured the same things before would not meet.
-            with config.patch(specialize_float=True):
-                return self._compiled(token_ids)  # type: ignore[no-any-return]
+            return self._compiled(token_ids)  # type: ignore[no-any-return]
         finally:
             _ATTEND.reset(token)
 

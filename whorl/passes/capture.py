@@ -1,6 +1,8 @@
 """Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,12 @@ from .rows import value
 
 Backend = Literal["inductor", "eager"]
 NEVER = 1 << 62  # more tokens than there are
+_CAPTURE = {
+    # Else torch tries an epsilon as a variable first, captures anew without, and remembers: ranks that have not
+    # captured the same things before would not meet.
+    "specialize_float": True,
+    "capture_dynamic_output_shape_ops": True,  # rows chosen by a mask
+}
 
 
 class Compiled:
@@ -40,6 +48,7 @@ class Compiled:
         self.force = (
             ""  # one of the two, to compare them: it runs whatever the number of tokens, where there is a choice
         )
+        self._hooked = [m for m in model.modules() if _has_backward_hooks(m)] if isinstance(model, nn.Module) else []
         self._call = torch.compile(model, backend=self._capture, fullgraph=True, dynamic=dynamic)
 
     @property
@@ -51,8 +60,11 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and isinstance(self.model, nn.Module) and _wants_grad(self.model):
             raise ValueError("whorl.passes is for inference: call the compiled model under torch.no_grad()")
+        from torch._dynamo import config
+
         try:
-            return self._call(*args, **kwargs)
+            with config.patch(_CAPTURE), _without_backward_hooks(self._hooked):
+                return self._call(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as e:
             raise RuntimeError(
                 f"sequence parallelism needs the model as one graph, since its residual lives across it; torch.compile "
@@ -116,6 +128,26 @@ class Compiled:
 
 def _wants_grad(model: nn.Module) -> bool:
     return any(p.requires_grad for p in model.parameters())
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextlib.contextmanager
+def _without_backward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """torch.compile captures no module with one (transformers' tp_plan adds some), and without gradients none runs."""
+    if torch.is_grad_enabled() or not modules:
+        yield
+        return
+    kept = [(module, module._backward_hooks, module._backward_pre_hooks) for module in modules]
+    for module in modules:
+        module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks, pre_hooks in kept:
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 class _Boxed:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .layout import c10d, group_of, ours
 from .report import Gather, module_path, source_line
@@ -110,8 +111,11 @@ def _check_node(node: Node) -> None:
 
 
 def _same_shape(a: Tensor, b: Tensor) -> bool:
-    """Sizes are compared as they stand; rows of a rank are one symbol throughout."""
-    return a.dim() == b.dim() and all(str(x) == str(y) or same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+    """Sizes are compared as they stand: rows of a rank are one symbol throughout. A size by data is a new one in a."""
+    return a.dim() == b.dim() and all(
+        str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x))
+        for x, y in zip(a.shape, b.shape, strict=True)
+    )
 
 
 def outputs_of(gm: GraphModule) -> list[Any]:

@@ -38,13 +38,18 @@ class Editor:
         with self.mode, env.suppress_guards() if env is not None else contextlib.nullcontext():
             yield
 
-    def call(self, target: Callable[..., Any], *args: Any, like: Node | None = None) -> Node:
+    def call(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        like: Node | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Node:
         """A node whose value follows from its arguments; for operators that ask nothing of sizes."""
-        node = self.graph.call_function(target, args)
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        read = torch.fx.node.map_aggregate((args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
         with self._faking():
-            node.meta["val"] = target(
-                *torch.fx.node.map_aggregate(args, lambda a: value(a) if isinstance(a, Node) else a)
-            )
+            node.meta["val"] = target(*read[0], **read[1])
         return self._remember(node, like)
 
     def local(
@@ -63,6 +68,10 @@ class Editor:
         if like is not None:
             node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
         return node
+
+    def knows(self, count: Any) -> bool:
+        """Whether a count follows from the graph's inputs; how many elements of a mask are true does not."""
+        return not isinstance(count, torch.SymInt) or count.node.expr.free_symbols <= self._symbols.keys()
 
     def size(self, count: Any) -> Any:
         """A count as a graph argument: a number, or the node that computes it from the graph's inputs."""
@@ -109,9 +118,13 @@ class Editor:
     def reshape(self, node: Node, sizes: Sequence[Any], like: Node | None = None) -> Node:
         """`node` with these sizes, unless it has them."""
         reshaped = self.graph.call_function(torch.ops.aten.reshape.default, (node, [self.size(s) for s in sizes]))
-        with self._faking():
-            reshaped.meta["val"] = torch.empty(tuple(sizes), dtype=value(node).dtype, device=value(node).device)
+        reshaped.meta["val"] = self.empty(sizes, like=node)
         return self._remember(reshaped, like)
+
+    def empty(self, sizes: Sequence[Any], like: Node) -> Tensor:
+        """A fake value of these sizes, of a node's dtype and device."""
+        with self._faking():
+            return torch.empty(tuple(sizes), dtype=value(like).dtype, device=value(like).device)
 
 
 def copied(gm: GraphModule) -> GraphModule:

@@ -10,6 +10,7 @@ from .rows import is_tensor, same, value
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 SAME_SHAPE = VIEWS | {aten.expand.default, aten.slice.Tensor, aten.squeeze.default}
+OVERWRITES = {aten.copy.default, aten.slice_scatter.default}  # all of the first argument, if the second is as large
 ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 
 
@@ -18,17 +19,30 @@ def has_shape_of(node: Node, other: Node) -> bool:
     return len(a.shape) == len(b.shape) and all(same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
-def _does_nothing(node: Node) -> bool:
+def _stands_for(node: Node) -> Any:
+    """The node that has the same value already, or None."""
     source: Any = node.args[0] if node.args else None
     if not is_tensor(node) or not is_tensor(source):
+        return None
+    if node.target in OVERWRITES:
+        return node.args[1] if _has_layout_of(node, node.args[1]) else None
+    is_same = node.target in ALIASES or (node.target in SAME_SHAPE and has_shape_of(node, source))
+    return source if is_same else None
+
+
+def _has_layout_of(node: Node, other: Any) -> bool:
+    if not is_tensor(other) or not has_shape_of(node, other):
         return False
-    if node.target in ALIASES:
-        return True
-    return node.target in SAME_SHAPE and has_shape_of(node, source)
+    a, b = value(node), value(other)
+    is_same_kind = a.dtype == b.dtype and a.device == b.device
+    return is_same_kind and all(same(x, y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
 def eliminate_noops(graph: Graph) -> int:
-    """Drop aliases, views, slices and expansions to the same shape; join chains of views. Returns how many."""
+    """Drop aliases, copies over a whole value, views, slices and expansions to the same shape; join chains of views.
+
+    Returns how many.
+    """
     count = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -40,8 +54,9 @@ def eliminate_noops(graph: Graph) -> int:
             count += 1
             if not source.users:
                 graph.erase_node(source)
-        if _does_nothing(node) and not any(u.op == "output" for u in node.users):  # outputs may not become inputs
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        kept = _stands_for(node)
+        if kept is not None and not any(u.op == "output" for u in node.users):  # outputs may not become inputs
+            node.replace_all_uses_with(kept)
             graph.erase_node(node)
             count += 1
     return count

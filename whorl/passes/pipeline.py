@@ -25,6 +25,7 @@ from .sequence_parallel import (
     place_gathers,
     quantize_gathers,
     split_all_reduces,
+    spread_masks,
 )
 
 Pass = Callable[[Rewrite], int]
@@ -45,6 +46,7 @@ def fuse_matmuls(state: Rewrite) -> int:
 # In this order. Each pass returns how much it changed; `SequenceParallel(skip=(name,))` leaves one out.
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("noops", eliminate_noops),
+    ("masks", spread_masks),
     ("layouts", infer_layouts),
     ("split", split_all_reduces),
     ("place", place_gathers),

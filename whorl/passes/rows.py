@@ -93,15 +93,15 @@ def plan_for(node: Node, held: Held, tokens: Any) -> Plan | str:
         source = node.args[0]
         lead = held[source]  # type: ignore[index]
         return Plan(lead, node.args) if _has_rows(node, lead, tokens) else "output without token dims"
-    rule = RULES.get(target)
-    if rule is None and _is_pointwise(target):
-        rule = _pointwise
+    rule = _pointwise if is_pointwise(target) else RULES.get(target)
     if rule is None:
         return f"{name_of(target)} is not row-wise"
     return rule(node, held, tokens)
 
 
-def _is_pointwise(target: Any) -> bool:
+def is_pointwise(target: Any) -> bool:
+    if target in RULES:
+        return RULES[target] is _pointwise
     return (
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.pointwise in target.tags

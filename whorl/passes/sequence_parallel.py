@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from whorl import collectives
 
-from . import layout, noop
+from . import layout, masks, noop
 from .config import SequenceParallel
 from .editor import Editor
 from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
@@ -62,12 +61,17 @@ def eliminate_noops(state: Rewrite) -> int:
     count = 0
     for node in list(state.graph.nodes):
         source: Any = node.args[0] if node.args else None
-        if node.target is aten.sym_size.int and source.op != "placeholder" and not isinstance(value(node), Tensor):
+        if node.target is aten.sym_size.int and source.op != "placeholder" and state.editor.knows(value(node)):
             size = state.editor.size(value(node))
             node.replace_all_uses_with(size)
             state.graph.erase_node(node)
             count += 1
     return count + noop.eliminate_noops(state.graph)
+
+
+def spread_masks(state: Rewrite) -> int:
+    """Updates of the rows that a mask chooses become updates of all rows, so that a rank can do its share."""
+    return masks.spread_masked_updates(state.editor)
 
 
 def infer_layouts(state: Rewrite) -> int:
@@ -88,12 +92,15 @@ def _waited(node: Node) -> Node | None:
 def _describe(state: Rewrite, node: Node, kind: str, *, rewritten: bool, reason: str) -> Collective:
     found = value(node)
     lead = max(found.dim() - 1, 0)
+    # A gather of features has the tokens once for every rank.
+    is_of_features = same(product(found.shape[:lead]), state.size * state.gm.meta["tokens"])
+    times = state.size if kind == "all_gather" and is_of_features else 1
     return Collective(
         kind=kind,
         module=module_path(node),
         source=source_line(node),
         shape=str(list(found.shape)),
-        row_bytes=row_bytes(node, lead) if isinstance(found.shape[-1:].numel(), int) else 0,
+        row_bytes=times * row_bytes(node, lead) if isinstance(found.shape[-1:].numel(), int) else 0,
         rewritten=rewritten,
         reason=reason,
     )
@@ -155,6 +162,10 @@ def _adopt_gather(state: Rewrite, node: Node) -> None:
     out = node if is_ours else _waited(node)
     shard: Any = node.args[0]
     if group_of(node) != state.group or out is None or value(shard).dim() < 2 or shard in state.roots:
+        return
+    if not all(isinstance(size, int) for size in value(shard).shape[1:]):
+        reason = "it gathers no rows: what stands behind its first dim are not known numbers"
+        state.left_alone.append(_describe(state, out, "all_gather", rewritten=False, reason=reason))
         return
     if is_ours:
         state.roots[node], state.kinds[node] = shard, "all_gather"

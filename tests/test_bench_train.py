@@ -1,0 +1,220 @@
+"""`whorl bench train`: rows learn the same; what it counts, refuses and survives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+pytest.importorskip("torchtitan")
+
+from whorl.titan import cpu
+
+cpu.install()
+
+from whorl.bench import train, train_curve, train_model  # noqa: E402  # after the device is chosen
+from whorl.bench.train_memory import Part, peak, predict  # noqa: E402
+from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
+from whorl.cli import app  # noqa: E402
+from whorl.titan.converters import CONVERTERS  # noqa: E402
+from whorl.titan.model_shape import DEEPSEEK_V32  # noqa: E402
+
+GIB = 2**30
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "train", "--device", "cpu", *arguments])
+
+
+def shape(layers: int = 2, seq: int = 32) -> Shape:
+    return Shape(layers=layers, seq=seq, tiny=True, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("train") / "found.json"
+    rows = "small,fused,kernels,dsa+swap,dsa+checkpoint"
+    sizes = ("--layers", "2", "--seq", "32", "--steps", "2", "--warmup", "1")
+    result = run("--rows", rows, *sizes, "--peer", "transformers", "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed == json.loads(out.read_text())
+    return printed
+
+
+# ---- rows
+
+
+def test_every_row_takes_the_same_steps(document: Any) -> None:
+    rows = {row["row"]: row for row in document["rows"]}
+    assert list(rows) == ["transformers", "small", "fused", "kernels", "dsa+swap", "dsa+checkpoint"]
+    mine = [row for name, row in rows.items() if name != "transformers"]
+    for row in mine:
+        assert row["loss"] == pytest.approx(mine[0]["loss"], rel=1e-5)
+        assert row["indexer_kl"] == pytest.approx(mine[0]["indexer_kl"], rel=1e-3)
+        assert row["tok_s"] == pytest.approx(32 / row["ms_per_step"] * 1e3)
+        assert row["host_ms"] <= row["slowest_ms"]
+    assert "indexer_kl" not in rows["transformers"]
+
+
+def test_both_have_the_same_weights(document: Any) -> None:
+    counts = {row["num_parameters"] for row in document["rows"]}
+    assert len(counts) == 1, "transformers' model is not of the same shape"
+
+
+def test_text_names_rows_and_ratios(document: Any) -> None:
+    text = train.render(document)
+    assert "dsa+checkpoint" in text
+    assert "over transformers, 2 layers, 32 tokens: small " in text
+    fused = next(row for row in document["rows"] if row["row"] == "fused")
+    theirs = document["rows"][0]
+    assert f"fused {fused['tok_s'] / theirs['tok_s']:.2f}x" in text
+
+
+def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(asked: Shape, switches: frozenset[str]) -> train_model.Trainee:
+        if "checkpoint" not in switches:
+            raise torch.OutOfMemoryError
+        return ours(asked, switches)
+
+    monkeypatch.setattr(train, "ours", build)
+    settings = train.Settings.resolve(device="cpu", rows="fused", layers="2", seq="16", steps=1, warmup=1)
+    first, second = train.run(settings)["rows"]
+    assert first["note"] == "out of memory"
+    assert second["switches"] == ["checkpoint", "dsa"]
+    assert second["tok_s"] > 0
+
+
+def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(asked: Shape, switches: frozenset[str]) -> train_model.Trainee:
+        if "gmm" in switches:
+            raise RuntimeError("no such kernel\nmore")
+        return ours(asked, switches)
+
+    monkeypatch.setattr(train, "ours", build)
+    settings = train.Settings.resolve(device="cpu", rows="kernels,fused", layers="2", seq="16", steps=1, warmup=1)
+    document = train.run(settings)
+    assert document["rows"][0]["note"] == "did not run: RuntimeError: no such kernel"
+    assert document["rows"][1]["tok_s"] > 0
+    assert not train.is_good(document)
+
+
+def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, module: Any) -> float:
+        raise ValueError("whorl_gmm: 24 times")
+
+    monkeypatch.setattr(CONVERTERS["whorl_gmm"], "_compare", refuse)
+    monkeypatch.setattr(train_model, "verdicts", found := dict[str, str]())
+    monkeypatch.setattr(train, "verdicts", found)
+    settings = train.Settings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
+    document = train.run(settings)
+    assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
+    text = train.render(document)
+    assert "gmm !" in text
+    assert "dsa !" not in text
+    assert not train.is_good(document)
+
+
+def test_nothing_begins_after_the_time_limit() -> None:
+    settings = train.Settings.resolve(device="cpu", rows="small,fused", layers="2", seq="16", time_limit=0)
+    assert [row["note"] for row in train.run(settings)["rows"]] == ["left out: 0 s are over"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", "fast"), "fast is neither a row"),
+        (("--layers", "four"), "--layers four: expected whole numbers"),
+        (("--seq", "1"), "--seq 1: expected"),
+        (("--peer", "vllm"), "--peer vllm: expected transformers"),
+        (("--profile", "swap", "--rows", "small"), "--profile swap: not one of --rows small"),
+        (("--rows", ""), "--rows is empty"),
+        (("--plot", "x.png"), "--plot is about a curve"),
+    ],
+)
+def test_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# ---- what a step does
+
+
+def test_balance_raises_the_bias_of_idle_experts() -> None:
+    model = ours(shape(), frozenset()).model
+    moe: Any = model.layers["1"].moe  # type: ignore[index, union-attr]
+    moe.tokens_per_expert.copy_(torch.tensor([4.0, 0.0, 2.0, 2.0]))
+    balance(model)
+    assert moe.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0])
+    assert not moe.tokens_per_expert.any()
+
+
+def test_indexer_losses_are_taken_once() -> None:
+    trainee = ours(shape(), frozenset({"dsa"}))
+    trainee.step()
+    assert len(found := [float(x) for x in indexer_losses(trainee.model)]) == 2
+    assert min(found) > 0
+    assert [float(x) for x in indexer_losses(trainee.model)] == [0, 0]
+
+
+# ---- memory
+
+
+def test_peak_follows_backward() -> None:
+    first, last = Part(kept=10, working=1, gradients=100), Part(kept=20, working=50, gradients=5)
+    assert peak([first, last]) == 10 + 1 + 105  # the last one's 20 are free, its gradient stays
+    assert peak([last]) == 20 + 50 + 5
+
+
+def test_prediction_holds_weights_gradients_and_moments() -> None:
+    args = Shape(layers=4, seq=4096, tiny=False, device="cuda").args()
+    states = 4.243e9 * 8  # bf16 each
+    fused = predict(args, 4096, frozenset({"dsa"}), 2)
+    assert states < fused < 1.1 * states
+    swapped = predict(args, 4096, frozenset({"dsa", "swap"}), 2)
+    assert fused - swapped == pytest.approx(states / 2 - 3 * 2 * 2 * 2**25, rel=1e-3)
+    assert predict(args, 4096, frozenset(), 2) > fused + 4 * 17e9  # scores of every head and pair, wide and narrow
+    long = [predict(args, 32768, frozenset({"dsa", *more}), 2) for more in ((), ("checkpoint",))]
+    assert long[1] < long[0] < 139 * GIB
+
+
+def test_shapes_are_the_planners() -> None:
+    args = Shape(layers=4, seq=4096, tiny=False, device="cuda").args()
+    assert (args.dim, args.n_heads, args.index_topk) == (
+        DEEPSEEK_V32.hidden,
+        DEEPSEEK_V32.heads,
+        DEEPSEEK_V32.index_topk,
+    )
+    assert (args.moe_args.num_experts, args.moe_args.top_k, args.n_dense_layers) == (8, 2, 1)
+
+
+# ---- the curve
+
+
+def test_rate_rises_and_falls() -> None:
+    settings = train_curve.Settings(device="cpu", switches=frozenset(), before=100, steps=200, lr=1.0, warmup=20)
+    assert [settings.rate(step) for step in (1, 20, 150)] == pytest.approx([0.05, 1, 1])
+    assert settings.rate(225) == pytest.approx(0.55)
+    assert settings.rate(300) == pytest.approx(0.1)
+
+
+def test_curve_learns_and_is_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    settings = train_curve.Settings(
+        device="cpu", switches=frozenset({"dsa"}), flavour="tiny", seq=32, batch=2, before=4, steps=8, warmup=2
+    )
+    document = train_curve.run(settings)
+    rows = document["steps"]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["indexer_kl"] is None for row in rows] == [True] * 4 + [False] * 8
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(document))
+    result = run("--curve", "--read", str(path), "--plot", str(tmp_path / "curve.png"))
+    assert "means of the first and the last 10 steps" in result.stdout
+    assert (tmp_path / "curve.png").stat().st_size > 0

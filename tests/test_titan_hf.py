@@ -1,0 +1,273 @@
+"""DeepSeek-V3.2 against transformers, and the way of weights between the two, in both directions."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchtitan")
+transformers = pytest.importorskip("transformers")
+
+from whorl.titan.deepseek_v32.args import FLAVOURS, DeepSeekV32Args  # noqa: E402
+from whorl.titan.deepseek_v32.hf import (  # noqa: E402
+    DeepSeekV32StateDictAdapter,
+    export_checkpoint,
+    from_hf_config,
+    load_pretrained,
+    save_pretrained,
+    to_hf_config,
+)
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model  # noqa: E402
+
+S = 40
+
+
+def make_args(**more: Any) -> DeepSeekV32Args:
+    """Tiny, two layers, one of them dense. Many index heads: with few, all products of a pair may be negative, its
+    score then is exactly 0, and among equal scores transformers' choice is torch.topk's."""
+    args = FLAVOURS["tiny"]
+    experts = {"top_k": 2, "num_experts": 8, "use_grouped_mm": False} | more.pop("experts", {})
+    moe = dataclasses.replace(args.moe_args, **experts)
+    return dataclasses.replace(args, **({"n_layers": 2, "index_n_heads": 24, "moe_args": moe} | more))
+
+
+def make_model(args: DeepSeekV32Args, seed: int = 0) -> DeepSeekV32Model:
+    torch.manual_seed(seed)
+    model = DeepSeekV32Model(args)
+    model.init_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # initial norms hide a missing weight
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif ".attention." in name:  # nor would it matter which keys are attended to
+                parameter.mul_(4)
+        for layer in model.layers.values():
+            if layer.moe_enabled:
+                layer.moe.expert_bias.normal_(std=0.2)
+                layer.moe.router.gate.weight.mul_(20)  # or all experts look alike
+    return model
+
+
+def make_peer(model: DeepSeekV32Model, args: DeepSeekV32Args) -> Any:
+    config = transformers.DeepseekV32Config(**to_hf_config(args))
+    config._attn_implementation = "eager"
+    peer = transformers.DeepseekV32ForCausalLM(config).eval()
+    tensors = DeepSeekV32StateDictAdapter(args, None).to_hf(model.state_dict())
+    merged = _merge_experts(tensors, args.moe_args.num_experts)
+    missing, unexpected = peer.load_state_dict(merged, strict=False)
+    assert not missing
+    assert all(name.startswith(f"model.layers.{args.n_layers}.") for name in unexpected), unexpected
+    return peer
+
+
+def _merge_experts(tensors: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """As transformers keeps them in memory; its loader does this for files."""
+    merged = {name: value for name, value in tensors.items() if ".mlp.experts." not in name}
+    for first in (name for name in tensors if ".mlp.experts.0.gate_proj" in name):
+        each = [first.replace("experts.0.", f"experts.{i}.") for i in range(count)]
+        stem = first.split("0.gate_proj")[0]
+        gate_up = [torch.cat((tensors[n], tensors[n.replace("gate_proj", "up_proj")])) for n in each]
+        merged[stem + "gate_up_proj"] = torch.stack(gate_up)
+        merged[stem + "down_proj"] = torch.stack([tensors[n.replace("gate_proj", "down_proj")] for n in each])
+    return merged
+
+
+GROUPS = {"num_expert_groups": 4, "num_limited_groups": 2}
+CONFIGURATIONS = {
+    "sparse": {"index_topk": 12},
+    "dense": {"index_topk": 64},
+    "sparse-yarn-groups": {"index_topk": 12, "rope_factor": 40.0, "original_seq_len": 16, "experts": GROUPS},
+    "dense-yarn": {"index_topk": 64, "rope_factor": 4.0, "original_seq_len": 16},
+    "all-dense-layers": {"index_topk": 12, "n_dense_layers": 2},
+    "three-layers-two-shared": {"index_topk": 7, "n_layers": 3, "experts": GROUPS | {"num_shared_experts": 2}},
+    "mtp": {"index_topk": 12, "n_mtp_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_logits_equal_transformers(name: str) -> None:
+    args = make_args(**CONFIGURATIONS[name])
+    model = make_model(args)
+    peer = make_peer(model, args)
+    tokens = torch.randint(0, args.vocab_size, (2, S))
+    with torch.no_grad():
+        ours, theirs = model(tokens), peer(tokens).logits
+    assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()  # fp32 sums in another order; observed 2e-6
+
+
+def test_sparse_configurations_are_sparse() -> None:
+    """The keys that the indexer leaves out matter: else the test above could not tell."""
+    args = make_args(index_topk=12)
+    model = make_model(args)
+    tokens = torch.randint(0, args.vocab_size, (1, S))
+    with torch.no_grad():
+        sparse = model(tokens)
+        for layer in model.layers.values():
+            layer.attention.core.settings = dataclasses.replace(layer.attention.core.settings, topk=64)
+        dense = model(tokens)
+    assert torch.allclose(sparse[:, :12], dense[:, :12], atol=1e-5)
+    assert (sparse[:, 20:] - dense[:, 20:]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("mtp", [0, 2])
+def test_there_and_back(mtp: int) -> None:
+    args = make_args(n_mtp_layers=mtp, experts=GROUPS)
+    state = make_model(args).state_dict()
+    adapter = DeepSeekV32StateDictAdapter(args, None)
+    back = adapter.from_hf(adapter.to_hf(state))
+    assert back.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(back[name], value), name
+
+
+def test_prediction_layers_may_be_left_aside() -> None:
+    args = make_args(n_mtp_layers=1)
+    tensors = DeepSeekV32StateDictAdapter(args, None).to_hf(make_model(args).state_dict())
+    assert {"enorm.weight", "embed_tokens.weight", "shared_head.head.weight", "mlp.experts.7.up_proj.weight"} <= {
+        name.removeprefix("model.layers.2.") for name in tensors
+    }
+    without = make_args(n_mtp_layers=0)
+    found = DeepSeekV32StateDictAdapter(without, None).from_hf(tensors)
+    assert found.keys() == make_model(without).state_dict().keys()
+
+
+def test_transformers_names_are_ours() -> None:
+    """Every tensor of transformers' own model finds its place here."""
+    args = make_args(experts=GROUPS)
+    peer = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**to_hf_config(args)))
+    ours = _merge_experts(DeepSeekV32StateDictAdapter(args, None).to_hf(make_model(args).state_dict()), 8)
+    assert ours.keys() == peer.state_dict().keys()
+
+
+def test_configuration_there_and_back() -> None:
+    args = make_args(rope_factor=40.0, experts=GROUPS, n_mtp_layers=1)
+    config = to_hf_config(args)
+    back = from_hf_config(config)
+    assert to_hf_config(back) | {"max_position_embeddings": 0} == config | {"max_position_embeddings": 0}
+    read = transformers.DeepseekV32Config(**config).to_dict()
+    assert to_hf_config(from_hf_config(read)) | {"max_position_embeddings": 0} == config | {
+        "max_position_embeddings": 0
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "llama"}, "model_type is 'llama'"), ({"attention_bias": True}, "attention_bias")],
+)
+def test_other_configurations_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        from_hf_config(to_hf_config(make_args()) | change)
+
+
+def train(model: DeepSeekV32Model, steps: int = 5) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        tokens = torch.randint(0, model.model_args.vocab_size, (2, S + 1))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def test_trained_checkpoint_loads_in_transformers(tmp_path: Path) -> None:
+    """Trained here, saved as TorchTitan does, exported, read by transformers: equal logits. The layer of multi-token
+    prediction is left aside there."""
+    from torch.distributed import checkpoint
+
+    args = make_args(n_mtp_layers=1, rope_factor=40.0, original_seq_len=16, index_topk=12, experts=GROUPS)
+    model = make_model(args)
+    train(model)
+    checkpoint.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-5"), no_dist=True)
+    export_checkpoint(tmp_path / "step-5", args, tmp_path / "hf", torch.float32)
+    peer, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert all(name.startswith("model.layers.2.") for name in report["unexpected_keys"])
+    tokens = torch.randint(0, args.vocab_size, (1, S))
+    with torch.no_grad():
+        theirs = peer.eval()(tokens).logits
+        assert (model(tokens) - theirs).abs().max() < 2e-5 * theirs.abs().max()
+    again = make_model(args, seed=1)
+    again.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(load_pretrained(tmp_path / "hf")))
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model(tokens))
+
+
+def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.titan.deepseek_v32 import hf
+
+    monkeypatch.setattr(hf, "SHARD", 100_000)
+    args = make_args()
+    model = make_model(args)
+    save_pretrained({n: v.bfloat16() for n, v in model.state_dict().items()}, args, tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 150_000 for file in files)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert peer.dtype == torch.bfloat16
+    assert torch.equal(peer.lm_head.weight, model.output.weight.bfloat16())
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step-N"):
+        export_checkpoint(tmp_path, make_args(), tmp_path / "hf", torch.float32)
+    with pytest.raises(ValueError, match=r"no \.safetensors"):
+        load_pretrained(tmp_path)
+
+
+def test_folder_of_transformers_loads_here(tmp_path: Path) -> None:
+    args = make_args(index_topk=12, experts=GROUPS)
+    torch.manual_seed(0)
+    peer = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**to_hf_config(args))).eval()
+    peer.save_pretrained(tmp_path)
+    model = make_model(args)
+    model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(load_pretrained(tmp_path)))
+    tokens = torch.randint(0, args.vocab_size, (1, S))
+    with torch.no_grad():
+        theirs = peer(tokens).logits
+        assert (model(tokens) - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_dense_checkpoint_needs_asking(tmp_path: Path) -> None:
+    args = make_args()
+    model = make_model(args)
+    whole = DeepSeekV32StateDictAdapter(args, None).to_hf(model.state_dict())
+    dense = {n: v for n, v in whole.items() if ".indexer." not in n}
+    with pytest.raises(ValueError, match="bootstrap_indexer"):
+        DeepSeekV32StateDictAdapter(args, None).from_hf(dense)
+    asked = DeepSeekV32StateDictAdapter(dataclasses.replace(args, bootstrap_indexer=True), None)
+    found = asked.from_hf(dense)
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(v, asked.from_hf(dense)[n]) for n, v in found.items())
+    assert found["layers.0.attention.indexer.wk.weight"].std() > 0.01
+    assert not torch.equal(found["layers.0.attention.indexer.wk.weight"], found["layers.1.attention.indexer.wk.weight"])
+    model.load_state_dict(found)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_reader_of_a_dense_checkpoint(asked: bool, tmp_path: Path) -> None:
+    """TorchTitan's own way: it loads into the tensors of the model, by a reader that the adapter makes."""
+    from torch.distributed import checkpoint
+
+    args = make_args(bootstrap_indexer=asked)
+    adapter = DeepSeekV32StateDictAdapter(args, None)
+    source, model = make_model(args), make_model(args, seed=1)
+    kept = {n: v.clone() for n, v in model.state_dict().items()}
+    save_pretrained(source.state_dict(), args, tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    for file in tmp_path.glob("*.safetensors"):
+        save_file({n: v for n, v in load_file(file).items() if ".indexer." not in n}, file, metadata={"format": "pt"})
+    tensors = adapter.to_hf(model.state_dict())
+    if not asked:
+        with pytest.raises(ValueError, match="bootstrap_indexer"):
+            adapter.get_hf_storage_reader(str(tmp_path))
+        return
+    checkpoint.load(tensors, storage_reader=adapter.get_hf_storage_reader(str(tmp_path)), no_dist=True)
+    found = adapter.from_hf(tensors)
+    for name, value in found.items():
+        expected = kept if ".indexer." in name else source.state_dict()
+        assert torch.equal(value, expected[name]), name

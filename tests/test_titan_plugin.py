@@ -1,0 +1,230 @@
+"""The plug-in in TorchTitan: what it registers, that it changes nothing, what it needs of the version installed."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whorl.titan import cpu, upstream
+
+ROOT = Path(__file__).parents[1]
+TITAN = ROOT / "whorl" / "titan"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpu() -> None:
+    pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+    cpu.install()
+
+
+def python(code: str, **environment: str) -> Any:
+    """What a fresh interpreter prints last, as JSON."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- registering
+
+CHANGES = """
+import json, sys
+import torchtitan.train
+from torchtitan.protocols import model_converter, train_spec
+
+def modules():
+    return {n: m for n, m in sys.modules.items() if n.split(".")[0] == "torchtitan"}
+
+def state(names):
+    found = {}
+    for name in names:
+        for attribute, value in vars(sys.modules[name]).items():
+            # a package gets its submodules as attributes when they are imported
+            if f"{name}.{attribute}" not in sys.modules:
+                found[f"{name}.{attribute}"] = id(value)
+            if isinstance(value, type):
+                found |= {f"{name}.{attribute}.{n}": id(v) for n, v in list(vars(value).items()) if callable(v)}
+    return found
+
+from torchtitan.models import deepseek_v3, llama3, qwen3
+import torchtitan.distributed.dual_pipe_v
+import torch
+names = list(modules())
+before, histc = state(names), torch.histc
+import whorl.titan
+whorl.titan.register.register()  # again does nothing
+after = state(names)
+from whorl.titan import upstream
+print(json.dumps({
+    "changed": sorted(name for name in before if after.get(name) != before[name]),
+    "histc": torch.histc is histc,
+    "models": sorted(train_spec._extra_train_specs),
+    "converters": sorted(n for n in model_converter._registry_model_converter_cls if "quantize" not in n),
+    "drift": upstream.drift(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def registered() -> Any:
+    return python(CHANGES)
+
+
+def test_the_import_registers(registered: Any) -> None:
+    names = ("dsa", "gmm", "permute", "rms_norm", "rope")
+    assert registered["models"] == ["deepseek_v32"]
+    assert registered["converters"] == sorted(f"{whose}_{name}" for whose in ("npu", "whorl") for name in names)
+
+
+def test_nothing_of_torchtitan_is_patched(registered: Any) -> None:
+    assert registered["changed"] == []
+    assert registered["histc"]
+
+
+def test_importing_the_package_imports_no_torchtitan() -> None:
+    code = "import json, sys, whorl.titan, whorl.titan.config, whorl.titan.train_command, whorl.titan.display"
+    loaded = python(f"{code}; print(json.dumps(list(sys.modules)))")
+    assert "torchtitan" not in {name.split(".")[0] for name in loaded}
+    assert "torch" not in loaded
+
+
+# ---- drift
+
+
+def test_torchtitan_is_as_expected(registered: Any) -> None:
+    import torchtitan
+
+    found = "\n".join(registered["drift"])
+    assert not found, (
+        f"TorchTitan {torchtitan.__version__} differs from {upstream.WRITTEN_FOR}, which whorl.titan is written for:\n"
+        f"{found}\nLook at what uses each name, then write down the new state in whorl/titan/upstream.py"
+    )
+
+
+def held() -> dict[str, set[str]]:
+    """What the modules of whorl/titan import from TorchTitan, as module:name."""
+    found: dict[str, set[str]] = {}
+    for path in TITAN.rglob("*.py"):
+        if path.name == "v030.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan":
+                for alias in node.names:
+                    found.setdefault(f"{node.module}:{alias.name}", set()).add(path.name)
+    return found
+
+
+def test_every_name_that_is_used_is_watched() -> None:
+    points = [*upstream.SIGNATURES, *upstream.FIELDS, *upstream.CONSTANTS, *upstream.SOURCES, *upstream.NAMES]
+    watched = set()
+    for point in points:
+        module, _, path = point.partition(":")
+        watched.add(id(upstream.resolve(f"{module}:{path.split('.')[0]}")))
+    for name, files in held().items():
+        value = upstream.resolve(name)
+        is_module = isinstance(value, type(ast))
+        assert is_module or name in points or id(value) in watched, f"{name}, used by {files}, is not in upstream.py"
+
+
+def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.components import checkpoint
+    from torchtitan.models.moe import moe
+
+    def forward(self: Any, x: Any, extra: Any) -> Any:
+        return x
+
+    monkeypatch.setattr(moe.MoE, "forward", forward)
+    monkeypatch.setattr(moe.MoE, "__init__", forward)
+    monkeypatch.setattr(checkpoint, "MODEL", "weights")
+    monkeypatch.setitem(upstream.FIELDS, "torchtitan.models.moe.moe:MoEArgs", "num_experts no_such_field")
+    monkeypatch.setattr(upstream, "NAMES", ["torchtitan.nothing:x", "torchtitan.train:no_such_name"])
+    found = "\n".join(upstream.drift())
+    for expected in (
+        "torchtitan.models.moe.moe:MoE.forward has another body",
+        "torchtitan.models.moe.moe:MoE.__init__ takes (self, x, extra), expected (self, moe_args, dim, hidden_dim)",
+        "torchtitan.components.checkpoint:MODEL is 'weights', expected 'model'",
+        "torchtitan.models.moe.moe:MoEArgs has no field no_such_field any more",
+        "torchtitan.nothing:x is gone: No module named 'torchtitan.nothing'",
+        "torchtitan.train:no_such_name is gone",
+    ):
+        assert expected in found
+
+
+def test_a_fingerprint_ignores_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "plain": "def f(x):\n    return x + 1\n",
+        "commented": 'def f(x):\n    """Says\n    what."""\n\n    # why\n    return x + 1\n',
+        "other": "def f(x):\n    return x + 2\n",
+    }
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / f"printed_{name}.py").write_text(text)
+        found[name] = upstream.fingerprint(upstream.resolve(f"printed_{name}:f"))
+    assert found["plain"] == found["commented"] != found["other"]
+
+
+# ---- CPU
+
+
+def test_the_ledger_says_why() -> None:
+    for shim in cpu.LEDGER:
+        assert min(map(len, (shim.what, shim.why, shim.until))) > 15, shim
+    document = (ROOT / "docs" / "training.md").read_text()
+    assert all(shim.what.split()[0].rstrip(":") in document for shim in cpu.LEDGER), "the page lists the ledger"
+
+
+def test_torchtitan_runs_on_the_host() -> None:
+    from torchtitan.components import metrics
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.tools import utils
+
+    assert {utils.device_type, metrics.device_type, parallel_dims.device_type} == {"cpu"}
+    assert utils.get_device_info() == ("cpu", utils.device_module)
+    monitor = metrics.build_device_memory_monitor()
+    assert 0 < monitor.get_peak_stats().max_reserved_gib < monitor.device_capacity_gib
+
+
+def test_histc_counts_integers() -> None:
+    ids = torch.randint(7, (50,))
+    assert torch.equal(torch.histc(ids, bins=7, min=0, max=7), torch.bincount(ids, minlength=7))
+    x = torch.rand(50)
+    counted = torch.histc(x, bins=4, min=0, max=1)
+    assert torch.equal(counted, torch.bincount((x * 4).long(), minlength=4).float())
+    with pytest.raises(ValueError, match="bins 7, from 1 to 9"):
+        torch.histc(ids, bins=7, min=1, max=9)
+
+
+# ---- TorchTitan 0.3
+
+
+def torchtitan_030() -> str | None:
+    """A folder that has it: not what is installed here, since both cannot be."""
+    folder = os.environ.get("TORCHTITAN_030")
+    return folder if folder and (Path(folder) / "torchtitan").is_dir() else None
+
+
+@pytest.mark.skipif(torchtitan_030() is None, reason="TORCHTITAN_030 names no folder with TorchTitan 0.3 and its needs")
+def test_overrides_of_torchtitan_030() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "titan_v030.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(torchtitan_030()), str(ROOT)))},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"].startswith("0.3")
+    assert min(found["matched"].values()) >= 5, found
+    # float32 in another order; the experts' products are rounded to bf16 in both
+    assert max(found["errors"].values()) < 1e-6, found

@@ -1,0 +1,72 @@
+"""NaN stops training before the update, and the layer that made it is named."""
+
+from pathlib import Path
+
+import pytest
+import titan_job
+import titan_tasks
+
+
+def poisoned(folder: Path, where: str, *more: str, size: int = 1, plain: bool = False) -> list[str]:
+    flags = ["--job.dump_folder", str(folder), "--training.steps", "4", *more, where]
+    task = titan_tasks.poisoned_plain if plain else titan_tasks.poisoned
+    return [told.answer for told in titan_job.run(flags, size=size, function=task)]
+
+
+def test_a_layers_output(tmp_path: Path) -> None:
+    (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a forward 0 3")
+    assert "NotFinite: step 3: the loss is not finite" in said
+    assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
+    assert said.endswith("weights as before")
+
+
+def test_a_gradient(tmp_path: Path) -> None:
+    """The loss is finite. Backward meets wo's own gradient first, as what goes back to its output is spoilt."""
+    (said,) = poisoned(tmp_path, "layers.1.attention.wo backward 0 2", "--optimizer.swap")
+    assert "step 2: the gradient is not finite" in said
+    assert "that of layers.1.attention.wo is the first that is not, after layers.1." in said
+    assert said.endswith("weights as before")
+
+
+def test_one_of_two_ranks(tmp_path: Path) -> None:
+    answers = poisoned(tmp_path, "layers.1.attention.wo forward 1 2", "--training.local_batch_size", "1", size=2)
+    for said in answers:
+        assert "Rank 1: the output of layers.1.attention.wo is the first that is not finite, from finite inputs" in said
+        assert said.endswith("weights as before")
+
+
+def test_a_pipeline_stage(tmp_path: Path) -> None:
+    pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "1F1B")
+    for said in poisoned(tmp_path, "layers.1.attention.wo forward 1 2", *pipeline, size=2):
+        assert "Rank 1: the output of layers.1.attention.wo is the first that is not finite, from finite inputs" in said
+        assert said.endswith("weights as before")
+
+
+@pytest.mark.slow
+def test_a_compiled_block_is_looked_into(tmp_path: Path) -> None:
+    compiled = ("--compile.enable", "--compile.backend", "eager")
+    (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a overflow 0 1", *compiled)
+    assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
+
+
+def test_torchtitans_own_trainer(tmp_path: Path) -> None:
+    (said,) = poisoned(tmp_path / "a", "layers.1.attention.wkv_a forward 0 2", plain=True)
+    assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
+    assert said.endswith("weights as before")
+    (said,) = poisoned(tmp_path / "b", "layers.1.attention.wo backward 0 2", plain=True)
+    assert "it is made in backward, where WhorlTrainer (`whorl train`) finds the layer" in said
+
+
+def test_without_the_watch_it_goes_on(tmp_path: Path) -> None:
+    """So the tests above see the watch at work, and the checkpoint of NaN weights is refused nevertheless."""
+    (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a forward 0 3", "--optimizer.no-watch")
+    assert "NotFinite: step 4: weights of" in said
+    assert "no checkpoint was written" in said
+    assert said.endswith("weights changed")
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    flags = ["--job.dump_folder", str(tmp_path), "--checkpoint.interval", "2"]
+    (told,) = titan_job.run(flags, function=titan_tasks.spoiled_weights)
+    assert told.answer == ("NotFinite: step 2: weights of layers.1.ffn_norm are not finite; no checkpoint was written")
+    assert not (tmp_path / "checkpoint" / "step-2").exists()

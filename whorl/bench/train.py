@@ -1,0 +1,380 @@
+"""`whorl bench train`: training steps of DeepSeek-V3.2 with one switch after another, next to transformers'."""
+
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl import device as devices
+from whorl.bench.decode import table
+from whorl.bench.ops import commit
+from whorl.bench.train_memory import predict
+from whorl.bench.train_model import SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
+from whorl.titan.plan import HARDWARE
+
+Document = dict[str, Any]
+
+ROWS = {  # each with what the one before it has
+    "small": "",
+    "fused": "dsa",
+    "kernels": "dsa+rms_norm+rope+permute+gmm",
+    "compile": "dsa+rms_norm+rope+permute+gmm+compile",
+    "swap": "dsa+rms_norm+rope+permute+gmm+compile+swap",
+}
+PEER = "transformers"
+LARGEST = 25  # kernels that a profile lists
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    device: str
+    tiny: bool
+    rows: dict[str, frozenset[str]]  # switches by name
+    layers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    steps: int
+    warmup: int
+    peer: str | None
+    time_limit: float  # seconds, after which no further row is begun
+    profiled: tuple[str, ...]
+    out: Path | None
+
+    @staticmethod
+    def resolve(
+        *,
+        device: str | None = None,
+        tiny: bool | None = None,
+        rows: str = ",".join(ROWS),
+        layers: str = "4,8",
+        seq: str = "4096",
+        steps: int = 6,
+        warmup: int = 3,
+        peer: str | None = None,
+        time_limit: float = 3600,
+        profile: str = "",
+        out: Path | None = None,
+    ) -> "Settings":
+        found = devices.require(device or devices.default_device())
+        if peer not in (None, PEER):
+            raise ValueError(f"--peer {peer}: expected {PEER}")
+        if peer is not None and not devices.is_installed(peer):
+            raise ValueError(f"--peer {peer}: pip install {peer}")
+        named = {name: switches_of(name) for name in filter(None, rows.split(","))}
+        if not named and peer is None:
+            raise ValueError(f"--rows is empty: expected some of {', '.join(ROWS)}, or --peer {PEER}")
+        profiled = tuple(filter(None, profile.split(",")))
+        if strangers := [name for name in profiled if name not in (*named, PEER)]:
+            raise ValueError(f"--profile {strangers[0]}: not one of --rows {', '.join(named)}")
+        return Settings(
+            device=found,
+            tiny=devices.accelerator(found) is None if tiny is None else tiny,
+            rows=named,
+            layers=_numbers("--layers", layers, least=1),
+            lengths=_numbers("--seq", seq, least=2),
+            steps=steps,
+            warmup=warmup,
+            peer=peer,
+            time_limit=time_limit,
+            profiled=profiled,
+            out=out,
+        )
+
+
+def switches_of(name: str) -> frozenset[str]:
+    """Of a row: one of ROWS, or switches joined by +."""
+    found = frozenset(filter(None, ROWS.get(name, name).split("+")))
+    if strangers := sorted(found - set(SWITCHES)):
+        raise ValueError(
+            f"--rows {name}: {strangers[0]} is neither a row ({', '.join(ROWS)}) nor a switch ({', '.join(SWITCHES)})"
+        )
+    return found
+
+
+def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least:
+        raise ValueError(f"{option} {text}: expected whole numbers from {least} up, such as 4,8")
+    return found
+
+
+# ---- running
+
+
+def run(settings: Settings) -> Document:
+    """{"header": ..., "rows": [...]}; every row is shown when it is there, and one that fails says why."""
+    begin = time.perf_counter()
+    document: Document = {"header": header(settings), "rows": []}
+    say("\n".join(render_header(document["header"])))
+    for layers in settings.layers:
+        for seq in settings.lengths:
+            shape = Shape(layers=layers, seq=seq, tiny=settings.tiny, device=settings.device)
+            is_first = (layers, seq) == (settings.layers[0], settings.lengths[0])
+            for name in [*([PEER] if settings.peer and seq == settings.lengths[0] else []), *settings.rows]:
+                _add(document, settings, shape, name, begin, is_first=is_first)
+    return document
+
+
+def _add(document: Document, settings: Settings, shape: Shape, name: str, begin: float, *, is_first: bool) -> None:
+    """One row; ours once more, with checkpointing, where memory does not suffice without."""
+    switches = settings.rows.get(name, frozenset())
+    tries = [switches] if name == PEER or "checkpoint" in switches else [switches, switches | {"checkpoint"}]
+    for attempt in tries:
+        row: Document = {"row": name, "switches": sorted(attempt), "layers": shape.layers, "seq": shape.seq}
+        if time.perf_counter() - begin > settings.time_limit:
+            row["note"] = f"left out: {settings.time_limit:.0f} s are over"
+        else:
+            row |= _measured(settings, shape, name, attempt, is_profiled=is_first and name in settings.profiled)
+        document["rows"].append(row)
+        say(one_line(row))
+        for problem in row.get("wrong", []):
+            say(f"    WRONG: {problem}")
+        for line in row.get("kernels", []):
+            say(f"    {line['ms']:8.2f} ms {line['count']:5d} x {line['name']}")
+        if settings.out is not None:
+            settings.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
+        if not row.get("out_of_memory"):
+            return
+
+
+def _measured(settings: Settings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool) -> Document:
+    try:
+        return measure(settings, shape, name, switches, is_profiled=is_profiled)
+    except torch.OutOfMemoryError:
+        return {"note": "out of memory", "out_of_memory": True}
+    except Exception as error:  # a row that fails is a result; the others still matter
+        text = str(error).splitlines()
+        return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
+    finally:
+        _free(settings.device)
+
+
+def measure(
+    settings: Settings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool = False
+) -> Document:
+    clock = Clock(settings.device)
+    trainee = transformers_model(shape) if name == PEER else ours(shape, switches)
+    built = clock.lap()
+    for _ in range(settings.warmup):
+        trainee.step()
+    warm = clock.lap()
+    reset_peak(settings.device)
+    for _ in indexer_losses(trainee.model):
+        pass
+    seconds, hosts = [], []
+    for _ in range(settings.steps):
+        begin = time.perf_counter()
+        loss = trainee.step()
+        hosts.append(time.perf_counter() - begin)
+        devices.synchronize(settings.device)
+        seconds.append(time.perf_counter() - begin)
+    median = statistics.median(seconds)
+    row: Document = {
+        "tok_s": shape.seq / median,
+        "ms_per_step": median * 1e3,
+        "fastest_ms": min(seconds) * 1e3,
+        "slowest_ms": max(seconds) * 1e3,
+        "host_ms": statistics.median(hosts) * 1e3,
+        **peak_memory(settings.device),
+        "loss": loss.item(),
+        "num_parameters": sum(p.numel() for p in trainee.model.parameters()),
+        "build_s": built,
+        "warmup_s": warm,
+    }
+    if name != PEER:
+        row |= _ours_only(trainee, shape, switches, median, settings.steps)
+    if is_profiled:
+        row["kernels"] = profile(trainee)
+    return row
+
+
+def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds: float, steps: int) -> Document:
+    """The indexer's loss, the share of the device's peak, and what memory was expected."""
+    losses = [float(loss) / steps for loss in indexer_losses(trainee.model)]
+    args: Any = trainee.model.model_args
+    _, flops = args.get_nparams_and_flops(trainee.model, shape.seq)
+    rate = flops * shape.seq / seconds
+    peak = peak_flops(shape.device)
+    return {
+        "indexer_kl": sum(losses) / len(losses),
+        "flops_per_token": flops,
+        "tflop_s": rate / 1e12,
+        "mfu": None if peak is None else rate / peak,
+        "predicted_bytes": predict(args, shape.seq, switches, shape.dtype.itemsize),
+        "wrong": [problem for name in switches if (problem := verdicts.get(f"whorl_{name}"))],
+    }
+
+
+def peak_flops(device: str) -> float | None:
+    """bf16, dense, of what the planner knows."""
+    name = devices.device_name(device).lower()
+    return next((hardware.flops for hardware in HARDWARE.values() if hardware.name in name), None)
+
+
+def profile(trainee: Trainee) -> list[Document]:
+    """The largest kernels of one more step."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        trainee.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    kernels = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    total = {"name": "all kernels", "count": sum(e.count for e in kernels)}
+    total["ms"] = sum(e.self_device_time_total for e in kernels) / 1e3
+    rows = [{"name": e.key[:120], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in kernels[:LARGEST]]
+    return [total, *rows]
+
+
+class Clock:
+    """Seconds since the last time asked, with nothing left to do on the device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.lap()
+
+    def lap(self) -> float:
+        devices.synchronize(self._device)
+        now = time.perf_counter()
+        since, self._last = now - getattr(self, "_last", now), now
+        return since
+
+
+def reset_peak(device: str) -> None:
+    module: Any = devices.accelerator(device)
+    if module is not None:
+        module.reset_peak_memory_stats()
+
+
+def peak_memory(device: str) -> Document:
+    """Since `reset_peak`; None where nobody counts."""
+    module: Any = devices.accelerator(device)
+    if module is None:
+        return {"allocated_bytes": None, "reserved_bytes": None}
+    return {"allocated_bytes": module.max_memory_allocated(), "reserved_bytes": module.max_memory_reserved()}
+
+
+def _free(device: str) -> None:
+    """Compiled code and what it refers to go, too."""
+    torch._dynamo.reset()
+    gc.collect()
+    devices.empty_cache(device)
+
+
+def say(text: str) -> None:
+    """To standard error, so that standard output can be one document."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def is_good(document: Document) -> bool:
+    """Whether every row of ours was measured, with checkpointing if need be, and of what converters find right."""
+    mine = [row for row in document["rows"] if row["row"] != PEER]
+    return all("did not run" not in row.get("note", "") and not row.get("wrong") for row in mine)
+
+
+# ---- showing
+
+
+def header(settings: Settings) -> Document:
+    return {
+        "device": settings.device,
+        "device_name": devices.device_name(settings.device),
+        "versions": devices.versions(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "model": "a tiny DeepSeek-V3.2" if settings.tiny else "DeepSeek-V3.2, full width, top-2 of 8 experts",
+        "dtype": "float32" if settings.device == "cpu" else "bfloat16",
+        "steps": settings.steps,
+        "warmup": settings.warmup,
+    }
+
+
+def render_header(header: Document) -> list[str]:
+    kind = header["dtype"]
+    return [
+        f"device    {header['device']}: {header['device_name']}",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
+        f"commit    {header['commit']}, {header['date']}",
+        f"model     {header['model']}; first layer dense; weights, gradients and moments {kind}; one sequence a step",
+        f"steps     median of {header['steps']} after {header['warmup']}; no checkpointing unless a row says so",
+    ]
+
+
+def one_line(row: Document) -> str:
+    return "  ".join(filter(None, _cells(row)))
+
+
+def render(document: Document) -> str:
+    head = [
+        "row",
+        "layers",
+        "tokens",
+        "tok/s",
+        "ms/step",
+        "host ms",
+        "MFU",
+        "alloc GiB",
+        "reserved",
+        "predicted",
+        "KL",
+        "loss",
+    ]
+    cells = [head, *(_cells(row) for row in document["rows"])]
+    wrong = sorted({problem for row in document["rows"] for problem in row.get("wrong", [])})
+    notes = [f"WRONG, see the rows marked !: {problem}" for problem in wrong]
+    return "\n".join([*render_header(document["header"]), "", *table(cells), *_ratios(document["rows"]), *notes])
+
+
+def _cells(row: Document) -> list[str]:
+    name = "+".join([row["row"], *(["checkpoint"] if "checkpoint" in row["switches"] else [])])
+    name += " !" if row.get("wrong") else ""
+    place = [str(row["layers"]), str(row["seq"])]
+    if "note" in row:
+        return [f"{name}: {row['note']}", *place]
+    speed = [f"{row['tok_s']:.0f}", f"{row['ms_per_step']:.1f}", f"{row['host_ms']:.1f}"]
+    memory = [_gib(row.get(f"{kind}")) for kind in ("allocated_bytes", "reserved_bytes", "predicted_bytes")]
+    mfu, kl = row.get("mfu"), row.get("indexer_kl")
+    return [
+        name,
+        *place,
+        *speed,
+        "-" if mfu is None else f"{mfu:.1%}",
+        *memory,
+        "-" if kl is None else f"{kl:.3g}",
+        f"{row['loss']:.4f}",
+    ]
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+
+
+def _ratios(rows: list[Document]) -> list[str]:
+    """Every row of ours over the peer and over our small operators, at the same layers and length."""
+    lines = []
+    timed = [row for row in rows if "tok_s" in row]
+    for base in (PEER, "small"):
+        for theirs in (row for row in timed if row["row"] == base):
+            same = [
+                r for r in timed if (r["layers"], r["seq"]) == (theirs["layers"], theirs["seq"]) and r is not theirs
+            ]
+            parts = [f"{r['row']} {r['tok_s'] / theirs['tok_s']:.2f}x" + _memory_ratio(r, theirs) for r in same]
+            name = "+".join([base, *(["checkpoint"] if "checkpoint" in theirs["switches"] else [])])
+            lines.append(f"over {name}, {theirs['layers']} layers, {theirs['seq']} tokens: {', '.join(parts)}")
+    return ["", *lines] if lines else []
+
+
+def _memory_ratio(row: Document, base: Document) -> str:
+    if not row["allocated_bytes"] or not base["allocated_bytes"]:
+        return ""
+    return f" ({row['allocated_bytes'] / base['allocated_bytes'] - 1:+.0%} memory)"

@@ -1,0 +1,200 @@
+"""What `whorl bench train` measures: DeepSeek-V3.2 with one set of switches, and transformers', ready for a step."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from whorl.titan.compiled import compile_blocks
+from whorl.titan.converters import CONVERTERS
+from whorl.titan.deepseek_v32.args import FLAVOURS, DeepSeekV32Args
+from whorl.titan.deepseek_v32.core import Core, pop_log
+from whorl.titan.deepseek_v32.hf import to_hf_config
+from whorl.titan.deepseek_v32.loss import chunked_cross_entropy
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model
+from whorl.titan.swap_optimizer import SwapAdamW
+
+CONVERTED = ("dsa", "rms_norm", "rope", "permute", "gmm")  # whorl_* of `--model.converters`
+SWITCHES = (*CONVERTED, "compile", "swap", "checkpoint")
+CHUNK = 512  # tokens of the cross entropy at once
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    layers: int
+    seq: int
+    tiny: bool  # the width of a test, for trying the command out
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    def args(self) -> DeepSeekV32Args:
+        """Top-2 of 8 experts, the first layer dense."""
+        if self.tiny:
+            args = copy.deepcopy(FLAVOURS["tiny"])
+        elif f"{self.layers}l" in FLAVOURS:
+            args = copy.deepcopy(FLAVOURS[f"{self.layers}l"])
+        else:
+            args = copy.deepcopy(FLAVOURS["4l"])
+        args.n_layers, args.max_seq_len = self.layers, self.seq
+        args.moe_args.use_grouped_mm = self.device == "cuda"
+        return args
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainee:
+    """A model, its optimizer, and one step of both, which returns the loss without waiting for the device."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Tensor]
+
+
+# ---- ours
+
+
+def build(args: DeepSeekV32Args, device: str, dtype: torch.dtype, switches: frozenset[str]) -> DeepSeekV32Model:
+    """With the same random weights each time; converters and compile as a job of TorchTitan applies them."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = DeepSeekV32Model(args)
+            model.init_weights(torch.device(device))
+    finally:
+        torch.set_default_dtype(before)
+    for name in CONVERTED:
+        if name in switches:
+            _convert(model, f"whorl_{name}", args.max_seq_len, dtype)
+    if "checkpoint" in switches:
+        for layer in model.layers.values():
+            _checkpoint(layer)
+    if "compile" in switches:
+        compile_blocks(model)
+    return model
+
+
+# What the converters' comparisons with float64 have found in this process: "" where all is well.
+verdicts: dict[str, str] = {}
+
+
+def _convert(model: nn.Module, name: str, seq: int, dtype: torch.dtype) -> None:
+    """Compared once in a process; what fails is kept for the rows to say, and timed all the same."""
+    from torchtitan.config import JobConfig
+
+    from whorl.titan.config import Whorl
+
+    job: Any = JobConfig()
+    job.training.seq_len = seq
+    job.training.mixed_precision_param = str(dtype).removeprefix("torch.")
+    converter = CONVERTERS[name](job, None)  # type: ignore[arg-type]  # one rank: no dimensions
+    if name not in verdicts:
+        try:
+            converter.convert(model)
+        except ValueError as error:
+            verdicts[name] = str(error)
+        else:
+            verdicts[name] = ""
+            return
+    job.whorl = Whorl(check_converters=False)
+    converter.convert(model)
+
+
+def _checkpoint(layer: nn.Module) -> None:
+    """The whole layer is computed again in backward."""
+    forward = layer.forward
+    layer.forward = lambda *given: checkpoint(forward, *given, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def build_optimizer(model: nn.Module, switches: frozenset[str], lr: float) -> torch.optim.Optimizer:
+    """Moments in the dtype of the weights."""
+    if "swap" in switches:
+        return SwapAdamW(model.parameters(), lr=lr)
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+@torch.no_grad()
+def balance(model: nn.Module) -> None:
+    """The bias of each expert by its load, as TorchTitan's optimizer does before a step."""
+    for moe in model.modules():
+        coefficient = getattr(moe, "load_balance_coeff", None)
+        if coefficient is None:
+            continue
+        load: Any = moe.tokens_per_expert
+        change = coefficient * torch.sign(load.mean() - load)
+        moe.expert_bias.add_(change - change.mean())  # type: ignore[union-attr, operator]
+        load.zero_()
+
+
+def ours(shape: Shape, switches: frozenset[str]) -> Trainee:
+    args = shape.args()
+    model = build(args, shape.device, shape.dtype, switches)
+    optimizer = build_optimizer(model, switches, LEARNING_RATE)
+    tokens = random_tokens(shape, args.vocab_size, shape.seq + 1)
+
+    def step() -> Tensor:
+        logits = model(tokens[:, :-1])
+        loss = chunked_cross_entropy(logits, tokens[:, 1:], chunk=CHUNK) / shape.seq
+        del logits
+        loss.backward()
+        balance(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Trainee(model=model, optimizer=optimizer, step=step)
+
+
+def random_tokens(shape: Shape, vocab_size: int, count: int) -> Tensor:
+    """[1, count], the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (1, count), generator=generator).to(shape.device)
+
+
+def indexer_losses(model: nn.Module) -> Iterator[Tensor]:
+    """What each layer's indexer was trained on since the last time, [1]."""
+    return (pop_log(core.kl) for core in model.modules() if isinstance(core, Core))
+
+
+# ---- theirs
+
+
+def transformers_model(shape: Shape) -> Trainee:
+    """The same shapes with scaled_dot_product_attention and grouped products; its indexer is not trained."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    args = shape.args()
+    values = to_hf_config(args, shape.dtype)
+    for name in ("architectures", "model_type", "num_nextn_predict_layers"):
+        values.pop(name)
+    config = DeepseekV32Config(**values, use_cache=False)
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        with torch.device(shape.device):
+            model: Any = DeepseekV32ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.train()
+    if shape.device == "cuda":
+        model.set_experts_implementation("grouped_mm")
+    optimizer = build_optimizer(model, frozenset(), LEARNING_RATE)
+    tokens = random_tokens(shape, args.vocab_size, shape.seq)
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Trainee(model=model, optimizer=optimizer, step=step)

@@ -1,0 +1,74 @@
+"""whorl_dsa: the heart of DeepSeek-V3.2's attention by the sparse operators, masked or absorbed by sequence length."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whorl import ops
+from whorl.titan.deepseek_v32.attention import Attention
+from whorl.titan.deepseek_v32.core import Core, SmallOps
+from whorl.titan.deepseek_v32.fused import FusedDSA
+
+from .conversion import Converter, Sample
+
+TOKENS, HEADS, TOP = 64, 16, 32  # at most, of what is compared
+
+
+class DSAConverter(Converter):
+    name = "whorl_dsa"
+    operators = ("sparse_attention", "masked_attention", "lightning_indexer", "indexer_kl")
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, Attention)
+
+    def refusal(self, module: nn.Module) -> str | None:
+        core = type(module.core)
+        return None if core is SmallOps else f"its core is {core.__name__}, no longer the one of small operators"
+
+    def kind(self, module: nn.Module) -> Hashable:
+        assert isinstance(module, Attention)
+        return module.core.settings, module.rope, module.rank
+
+    def replace(self, module: nn.Module) -> None:
+        assert isinstance(module, Attention | Held)
+        with torch.device(module.core.kl.device):
+            module.core = FusedDSA(module.core.settings)
+
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+        assert isinstance(module, Attention)
+        settings, indexer = module.core.settings, module.indexer
+        path = settings.path
+        if path == "auto":  # the one that the job's sequences get, on short ones
+            by_length = ops.choose_attention(self.job_config.training.seq_len, settings.topk)
+            path = "masked" if by_length == "masked" else "absorbed"
+        small = dataclasses.replace(settings, topk=min(settings.topk, TOP), global_tokens=0, path=path)
+        heads = min(HEADS, module.wq_b.out_features // (module.nope + module.rope))
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return scale * torch.randn(shape, generator=generator)
+
+        inputs = (
+            draw(1, TOKENS, heads, module.nope),
+            draw(1, TOKENS, heads, module.rope),
+            draw(1, TOKENS, module.rank),
+            draw(1, TOKENS, module.rope),
+            draw(heads * (module.nope + settings.value), module.rank, scale=module.rank**-0.5),
+            draw(1, TOKENS, indexer.num_heads, indexer.head_dim),
+            draw(1, TOKENS, indexer.head_dim),
+            draw(1, TOKENS, indexer.num_heads, scale=(indexer.num_heads * indexer.head_dim) ** -0.5),
+        )
+        return Sample(module=Held(SmallOps(small)), inputs=inputs)
+
+
+class Held(nn.Module):
+    """A core where an attention has it."""
+
+    def __init__(self, core: SmallOps) -> None:
+        super().__init__()
+        self.core: Core = core
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.core(*values)

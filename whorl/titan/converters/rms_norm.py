@@ -1,0 +1,42 @@
+"""whorl_rms_norm: every nn.RMSNorm by `ops.rms_norm`."""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+
+from whorl.titan.local import normalise
+
+from .conversion import Converter, Sample, become
+
+
+def _forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+    return normalise(x, self.weight, self.eps)
+
+
+class RMSNormConverter(Converter):
+    name = "whorl_rms_norm"
+    operators = ("rms_norm", "rms_norm_backward")
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        return type(module) is nn.RMSNorm
+
+    def refusal(self, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.RMSNorm)
+        if not module.elementwise_affine:
+            return "it has no weight"
+        shape = tuple(module.normalized_shape)
+        return None if len(shape) == 1 else f"it is over {len(shape)} dims, {list(shape)}"
+
+    def kind(self, module: nn.Module) -> Hashable:
+        assert isinstance(module, nn.RMSNorm)
+        return tuple(module.normalized_shape), module.eps
+
+    def replace(self, module: nn.Module) -> None:
+        become(module, _forward)
+
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+        assert isinstance(module, nn.RMSNorm)
+        small = nn.RMSNorm(module.normalized_shape, module.eps)
+        nn.init.normal_(small.weight, 1.0, 0.1, generator=generator)
+        return Sample(module=small, inputs=(torch.randn(32, *module.normalized_shape, generator=generator),))

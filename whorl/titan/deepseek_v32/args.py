@@ -1,0 +1,197 @@
+"""What a DeepSeek-V3.2 is made of: sizes, flavours, and what a job sets."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import has_cuda_capability
+
+from whorl.rope_config import RopeConfig
+
+Stage = Literal["sparse", "warmup"]
+Path = Literal["auto", "masked", "absorbed"]
+
+
+def _experts(**more: Any) -> MoEArgs:
+    """Sigmoid scores, normalised, balanced by a bias: what every size of the model has."""
+    return MoEArgs(
+        num_shared_experts=1, score_func="sigmoid", route_norm=True, route_scale=2.5, score_before_experts=False, **more
+    )
+
+
+def _all_experts() -> MoEArgs:
+    return _experts(num_experts=256, top_k=8, num_expert_groups=8, num_limited_groups=4)
+
+
+@dataclass
+class DeepSeekV32Args(BaseModelArgs):
+    """The defaults are the 671 B model's. Names are TorchTitan's where it has the thing."""
+
+    vocab_size: int = 129280
+    max_seq_len: int = 32768
+    dim: int = 7168
+    inter_dim: int = 18432
+    moe_inter_dim: int = 2048
+    n_layers: int = 61
+    n_dense_layers: int = 3
+    n_heads: int = 128
+    norm_eps: float = 1e-6
+    moe_args: MoEArgs = field(default_factory=_all_experts)
+    moe_impl: str = "standard"
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0  # above 1: YaRN, at every length, as the checkpoint was trained
+    original_seq_len: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    n_mtp_layers: int = 0
+
+    stage: Stage = "sparse"
+    attention: Path = "auto"
+    indexer_loss_coeff: float = 1.0
+    mtp_loss_coeff: float = 0.3
+    # Over which the losses that the model brings itself are a mean; 0: the tokens of a call.
+    global_tokens: int = 0
+    bootstrap_indexer: bool = False
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        training, parallelism = job_config.training, job_config.parallelism
+        self.max_seq_len = training.seq_len
+        if self.moe_args.use_grouped_mm and not has_cuda_capability(9, 0):
+            logger.warning("torch._grouped_mm needs compute capability 9.0; experts run one after another")
+            self.moe_args.use_grouped_mm = False
+        self.moe_args._debug_force_load_balance = job_config.debug.moe_force_load_balance
+        self.moe_impl = parallelism.expert_parallel_comm_backend
+        self.global_tokens = _global_batch(job_config) * training.seq_len
+        ours = getattr(job_config, "whorl", None)
+        for name in ("stage", "attention", "indexer_loss_coeff", "mtp_loss_coeff", "bootstrap_indexer"):
+            setattr(self, name, getattr(ours, name, getattr(self, name)))
+        for name in ("pipeline_parallel_degree", "context_parallel_degree", "tensor_parallel_degree"):
+            if self.n_mtp_layers and getattr(parallelism, name) > 1:
+                raise ValueError(
+                    f"{self.n_mtp_layers} multi-token prediction layers need whole sequences of tokens beside the "
+                    f"last layer; {name} is {getattr(parallelism, name)}, expected 1, or take n_mtp_layers = 0"
+                )
+
+    @property
+    def rope(self) -> RopeConfig:
+        yarn: dict[str, Any] = {
+            "rope_type": "deepseek_yarn",
+            "factor": self.rope_factor,
+            "original_max_position_embeddings": self.original_seq_len,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "mscale": self.mscale,
+            "mscale_all_dim": self.mscale_all_dim,
+        }
+        return RopeConfig.from_keywords(
+            head_dim=self.qk_rope_head_dim,
+            max_position=self.max_seq_len,
+            base=self.rope_theta,
+            **(yarn if self.rope_factor > 1 else {}),
+        )
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of the 192 channels of a head, whichever way it is computed; YaRN adds its own factor, squared."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Parameters, and FLOPs a token: only chosen experts and chosen keys count, and nothing that is done twice."""
+        total = sum(p.numel() for p in model.parameters())
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
+        embeddings = sum(p.numel() for name, p in model.named_parameters() if name.startswith("tok_embeddings"))
+        active = total - embeddings - experts * (1 - self.moe_args.top_k / self.moe_args.num_experts)
+        if self.n_mtp_layers:
+            active += self.n_mtp_layers * self.vocab_size * self.dim  # the head again
+        top = min(self.index_topk, seq_len)
+        keys = (top * (top + 1) / 2 + (seq_len - top) * top) / seq_len  # chosen, on average
+        head = self.qk_nope_head_dim + self.qk_rope_head_dim
+        attention = 6 * self.n_heads * keys * (head + self.v_head_dim)
+        index = 2 * self.index_n_heads * self.index_head_dim
+        indexer = index * (seq_len + 1) / 2 + 2 * index * keys + 2 * self.n_heads * keys * head
+        layers = self.n_layers + self.n_mtp_layers
+        return total, int(6 * active + layers * (attention + indexer))
+
+
+def _global_batch(job_config: Any) -> int:
+    """Sequences of an optimizer step, over all ranks and micro-batches."""
+    training, parallelism = job_config.training, job_config.parallelism
+    if training.global_batch_size > 0:
+        return int(training.global_batch_size)
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if is_running else int(os.environ.get("WORLD_SIZE", "1"))
+    replicas = world // (
+        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
+    )
+    return int(training.local_batch_size * max(1, replicas))
+
+
+def _trim(layers: int, top_k: int) -> DeepSeekV32Args:
+    """The full width with few layers, the first of them dense, and 8 experts."""
+    return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=_experts(num_experts=8, top_k=top_k))
+
+
+FLAVOURS: dict[str, DeepSeekV32Args] = {
+    "tiny": DeepSeekV32Args(
+        vocab_size=512,
+        max_seq_len=64,
+        dim=64,
+        inter_dim=128,
+        moe_inter_dim=64,
+        n_layers=3,
+        n_dense_layers=1,
+        n_heads=4,
+        moe_args=_experts(num_experts=4, top_k=2),
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=16,
+    ),
+    "debug": DeepSeekV32Args(
+        vocab_size=2048,
+        max_seq_len=2048,
+        dim=256,
+        inter_dim=1024,
+        moe_inter_dim=256,
+        n_layers=6,
+        n_dense_layers=1,
+        n_heads=16,
+        moe_args=_experts(num_experts=8, top_k=3),
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        index_n_heads=8,
+        index_head_dim=64,
+        index_topk=256,
+    ),
+    "4l": _trim(4, 2),
+    "8l": _trim(8, 2),
+    "4l_top8": _trim(4, 8),
+    "8l_top8": _trim(8, 8),
+    "671b": DeepSeekV32Args(rope_factor=40.0),
+}

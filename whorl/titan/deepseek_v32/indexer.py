@@ -1,0 +1,71 @@
+"""The lightning indexer's projections, and the rotation that it and the attention share."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.utils import trunc_normal_
+
+from .args import DeepSeekV32Args
+
+
+class Rotary(nn.Module):
+    """Turns the first channels of queries and of the one key head by the rows of their tokens.
+
+    rows: [B, S, R] fp32, R/2 cosines then as many sines. `pairs` turns neighbours (the attention), `half` channel i
+    with i + R/2 (the indexer).
+    """
+
+    def __init__(self, style: Literal["half", "pairs"]) -> None:
+        super().__init__()
+        self.style: Literal["half", "pairs"] = style
+
+    def forward(self, q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self._turn(q, rows.unsqueeze(-2)), self._turn(k, rows)
+
+    def _turn(self, x: Tensor, rows: Tensor) -> Tensor:
+        size = rows.shape[-1]
+        cos, sin = rows.chunk(2, -1)
+        wide = x[..., :size].to(rows.dtype)
+        if self.style == "half":
+            a, b = wide.chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        else:
+            a, b = wide[..., 0::2], wide[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        turned = turned.to(x.dtype)
+        return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+
+    def extra_repr(self) -> str:
+        return self.style
+
+
+class Indexer(nn.Module):
+    """Queries, keys and head weights by which keys are chosen: score = sum of weight * max(0, q . k)."""
+
+    def __init__(self, args: DeepSeekV32Args) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = args.index_n_heads, args.index_head_dim
+        self.wq_b = nn.Linear(args.q_lora_rank, self.num_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, self.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(args.dim, self.num_heads, bias=False)
+        self.rotary = Rotary("half")
+
+    def forward(self, x: Tensor, q_low: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, C], q_low [B, S, rank] (normalised) -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI] wide.
+
+        Neither learns from here: the indexer is trained by its own loss and trains nothing else.
+        """
+        x, q_low = x.detach(), q_low.detach()
+        q = self.wq_b(q_low).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_norm(self.wk(x)).to(q.dtype)  # autocast leaves a LayerNorm wide
+        q, k = self.rotary(q, k, rows)
+        weights = self.weights_proj(x)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        return q, k, weights.to(wide) * (self.num_heads * self.head_dim) ** -0.5
+
+    def init_weights(self) -> None:
+        for linear in (self.wq_b, self.wk, self.weights_proj):
+            trunc_normal_(linear.weight, mean=0.0, std=0.02)
+        self.k_norm.reset_parameters()

@@ -1,0 +1,129 @@
+"""What a run says about itself: a line of JSON for each logged step in DUMP_FOLDER/metrics.jsonl.
+
+TorchTitan's own log, TensorBoard and W&B go on as they are. `whorl.titan.display` reads the file.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from whorl.titan.deepseek_v32 import health
+from whorl.titan.display import FILE
+
+# Their names, and ours.
+NAMES = {
+    "loss_metrics/global_avg_loss": "loss",
+    "loss_metrics/global_max_loss": "max_loss",
+    "grad_norm": "grad_norm",
+    "throughput(tps)": "tokens_per_second",  # of one device
+    "tflops": "tflops",
+    "mfu(%)": "mfu",
+    "time_metrics/end_to_end(s)": "seconds",
+    "time_metrics/data_loading(%)": "data_percent",
+    "memory/max_reserved(GiB)": "memory_gib",
+    "lr": "lr",
+    "n_tokens_seen": "tokens",
+    "validation_metrics/loss": "validation_loss",
+}
+A100 = 312e12  # what TorchTitan takes for a device that it does not know
+ASCEND_A3 = 376e12  # of a die, bf16, dense; `whorl.titan.plan` counts with it
+
+
+def peak_flops(device_name: str, found: float) -> float | None:
+    """`found` is TorchTitan's answer; None where it only guessed."""
+    if "Ascend910_93" in device_name:
+        return ASCEND_A3
+    return found if found != A100 or "A100" in device_name else None
+
+
+class JsonLines(BaseLogger):
+    """One object for each call, flushed, so that a reader sees every step that is over."""
+
+    def __init__(self, path: Path, run: dict[str, Any], *, knows_peak: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._knows_peak = knows_peak
+        self._write({"run": run})
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        line = {NAMES.get(name, name): _plain(value) for name, value in metrics.items()}
+        if not self._knows_peak:
+            line.pop("mfu", None)
+        self._write({"step": step} | {name: value for name, value in line.items() if value is not None})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has: NaN and infinities become text, so that every reader takes the line."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class WhorlMetrics(MetricsProcessor):
+    """TorchTitan's, with the lines of JSON and what the model says of its indexers."""
+
+    gpu_peak_flops: float
+    logger: BaseLogger
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+        super().__init__(job_config, parallel_dims, tag)
+        self._steps = 0  # since the last log
+        if torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
+            self._add_lines()
+
+    def _add_lines(self) -> None:
+        job, name = self.job_config, self.device_memory_monitor.device_name
+        peak = peak_flops(name, self.gpu_peak_flops)
+        self.gpu_peak_flops = peak or self.gpu_peak_flops
+        run = {
+            "model": job.model.name,
+            "flavor": job.model.flavor,
+            "converters": job.model.converters,
+            "steps": job.training.steps,
+            "seq_len": job.training.seq_len,
+            "ranks": self.parallel_dims.world_size,
+            "device": name,
+        }
+        loggers = LoggerContainer()
+        loggers.add_logger(self.logger)
+        loggers.add_logger(JsonLines(Path(job.job.dump_folder) / FILE, run, knows_peak=peak is not None))
+        self.logger = loggers
+
+    def should_log(self, step: int) -> bool:
+        self._steps += 1  # the trainer asks once for each step
+        return super().should_log(step)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        # On every rank, as these are sums over all of them.
+        indexer = health.collect(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
+        self._steps = 0
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **indexer})
+
+
+def build_metrics_processor(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+) -> MetricsProcessor:
+    """For `TrainSpec`."""
+    return WhorlMetrics(job_config, parallel_dims, tag)

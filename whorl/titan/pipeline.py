@@ -1,0 +1,80 @@
+"""Pipeline parallelism: TorchTitan's own, with a loss whose gradient is a mean over tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torchtitan.components.loss import LossFunction
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.moe import MoE
+from torchtitan.protocols.train_spec import BaseModelArgs, ParallelizeFunction
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, by: Tensor | float) -> Tensor:
+        ctx.by = by
+        return loss.clone()  # no view: a pipeline detaches it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.by, None
+
+
+class PipelineLoss:
+    """The sum over a micro-batch's tokens, as TorchTitan's pipeline wants it; its gradient is that of the mean.
+
+    TorchTitan 0.2 divides the sums by the step's number of tokens after backward, when it reports them, so that
+    gradients come out larger by that number. `num_tokens` is the whole step's, over ranks and micro-batches: all labels
+    of the global batch, or what a trainer that has counted them sets before each step.
+    """
+
+    def __init__(self, loss: LossFunction, num_tokens: Tensor | float) -> None:
+        self.loss, self.num_tokens = loss, num_tokens
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _DivideGradient.apply(self.loss(*args, **kwargs), self.num_tokens)
+
+
+def labels_in_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
+    training = job_config.training
+    replicas = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * replicas
+    return int(batch * training.seq_len)
+
+
+def pipeline_deepseek_v32(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+    model_args: BaseModelArgs,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
+    loss = PipelineLoss(loss_fn, labels_in_step(job_config, parallel_dims))
+    built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss)
+    for part in built[1]:
+        _forget_first_counts(part)
+    return built
+
+
+def _forget_first_counts(part: nn.Module) -> None:
+    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases."""
+
+    def forget(*_: Any) -> None:
+        handle.remove()
+        for moe in (m for m in part.modules() if isinstance(m, MoE)):
+            moe.tokens_per_expert.zero_()
+
+    handle = part.register_forward_hook(forget)
+
+
+def set_num_tokens(schedule: _PipelineSchedule, num_tokens: Tensor | float) -> None:
+    """For a trainer that has counted the labels of a step: those that are ignored do not weigh."""
+    loss = schedule._loss_fn
+    if isinstance(loss, PipelineLoss):  # other models bring their own
+        loss.num_tokens = num_tokens

@@ -1,0 +1,88 @@
+"""TorchTitan's trainer with whole checkpoints, two stages that follow each other, and a watch that names layers.
+
+`torchtitan.train.main(WhorlTrainer)` is all that is needed: TorchTitan takes the class as an argument.
+"""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+from torchtitan.components.checkpoint import LR_SCHEDULER, CheckpointManager
+from torchtitan.config import JobConfig
+from torchtitan.train import Trainer
+
+from whorl.titan.checkpoint import Checkpoints, Record
+from whorl.titan.pipeline import set_num_tokens
+from whorl.titan.watch import Watch
+
+
+class WhorlTrainer(Trainer):
+    checkpointer: CheckpointManager
+
+    def __init__(self, job_config: JobConfig) -> None:
+        super().__init__(job_config)
+        self._batches: list[dict[str, Any]] = []
+        self.watch: Watch | None = getattr(self.optimizers, "watch", None)
+        if self.watch is not None:
+            self.watch.replay, self.watch.replays_backward = self._replay, True
+        if job_config.checkpoint.enable:
+            self._take_checkpoints()
+
+    # ---- checkpoints
+
+    def _take_checkpoints(self) -> None:
+        config = self.job_config
+        settings: Any = getattr(config, "whorl", None)
+        plain = self.checkpointer
+        plain.close()
+        self.checkpointer = Checkpoints(
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            checkpoint_config=config.checkpoint,
+            sd_adapter=plain.sd_adapter,
+            base_folder=config.job.dump_folder,
+            record=Record(
+                model=config.model.name,
+                settings=dataclasses.asdict(self.model_args),
+                stage=getattr(settings, "stage", "sparse"),
+            ),
+            begin_stage=self._begin_stage,
+            fall_back=getattr(settings, "fall_back", False),
+            accept_changes=getattr(settings, "accept_changes", False),
+        )
+
+    def _begin_stage(self, start: int) -> None:
+        """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""
+        if start == 0:
+            return
+        config = self.job_config
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
+        self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(
+            self.optimizers, config.lr_scheduler, max(config.training.steps - start, 1)
+        )
+        self.checkpointer.states[LR_SCHEDULER] = self.lr_schedulers
+
+    # ---- the watch
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        if self.parallel_dims.pp_enabled:
+            set_num_tokens(self.pp_schedule, global_valid_tokens)
+        batch = {"input_dict": input_dict, "labels": labels, "global_valid_tokens": global_valid_tokens}
+        loss = super().forward_backward_step(**batch)
+        if self.watch is not None:
+            if self.watch.step != self.step:
+                self.watch.step, self._batches = self.step, []
+            self._batches.append(batch)
+            self.watch.losses.append(loss.detach())
+        return loss
+
+    def _replay(self) -> None:
+        for batch in self._batches:
+            super().forward_backward_step(**batch)

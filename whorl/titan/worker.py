@@ -1,0 +1,21 @@
+"""What torchrun starts on every rank of `whorl train`: TorchTitan's own main, with our trainer and our names."""
+
+from whorl.device import HOST, default_device
+
+
+def main() -> None:
+    if default_device() == HOST:
+        from whorl.titan import cpu
+
+        cpu.install()
+    import torchtitan.train
+
+    from whorl.titan.register import register
+    from whorl.titan.trainer import WhorlTrainer
+
+    register()
+    torchtitan.train.main(WhorlTrainer)
+
+
+if __name__ == "__main__":
+    main()
