@@ -170,16 +170,34 @@ def test_peak_follows_backward() -> None:
     assert peak([last]) == 20 + 50 + 5
 
 
-def test_prediction_holds_weights_gradients_and_moments() -> None:
-    args = Shape(layers=4, seq=4096, tiny=False, device="cuda").args()
-    states = 4.243e9 * 8  # bf16 each
-    fused = predict(args, 4096, frozenset({"dsa"}), 2)
-    assert states < fused < 1.1 * states
-    swapped = predict(args, 4096, frozenset({"dsa", "swap"}), 2)
-    assert fused - swapped == pytest.approx(states / 2 - 3 * 2 * 2 * 2**25, rel=1e-3)
-    assert predict(args, 4096, frozenset(), 2) > fused + 4 * 17e9  # scores of every head and pair, wide and narrow
-    long = [predict(args, 32768, frozenset({"dsa", *more}), 2) for more in ((), ("checkpoint",))]
-    assert long[1] < long[0] < 139 * GIB
+# What torch's allocator held at the peak of a step on an H200, torch 2.11; None: it ran out of 139 GiB.
+MEASURED = [
+    (4, 4096, "small", 116.86),
+    (4, 4096, "fused", 31.88),
+    (4, 4096, "compile", 32.28),
+    (4, 4096, "swap", 16.47),
+    (4, 8192, "kernels", 42.60),
+    (4, 16384, "kernels", 58.68),
+    (4, 32768, "kernels", 90.83),
+    (8, 4096, "small", None),
+    (8, 4096, "checkpoint", 84.51),
+    (8, 4096, "kernels", 49.66),
+    (8, 4096, "compile", 51.23),
+    (8, 8192, "kernels", 69.00),
+    (8, 16384, "kernels", 98.13),
+    (8, 32768, "kernels", None),
+    (8, 32768, "dsa+checkpoint", 71.58),
+]
+
+
+@pytest.mark.parametrize(("layers", "seq", "row", "measured"), MEASURED)
+def test_prediction_is_near_what_was_measured(layers: int, seq: int, row: str, measured: float | None) -> None:
+    args = Shape(layers=layers, seq=seq, tiny=False, device="cuda").args()
+    found = predict(args, seq, train.switches_of(row), 2) / GIB
+    if measured is None:
+        assert found > 139
+    else:
+        assert found == pytest.approx(measured, rel=0.05)
 
 
 def test_shapes_are_the_planners() -> None:

@@ -45,7 +45,13 @@ def equal(size: int, shape: Shape, tokens: tuple[int, ...], dynamic: bool = Fals
     return found[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The others have what they show beside something else.
+QUICK = {"llama", "qwen3-int8", "qwen3-moe-expert-parallel", "qwen3-vl-int8", "deepseek-mla", "deepseek-mla-moe-bf16"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_models(name: str) -> None:
     found = equal(2, MODELS[name], (7,))
     assert found["ratio"] <= RATIOS.get(name, 1.0) + 1e-3
@@ -76,7 +82,7 @@ def test_any_number_of_tokens() -> None:
     equal(2, Shape(kind="qwen3", vl=True, int8=True, layers=1), (8, 7, 33, 3, 2, 1, 0), dynamic=True)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3])
+@pytest.mark.parametrize("tokens", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_fixed_small_numbers_of_tokens(tokens: int) -> None:
     equal(2, Shape(layers=1), (tokens,))
 
@@ -89,7 +95,7 @@ def test_aten_products_are_bounded() -> None:
     assert found["error"] <= 16 * torch.finfo(torch.float32).eps * found["scale"]
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantised_gather(format: str) -> None:
     """Gathering in 8 bits rounds each activation by half a step of its row's scale; the result moves by little."""
     shape = Shape(kind="qwen3", hidden=128, layers=2, vl=True)

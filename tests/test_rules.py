@@ -275,6 +275,10 @@ SURFACE = {
         {"--delay", "--hidden", "--json", "--layers", "--plot", "--ranks", "--rate", "--repeats", "--simulate"}
         | {"--timeout", "--tokens"}
     ),
+    "whorl bench train": sorted(
+        {"--curve", "--device", "--full", "--json", "--layers", "--out", "--peer", "--plot", "--profile", "--read"}
+        | {"--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
+    ),
     "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }
 

@@ -18,8 +18,10 @@ FOUR_RANKS = {
 }
 TWO_RANKS = {
     "in order": Layout(cp=2, balancer=None),
-    "masked": Layout(cp=2, core="masked"),
     "absorbed": Layout(cp=2, core="absorbed"),
+}
+MORE_ON_TWO_RANKS = {
+    "masked": Layout(cp=2, core="masked"),
     "absorbed, warm-up": Layout(cp=2, core="absorbed", stage="warmup"),
     "checkpointing": Layout(cp=2, checkpointing="full"),
     "accumulating": Layout(cp=2, micro_batches=2),
@@ -29,6 +31,12 @@ TWO_RANKS = {
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name: str) -> None:
     check(2, TWO_RANKS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ON_TWO_RANKS)
+def test_more_on_two_ranks(name: str) -> None:
+    check(2, MORE_ON_TWO_RANKS[name])
 
 
 def test_heads_and_context() -> None:

@@ -35,22 +35,24 @@ ALONE = {
 }
 TWO_RANKS = {
     "fsdp, accumulating": Layout(micro_batches=2),
-    "fsdp, predicting further": Layout(model=(("n_mtp_layers", 1),)),
-    "tp, whole logits, checkpointing": Layout(tp=2, loss_parallel=False, checkpointing="full"),
-    "tp, selective checkpointing": Layout(tp=2, checkpointing="selective"),
-    "fsdp, warm-up": Layout(stage="warmup"),
     "tp, warm-up": Layout(tp=2, stage="warmup"),
-    "tp x ep, warm-up": Layout(tp=2, ep=2, stage="warmup"),
-    "pp, warm-up": Layout(pp=2, stage="warmup"),
-    "cp, warm-up": Layout(cp=2, stage="warmup"),
     "tp x ep": Layout(tp=2, ep=2),
     "tp x ep, every converter": Layout(tp=2, ep=2, converters=CONVERTERS),
-    "fsdp, every converter, selective checkpointing": Layout(converters=CONVERTERS, checkpointing="selective"),
     "ep, selective checkpointing": Layout(ep=2, checkpointing="selective"),
-    "ep, predicting further": Layout(ep=2, model=(("n_mtp_layers", 1),)),
     "pp, interleaved": Layout(pp=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
     "pp, DualPipeV": Layout(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
+}
+MORE_ON_TWO_RANKS = {
+    "fsdp, predicting further": Layout(model=(("n_mtp_layers", 1),)),
+    "fsdp, every converter, selective checkpointing": Layout(converters=CONVERTERS, checkpointing="selective"),
+    "fsdp, warm-up": Layout(stage="warmup"),
+    "tp, whole logits, checkpointing": Layout(tp=2, loss_parallel=False, checkpointing="full"),
+    "tp, selective checkpointing": Layout(tp=2, checkpointing="selective"),
+    "tp x ep, warm-up": Layout(tp=2, ep=2, stage="warmup"),
+    "ep, predicting further": Layout(ep=2, model=(("n_mtp_layers", 1),)),
+    "pp, warm-up": Layout(pp=2, stage="warmup"),
     "pp, zero bubble": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),)),
+    "cp, warm-up": Layout(cp=2, stage="warmup"),
 }
 FOUR_RANKS = {
     "fsdp": Layout(),
@@ -82,7 +84,13 @@ def test_two_ranks(name: str) -> None:
     check(2, TWO_RANKS[name])
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ep", "cp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ON_TWO_RANKS)
+def test_more_on_two_ranks(name: str) -> None:
+    check(2, MORE_ON_TWO_RANKS[name])
+
+
+@pytest.mark.parametrize("name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep", "cp"))])
 def test_in_bfloat16(name: str) -> None:
     """Parameters are rounded for use and stay what they are; gradients are summed in fp32."""
     got, want = found(2, dataclasses.replace(ALONE[name], dtype="bfloat16")), wanted(2)

@@ -60,7 +60,9 @@ class Job:
     """A job under way; `events()` are those of rank 0 as they come, `kill` ends all ranks at once."""
 
     def __init__(self, function: Callable[..., Any], flags: list[str], size: int = 1) -> None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if TESTS not in paths:  # the server that forks does not take over sys.path
+            os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, paths)])
         multiprocessing.forkserver.set_forkserver_preload(["titan_ready"])
         context = multiprocessing.get_context("forkserver")
         port, self.pipes, self.processes = _free_port(), [], []

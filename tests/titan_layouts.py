@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import shared
@@ -289,6 +290,9 @@ def found(ranks: int, layout: Layout) -> Result:
 
 
 def check(ranks: int, layout: Layout) -> None:
+    """One rank's loss, gradients, gradient norm, routing, biases and KL."""
+    if "V" in layout.schedule and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 lets a rank of a V-shaped schedule send to itself first, where gloo hangs")
     got, want = found(ranks, layout), wanted(ranks, 1, layout.stage, layout.model)
     torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
     torch.testing.assert_close(got["norm"], want["norm"], rtol=1e-6, atol=0)

@@ -228,7 +228,8 @@ def profile(trainee: Trainee) -> list[Document]:
         trainee.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    kernels = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in on_device if not e.is_user_annotation]  # such as the optimizer's whole step
     kernels.sort(key=lambda e: -e.self_device_time_total)
     total = {"name": "all kernels", "count": sum(e.count for e in kernels)}
     total["ms"] = sum(e.self_device_time_total for e in kernels) / 1e3

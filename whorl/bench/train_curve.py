@@ -125,6 +125,7 @@ def _header(settings: Settings, num_tokens: int, model: Any) -> Document:
         "batch": settings.batch,
         "seq": settings.seq,
         "lr": settings.lr,
+        "lr_schedule": f"rises over {settings.warmup} steps, falls to a tenth over the last half",
         "before": settings.before,
     }
 

@@ -18,7 +18,7 @@ CHUNK = 512  # tokens of the cross entropy at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Bytes of a layer, of the head or of the embedding, in the order of forward."""
+    """Bytes of an attention, a feed-forward layer, the head or the embedding, in the order of forward."""
 
     kept: float  # from forward to backward
     working: float  # of backward alone
@@ -46,54 +46,60 @@ def parts(shape: ModelShape, seq: int, switches: frozenset[str], size: int) -> l
     stream = seq * shape.hidden * size
     found = [Part(kept=0, working=stream, gradients=shape.embedding * size)]
     for i in range(shape.layers):
-        kept, working = layer(shape, i, seq, switches, size)
-        if "checkpoint" in switches:
-            kept, working = stream, kept + working
-        found.append(Part(kept=kept, working=working, gradients=shape.layer(i).total * size))
+        layer = [attention(shape, seq, "dsa" in switches, size), feed_forward(shape, i, seq, size)]
+        found += [_again(layer, stream)] if "checkpoint" in switches else layer
     logits = seq * shape.vocab * size  # their gradient takes their place
     chunk = min(CHUNK, seq) * shape.vocab * WIDE * 2
     return [*found, Part(kept=2 * stream + logits, working=2 * stream + chunk, gradients=shape.embedding * size)]
 
 
-def layer(shape: ModelShape, index: int, seq: int, switches: frozenset[str], size: int) -> tuple[float, float]:
-    """What is kept, and what backward needs besides."""
-    attention, attention_working = _attention(shape, seq, "dsa" in switches, size)
-    feed, feed_working = _feed_forward(shape, index, seq, size)
-    # Both norms' inputs and outputs; low-rank queries and keys, before and after their norm.
-    stream = 4 * shape.hidden + 2 * shape.q_rank + 2 * shape.kv_rank + shape.rope
-    flowing = 3 * seq * shape.hidden * size  # gradients of the residual and of a normalised input
-    return seq * stream * size + attention + feed, flowing + max(attention_working, feed_working)
+def _again(layer: list[Part], stream: float) -> Part:
+    """A layer of which only the input is kept: backward has all of it, and goes through it."""
+    gradients = sum(part.gradients for part in layer)
+    return Part(kept=stream, working=peak(layer) - gradients, gradients=gradients)
 
 
-def _attention(shape: ModelShape, seq: int, is_fused: bool, size: int) -> tuple[float, float]:
+def attention(shape: ModelShape, seq: int, is_fused: bool, size: int) -> Part:
+    # The norm's input and output; low-rank queries and keys, before and after their norms.
+    stream = 2 * shape.hidden + 2 * shape.q_rank + 2 * shape.kv_rank + shape.rope
+    kept, working = _core(shape, seq, is_fused, size)
+    flowing = 2 * seq * shape.hidden * size  # the gradients of the residual and of what is added to it
+    return Part(kept=seq * stream * size + kept, working=flowing + working, gradients=shape.attention().total * size)
+
+
+def _core(shape: ModelShape, seq: int, is_fused: bool, size: int) -> tuple[float, float]:
+    """What is kept between the projections, and what backward needs besides."""
     rows, query = seq * shape.heads, shape.nope + shape.rope
     index_q = seq * shape.index_heads * shape.index_dim * size
     result = rows * shape.value * size
     if not is_fused:
-        pairs = rows * seq
+        pairs, index_pairs = rows * seq, seq * seq * shape.index_heads * WIDE
         heads = rows * (3 * query + shape.value) * size  # queries twice, keys, values
-        index_pairs = seq * seq * shape.index_heads * WIDE
-        # Softmax wide and as it is multiplied; in backward three more of the first and one of the second.
-        kept = pairs * (WIDE + size) + index_pairs + 3 * index_q + heads + result
-        return kept, pairs * (3 * WIDE + size) + index_pairs
+        # The softmax, wide and as it is multiplied; in backward its gradient before and after, and that of the second.
+        softmax = pairs * (WIDE + size)
+        return softmax + index_pairs + 3 * index_q + heads + result, max(pairs * (2 * WIDE + size), 2 * index_pairs)
     chosen = min(shape.index_topk, seq)
-    kept = index_q + seq * chosen * INDEX + result + rows * WIDE
-    target = 2 * seq * chosen * WIDE
+    kept = float(index_q + seq * chosen * INDEX + rows * WIDE)
+    learned = 2 * seq * chosen * WIDE + index_q  # the target, its gradient, that of the indexer's queries
     if choose_attention(seq, shape.index_topk) == "masked":
         heads = rows * (query + shape.value) * size
-        return kept + rows * query * size + seq * seq / 8, target + 2 * heads + rows * query * size + result + index_q
-    key = shape.kv_rank + shape.rope
-    latent = rows * shape.kv_rank * size
-    queries = rows * (query + shape.rope) * size  # turned channels are new, the others lie in the projection's result
-    return kept + queries + latent, target + latent + rows * (2 * key + query) * size + result + index_q
+        kept += rows * query * size + result + seq * seq / 8
+        return kept, learned + 2 * heads + rows * query * size + result
+    key, latent = (shape.kv_rank + shape.rope) * rows * size, shape.kv_rank * rows * size
+    # Turned channels are new, the others lie in the projection's result. What the output projection has kept is free
+    # when the gradient of it, as large, comes back; absorbed queries are made again.
+    kept += rows * (query + shape.rope) * size + latent + result
+    return kept, learned + latent + 2 * key + rows * shape.nope * size
 
 
-def _feed_forward(shape: ModelShape, index: int, seq: int, size: int) -> tuple[float, float]:
+def feed_forward(shape: ModelShape, index: int, seq: int, size: int) -> Part:
     """Gate before and after its activation, the other projection, their product; in backward their gradients."""
+    stream = 2 * seq * shape.hidden * size  # the norm's input and output; as much flows back
+    gradients = (shape.layer(index).total - shape.attention().total) * size
     if not shape.has_experts(index):
         hidden = seq * shape.ffn * size
-        return 4 * hidden, 3 * hidden
+        return Part(kept=stream + 4 * hidden, working=stream + 3 * hidden, gradients=gradients)
     rows = seq * shape.chosen
     hidden = (rows + seq * shape.shared_experts) * shape.expert_ffn * size
     moved = 2 * rows * shape.hidden * size  # into the experts, and out of them
-    return 4 * hidden + moved, 3 * hidden + moved
+    return Part(kept=stream + 4 * hidden + moved, working=stream + 3 * hidden + moved, gradients=gradients)

@@ -52,6 +52,9 @@ def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[t
     return tuple(parameters), tuple(part for part in outputs.strip("()").split(", ") if part)
 
 
-def from_schema(name: str, schema: str, *, since: Mapping[str, str] | None = None, **facts: Any) -> Contract:
+def from_schema(
+    name: str, schema: str, *, first: str = "2.9", since: Mapping[str, str] | None = None, **facts: Any
+) -> Contract:
+    """`first` is the release that has the operator first, `since` that of parameters added later."""
     parameters, returns = parse_schema(schema, since)
-    return Contract(name=name, parameters=parameters, returns=returns, **facts)
+    return Contract(name=name, parameters=parameters, returns=returns, since=first, **facts)

@@ -29,6 +29,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         "str layout_kv='BSND', int sparse_mode=3, int "
         + _FAR.format("")
         + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
+        since={"sinks": "2.13"},
         gradient="yes",
         note="Training needs return_softmax_lse=True. Indices are of the keys of each sequence, -1 after the last.",
     ),
@@ -52,6 +53,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + "int? "
         + _FAR.format("?")
         + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
+        since={"sinks": "2.13"},
         gradient="silently lost",
         note="Loss and gradients in one call. How the device scales them is not documented.",
     ),
@@ -62,6 +64,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + "int? "
         + _FAR.format("?")
         + ") -> (Tensor, Tensor)",
+        first="2.10",
         gradient="silently lost",
     ),
     from_schema(
@@ -73,6 +76,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + "int? "
         + _FAR.format("?")
         + ") -> (Tensor, Tensor, Tensor, Tensor)",
+        first="2.10",
         gradient="silently lost",
         note="As npu_sparse_lightning_indexer_grad_kl_loss, over every visible key.",
     ),

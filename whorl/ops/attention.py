@@ -185,7 +185,7 @@ def paged_attention(
             found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale))
     if starts[-1] < len(q):
         found.append(torch.zeros_like(wide[starts[-1] :]))
-    out = found[0] if len(found) == 1 else torch.cat(found) if found else wide
+    out = found[0] if len(found) == 1 else torch.cat(found) if found else wide.clone()
     return narrow(out.flatten(1, 2), q.dtype).contiguous()
 
 

@@ -82,7 +82,11 @@ def check(gm: GraphModule, before: list[Any], known: set[Node], mode: Any) -> No
     Nodes that are new, or read one that is, are run on shapes alone; `known` are those of the graph as it came.
     """
     env = mode.shape_env
-    with mode, env.suppress_guards() if env is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if env is not None:
+            stack.enter_context(env.suppress_guards())
+            stack.enter_context(env.ignore_fresh_unbacked_symbols())
         for node in gm.graph.nodes:
             is_touched = node not in known or any(a not in known for a in node.all_input_nodes)
             if node.op == "call_function" and is_touched:
@@ -113,8 +117,7 @@ def _check_node(node: Node) -> None:
 def _same_shape(a: Tensor, b: Tensor) -> bool:
     """Sizes are compared as they stand: rows of a rank are one symbol throughout. A size by data is a new one in a."""
     return a.dim() == b.dim() and all(
-        str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x))
-        for x, y in zip(a.shape, b.shape, strict=True)
+        str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x)) for x, y in zip(a.shape, b.shape, strict=True)
     )
 
 

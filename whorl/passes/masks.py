@@ -5,6 +5,7 @@ cannot be shared out as the rows of h are. `where(mask, h + spread(e), h)`, wher
 same bits, works row by row, and has no size that depends on data.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,10 +78,14 @@ def _of_rows(editor: Editor, node: Node) -> Node | None:
 
 def _of_elements(editor: Editor, node: Node) -> Node:
     whole, mask, source = node.args
-    sizes = [editor.size(s) for s in value(whole).shape]
-    zeros = editor.call(aten.new_zeros.default, source, sizes, like=node)
+    zeros = _zeros(editor, value(whole).shape, like=source)
     filled = editor.call(aten.masked_scatter.default, zeros, mask, source, like=node)
     return editor.call(aten.where.self, mask, filled, whole, like=node)
+
+
+def _zeros(editor: Editor, sizes: Sequence[Any], like: Any) -> Node:
+    kind = {"dtype": value(like).dtype, "device": value(like).device}
+    return editor.call(aten.full.default, [editor.size(s) for s in sizes], 0, like=like, kwargs=kind)
 
 
 class _Spread:
@@ -104,8 +109,7 @@ class _Spread:
         if is_pointwise(x.target) and any(self._follows_chosen(a) for a in x.all_input_nodes):
             args, kwargs = torch.fx.node.map_aggregate((x.args, x.kwargs), self.over_all_rows)
             return self.editor.call(x.target, *args, kwargs=kwargs, like=x)  # type: ignore[arg-type]
-        sizes = [self.editor.size(s) for s in (*value(self.mask).shape, *value(x).shape[1:])]
-        zeros = self.editor.call(aten.new_zeros.default, x, sizes, like=x)
+        zeros = _zeros(self.editor, (*value(self.mask).shape, *value(x).shape[1:]), like=x)
         filled = self.editor.call(aten.index_put.default, zeros, [self.mask], x, like=x)
         filled.meta["whorl_name"] = f"{label(x)} where {label(self.mask)}"
         return filled

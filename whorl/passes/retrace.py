@@ -20,6 +20,8 @@ def retraced(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     gm = copied(gm)
+    for node in gm.graph.nodes:
+        node.meta.pop("unbacked_bindings", None)  # sizes by data get new symbols as well
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
