@@ -393,6 +393,12 @@ def train(
         float,
         number("--imbalance", panel=PLAN, least=0, text="How much the load of an expert varies, of its mean."),
     ] = 0.25,
+    states: Annotated[
+        str, typer.Option(help="Of weights, gradients and moments: float32 or bfloat16.", rich_help_panel=PLAN)
+    ] = "float32",
+    checkpointing: Annotated[
+        bool, typer.Option(help="A layer keeps its input alone for backward.", rich_help_panel=PLAN)
+    ] = True,
     top: Annotated[int, number("--top", panel=PLAN, least=1, text="Rows of a table.")] = 10,
     as_json: Json = False,
 ) -> None:
@@ -422,6 +428,8 @@ def train(
             batch=batch,
             imbalance=imbalance,
             efficiency=efficiency,
+            states=states,
+            checkpoint=checkpointing,
             bandwidths={"link": link, "network": network, "host": host},
         )
     if as_json:

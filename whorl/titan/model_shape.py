@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PASSES = 3  # forward, recomputed forward, backward: what full activation checkpointing makes of a layer
+FORWARDS = 2  # what full activation checkpointing makes of one: a layer is computed again in backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,11 @@ class ModelShape:
         return Weights(split=self.heads * per_head, whole=down + self.hidden * self.q_rank + self.q_rank)
 
     def layer(self, index: int) -> Weights:
-        found = self.attention() + Weights(whole=2 * self.hidden)
+        return self.attention() + self.feed_forward(index)
+
+    def feed_forward(self, index: int) -> Weights:
+        """With both norms of the layer."""
+        found = Weights(whole=2 * self.hidden)
         if not self.has_experts(index):
             return found + Weights(split=3 * self.hidden * self.ffn)
         expert = 3 * self.hidden * self.expert_ffn
@@ -136,7 +140,7 @@ class ModelShape:
             return (seq + 1) / 2
         return (top * (top + 1) / 2 + (seq - top) * top) / seq
 
-    def attention_work(self, seq: int) -> Work:
+    def attention_work(self, seq: int, forwards: int = FORWARDS) -> Work:
         """Products of queries, keys and values; those with weights are not among them."""
         keys = self.keys(seq)
         if self.index_heads:
@@ -146,20 +150,21 @@ class ModelShape:
             target = pairs * key  # what the indexer learns from
             index = 2 * self.index_heads * self.index_dim
             scores, gradient = index * (seq + 1) / 2, 3 * index * keys
-            return Work(split=2 * forward + backward + target, whole=2 * scores + gradient, experts=0)
+            return Work(split=forwards * forward + backward + target, whole=forwards * scores + gradient, experts=0)
         key = self.nope + self.rope if self.latent else self.head_dim
         value = self.value if self.latent else self.head_dim
         forward = 2 * self.heads * keys * (key + value)
-        return Work(split=4.5 * forward, whole=0, experts=0)  # forward twice, backward 2.5 times
+        return Work(split=(forwards + 2.5) * forward, whole=0, experts=0)  # backward is 2.5 times forward
 
-    def layer_work(self, index: int, seq: int) -> Work:
-        """With full activation checkpointing: 8 FLOPs for a parameter, not 6."""
-        weights, attention = self.layer(index), self.attention_work(seq)
+    def layer_work(self, index: int, seq: int, forwards: int = FORWARDS) -> Work:
+        """6 FLOPs for a parameter; 8 with full activation checkpointing."""
+        weights, attention = self.layer(index), self.attention_work(seq, forwards)
+        each = 2 * forwards + 4
         visited = self.chosen / self.experts * weights.experts if self.experts else 0
         return Work(
-            split=8 * weights.split + attention.split,
-            whole=8 * weights.whole + attention.whole,
-            experts=8 * visited,
+            split=each * weights.split + attention.split,
+            whole=each * weights.whole + attention.whole,
+            experts=each * visited,
         )
 
     def head_work(self) -> float:

@@ -3,18 +3,12 @@
 Memory is per rank (one die of a card), GB of 10**9 bytes. `plan_report.assumptions` says what the numbers rest on.
 """
 
-import itertools
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from whorl.titan.model_shape import PASSES, ModelShape, Weights
-
-GB = 1e9
-WEIGHT, GRADIENT, MOMENTS, COMPUTE = 4, 4, 8, 2  # bytes: fp32 weights, gradients, two moments; bf16 compute
-UPDATE_BYTES = 28  # an element of AdamW reads weight, gradient and moments, and writes all but the gradient
-LOGIT_BYTES = 10  # bf16 logits, fp32 softmax, fp32 gradient
+from whorl.titan.model_shape import FORWARDS, ModelShape
+from whorl.titan.plan_layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
+from whorl.titan.plan_memory import GB, Memory, memory_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,51 +75,6 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    seq: int
-    batch: int  # sequences of a step, over all ranks
-    imbalance: float = 0.25  # spread of the load of one expert, as a share of its mean
-    reserve: float = 2.0  # GB: runtime, communication buffers
-    ring: float = 0.8  # GB: the swap optimizer's buffers
-    comm_efficiency: float = 0.6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Ranks = pp * tp * cp * dp; dp is FSDP. Experts are shared by ep of the tp * cp * dp ranks of a stage."""
-
-    pp: int
-    tp: int
-    cp: int
-    dp: int
-    ep: int
-    swap: bool
-
-    @property
-    def stage(self) -> int:
-        return self.tp * self.cp * self.dp
-
-    def __str__(self) -> str:
-        parts = [f"PP{self.pp} TP{self.tp} CP{self.cp} DP{self.dp} EP{self.ep}"]
-        return " ".join([*parts, "swap"] if self.swap else parts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """GB of the fullest rank."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float  # gathered weights, unreduced gradients, the ring, the reserve
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Time:
     """Seconds of a step; communication is what computing does not hide."""
 
@@ -168,108 +117,6 @@ class Plan:
         return next((n for n, row in enumerate(self.feasible, 1) if row.layout == layout), None)
 
 
-def powers(limit: int) -> list[int]:
-    """Powers of two that divide `limit`, and `limit` itself."""
-    return sorted({2**i for i in range(limit.bit_length()) if limit % 2**i == 0} | {limit})
-
-
-def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layout]:
-    """Those that divide evenly, as TorchTitan asks."""
-    for pp in powers(ranks):
-        for tp in powers(ranks // pp):
-            for cp in powers(ranks // pp // tp):
-                dp = ranks // pp // tp // cp
-                if pp > model.layers or model.heads % tp or (model.kv_heads and model.kv_heads % tp):
-                    continue
-                if settings.seq % (tp * 2 * cp if cp > 1 else tp) or settings.batch % dp:
-                    continue
-                for ep in powers(tp * cp * dp) if model.experts else [1]:
-                    if ep == 1 or model.experts % ep == 0:
-                        for swap in (False, True):
-                            yield Layout(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, swap=swap)
-
-
-def stages(model: ModelShape, pp: int) -> list[range]:
-    """Layers of each stage; the first ones have one more, since their layers without experts are light."""
-    size, more = divmod(model.layers, pp)
-    starts = [i * size + min(i, more) for i in range(pp + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
-
-
-def fullest(model: ModelShape, layout: Layout, settings: Settings) -> float:
-    """Load of the fullest expert-parallel rank over the mean: the largest of ep sums of independent loads."""
-    if layout.ep == 1 or not model.experts:
-        return 1.0
-    return 1 + settings.imbalance * math.sqrt(2 * math.log(layout.ep) / (model.experts / layout.ep))
-
-
-def held(weights: Weights, layout: Layout) -> float:
-    """Parameters that a rank keeps: everything is sharded over its stage, but for what TP replicates."""
-    shards = layout.dp * layout.cp
-    return (weights.split / layout.tp + weights.whole) / shards + weights.experts / layout.stage
-
-
-def gathered(weights: Weights, layout: Layout) -> float:
-    """Parameters that a rank computes with."""
-    return weights.split / layout.tp + weights.whole + weights.experts / layout.ep
-
-
-def stage_weights(model: ModelShape, layers: range) -> Weights:
-    found = sum((model.layer(i).times(count) for i, count in model.kinds(layers).items()), Weights())
-    if layers.start == 0:
-        found += Weights(split=model.embedding)
-    if layers.stop == model.layers and not (model.tied and layers.start == 0):
-        found += Weights(split=model.embedding)
-    return found
-
-
-# ---- memory
-
-
-def layer_peak(model: ModelShape, layout: Layout, settings: Settings) -> float:
-    """Bytes of what one layer's backward holds at once: its attention's or its experts' tensors and gradients."""
-    tokens = settings.seq / layout.cp
-    hidden = 4 * tokens * model.hidden * COMPUTE  # residual, normalised input and their gradients, gathered over TP
-    if model.index_heads:
-        width = model.heads / layout.tp * (2 * model.kv_rank + model.rope)
-        index = model.index_heads * model.index_dim * 2 * COMPUTE
-        selection = min(model.index_topk, settings.seq) * (4 + 2 * 4)  # indices; target and its gradient
-        attention = tokens * (width * 2 * COMPUTE + index + selection)
-    elif model.latent:
-        attention = tokens * model.heads / layout.tp * (2 * (model.nope + model.rope) + 2 * model.value) * 2 * COMPUTE
-    else:
-        attention = tokens * (2 * model.heads + 2 * model.kv_heads) / layout.tp * model.head_dim * 2 * COMPUTE
-    ffn = tokens * 3 * model.ffn / layout.tp * 2 * COMPUTE
-    if model.experts:
-        rows = tokens / layout.tp * model.chosen * fullest(model, layout, settings)
-        ffn = max(ffn if model.dense else 0, rows * (2 * model.hidden + 3 * model.expert_ffn) * 2 * COMPUTE)
-    return hidden + max(attention, ffn)
-
-
-def memory_of(model: ModelShape, layout: Layout, settings: Settings) -> Memory:
-    """Of the stage that needs most."""
-    return max((_stage_memory(model, layout, settings, s) for s in range(layout.pp)), key=lambda m: m.total)
-
-
-def _stage_memory(model: ModelShape, layout: Layout, settings: Settings, stage: int) -> Memory:
-    layers = stages(model, layout.pp)[stage]
-    kept = held(stage_weights(model, layers), layout)
-    tokens = settings.seq / layout.cp
-    in_flight = min(layout.pp - stage, settings.batch // layout.dp)
-    inputs = len(layers) * tokens * model.hidden / layout.tp * COMPUTE * in_flight
-    logits = tokens * model.vocab / layout.tp * LOGIT_BYTES if stage == layout.pp - 1 else 0
-    block = max(gathered(model.layer(i), layout) for i in model.kinds(layers))
-    # This block and the next in bf16; the gradients of one before and after they are reduced.
-    working = block * (2 * COMPUTE + COMPUTE + GRADIENT)
-    return Memory(
-        parameters=kept * WEIGHT / GB,
-        gradients=kept * GRADIENT / GB,
-        optimizer=(0.0 if layout.swap else kept * MOMENTS / GB),
-        activations=(inputs + max(logits, layer_peak(model, layout, settings))) / GB,
-        buffers=working / GB + settings.reserve + (settings.ring if layout.swap else 0),
-    )
-
-
 # ---- time
 
 
@@ -283,7 +130,7 @@ def time_of(model: ModelShape, layout: Layout, cluster: Cluster, settings: Setti
     """Of the slowest stage, one microbatch after the other (1F1B), and of the fullest rank's update."""
     slowest = max((_stage_time(model, layout, cluster, settings, s) for s in range(layout.pp)), key=lambda t: t.total)
     micro = settings.batch // layout.dp
-    sent = 2 * settings.seq / layout.cp * model.hidden / layout.tp * COMPUTE if layout.pp > 1 else 0
+    sent = 2 * settings.seq / layout.cp * model.hidden / layout.tp * settings.compute if layout.pp > 1 else 0
     sending = micro * sent / _speed(cluster, settings, cluster.ranks)
     return replace(
         slowest,
@@ -293,14 +140,16 @@ def time_of(model: ModelShape, layout: Layout, cluster: Cluster, settings: Setti
         context=slowest.context * micro,
         fsdp=slowest.fsdp * micro,
         pipeline=slowest.total * (layout.pp - 1) + sending,
-        optimizer=_update_time(model, layout, cluster),
+        optimizer=_update_time(model, layout, cluster, settings),
     )
 
 
-def _update_time(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
+def _update_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> float:
+    """AdamW reads weight, gradient and moments, and writes all but the gradient."""
     kept = max(held(stage_weights(model, layers), layout) for layers in stages(model, layout.pp))
-    update = kept * UPDATE_BYTES / cluster.hardware.memory_bandwidth
-    return max(update, kept * MOMENTS / cluster.hardware.host) if layout.swap else update
+    moved = 2 * settings.weight + settings.gradient + 4 * settings.moment
+    update = kept * moved / cluster.hardware.memory_bandwidth
+    return max(update, 2 * kept * settings.moment / cluster.hardware.host) if layout.swap else update
 
 
 def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings, stage: int) -> Time:
@@ -309,9 +158,10 @@ def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: S
     tokens = settings.seq / layout.cp
     rate = cluster.hardware.flops * cluster.hardware.efficiency
     load = fullest(model, layout, settings)
+    forwards, size = FORWARDS if settings.checkpoint else 1, settings.compute
     flops = 0.0
     for i, count in model.kinds(layers).items():
-        work = model.layer_work(i, settings.seq)
+        work = model.layer_work(i, settings.seq, forwards)
         flops += count * tokens * (work.split / layout.tp + work.whole + work.experts / layout.tp * load)
     if stage == layout.pp - 1:
         flops += tokens * model.head_work() / layout.tp
@@ -324,16 +174,17 @@ def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: S
     def away(n: int) -> float:
         return (n - 1) / n
 
-    hidden = tokens * model.hidden * COMPUTE
-    tensor = len(layers) * PASSES * 4 * hidden * away(layout.tp) / speed(layout.tp)
+    passes = forwards + 1
+    hidden = tokens * model.hidden * size
+    tensor = len(layers) * passes * 4 * hidden * away(layout.tp) / speed(layout.tp)
     rows = hidden / layout.tp * model.chosen * load
-    expert = with_experts * PASSES * 2 * rows * away(layout.ep) / speed(layout.ep)
+    expert = with_experts * passes * 2 * rows * away(layout.ep) / speed(layout.ep)
     keys = model.kv_rank + model.rope + model.index_dim if model.latent else 2 * model.kv_heads * model.head_dim
-    context = len(layers) * PASSES * settings.seq * keys * COMPUTE * away(layout.cp) / speed(layout.tp * layout.cp)
+    context = len(layers) * passes * settings.seq * keys * size * away(layout.cp) / speed(layout.tp * layout.cp)
     weights = stage_weights(model, layers)
     moved = (weights.split / layout.tp + weights.whole) * away(layout.dp * layout.cp)
     moved += weights.experts / layout.ep * away(layout.stage // layout.ep)
-    fsdp = moved * (2 * COMPUTE + GRADIENT) / speed(layout.stage)
+    fsdp = moved * (2 * size + settings.gradient) / speed(layout.stage)
     return Time(
         compute=compute,
         tensor=tensor,
@@ -362,7 +213,8 @@ def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
             f"{settings.batch} sequences evenly"
         )
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_card if row.fits else row.memory.total))
-    return Plan(model=model, cluster=cluster, settings=settings, rows=rows, problem=_problem(model, cluster, rows))
+    problem = _problem(model, cluster, settings, rows)
+    return Plan(model=model, cluster=cluster, settings=settings, rows=rows, problem=problem)
 
 
 def _row(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> Row:
@@ -376,15 +228,15 @@ def _row(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings
     )
 
 
-def _problem(model: ModelShape, cluster: Cluster, rows: list[Row]) -> str | None:
+def _problem(model: ModelShape, cluster: Cluster, settings: Settings, rows: list[Row]) -> str | None:
     if rows[0].fits:
         return None
-    need = model.parameters * (WEIGHT + GRADIENT) / GB
+    need = settings.needed(model.parameters) / GB
     if need > cluster.total:
-        without = (model.parameters - model.layers * model.indexer) * (WEIGHT + GRADIENT) / GB
+        without = settings.needed(model.parameters - model.layers * model.indexer) / GB
         aside = f" ({without:.0f} GB without the indexers)" if model.indexer else ""
         return (
-            f"fp32 weights and gradients alone take {need:.0f} GB{aside}; "
+            f"{settings.states} weights and gradients alone take {need:.0f} GB{aside}; "
             f"{cluster.cards} cards have {cluster.total:.0f} GB"
         )
     least = rows[0]

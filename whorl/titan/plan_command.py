@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 from whorl.titan.model_shape import read_model
-from whorl.titan.plan import GB, HARDWARE, Cluster, Hardware, Plan, Settings, make_plan
+from whorl.titan.plan import HARDWARE, Cluster, Hardware, Plan, make_plan
+from whorl.titan.plan_layout import Settings
+from whorl.titan.plan_memory import GB
 from whorl.titan.plan_report import as_dict, render
 
 __all__ = ["as_dict", "prepare", "render"]
+
+STATES = {"float32": 4, "bfloat16": 2}
 
 
 def _hardware(name: str, efficiency: float | None, bandwidths: dict[str, float | None]) -> Hardware:
@@ -40,12 +44,25 @@ def prepare(
     batch: int | None = None,
     imbalance: float = 0.25,
     efficiency: float | None = None,
+    states: str = "float32",
+    checkpoint: bool = True,
     bandwidths: dict[str, float | None],
 ) -> Plan:
-    """bandwidths: link, network and host in GB/s. None anywhere: the hardware's, or a sequence for each rank."""
+    """states: of weights, gradients and moments. bandwidths: link, network and host in GB/s. None anywhere: the hardware's, or a sequence for each rank."""
     found = _hardware(hardware, efficiency, bandwidths)
     cluster = Cluster(
         hardware=found, cards=cards, dies=dies or found.dies, memory=found.memory if memory is None else memory
     )
-    settings = Settings(seq=seq, batch=batch or cluster.ranks, imbalance=imbalance)
+    if states not in STATES:
+        raise ValueError(f"states is {states!r}: use one of {', '.join(STATES)}")
+    size = STATES[states]
+    settings = Settings(
+        seq=seq,
+        batch=batch or cluster.ranks,
+        imbalance=imbalance,
+        weight=size,
+        gradient=size,
+        moment=size,
+        checkpoint=checkpoint,
+    )
     return make_plan(read_model(model), cluster, settings)

@@ -3,13 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
-from whorl.titan.plan import GB, GRADIENT, WEIGHT, Layout, Plan, Row
+from whorl.titan.plan import Plan, Row
+from whorl.titan.plan_layout import Layout
+from whorl.titan.plan_memory import GB, RING
 
 # What others have published, to set beside a prediction: (model, hardware, cards, tokens), layout, tokens/s of a card.
 PUBLISHED: dict[tuple[str, str, int, int], tuple[Layout, float]] = {
     ("deepseek-v3.2", "a3", 64, 32768): (Layout(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True), 29.0),
 }
-COLUMNS = ("layout", "params", "grads", "optim", "activ", "buffers", "total", "step s", "tok/s/card")
+COLUMNS = ("layout", "params", "grads", "optim", "activ", "buffers", "reserve", "total", "step s", "tok/s/card")
 
 
 def published(plan: Plan) -> tuple[Layout, float] | None:
@@ -20,17 +22,22 @@ def published(plan: Plan) -> tuple[Layout, float] | None:
 def assumptions(plan: Plan) -> list[str]:
     hardware, settings = plan.cluster.hardware, plan.settings
     attention = "absorbed sparse attention" if plan.model.index_heads else "dense causal attention"
+    kept = (
+        "full activation checkpointing: a layer keeps its input, sharded over TP"
+        if settings.checkpoint
+        else "no activation checkpointing: a layer keeps all that its backward reads"
+    )
     return [
-        "weights, gradients and both moments in fp32, computing in bf16; FSDP shards all of them over a stage's ranks "
-        "and gathers a block again in backward",
-        "full activation checkpointing: a layer keeps its input, sharded over TP; one layer's backward is held "
-        "at once; whole logits on the last stage",
+        f"weights, gradients and both moments in {settings.states}, {settings.compute} bytes for what is computed; FSDP "
+        "shards all of them over a stage's ranks and gathers a block again in backward, the next one ahead of time",
+        f"{kept}; backward frees layer after layer; gradients all the time where a rank has several microbatches; "
+        f"cross entropy {'of all' if not settings.chunk else settings.chunk} tokens at once",
         f"1F1B, {settings.batch} sequences a step, one in a microbatch; {attention}; q/kv down-projections, router and "
         "indexer are repeated on every TP rank",
         f"load of an expert varies by {settings.imbalance:.0%} of its mean (sqrt(2 ln EP / experts per rank) of "
         "that on the fullest rank)",
-        f"{settings.reserve:g} GB for the runtime; a swapped optimizer keeps {settings.ring:g} GB of buffers and moves "
-        f"8 bytes a parameter each way at {hardware.host / GB:g} GB/s",
+        f"{settings.reserve:g} GB for the runtime; a swapped optimizer keeps {RING * settings.moment / GB:.1f} GB of buffers "
+        f"and moves {2 * settings.moment} bytes a parameter each way at {hardware.host / GB:g} GB/s",
         f"a rank: {hardware.flops / 1e12:g} TFLOP/s at {hardware.efficiency:g} ({hardware.efficiency_source}), "
         f"{hardware.link / GB:g} GB/s to {hardware.domain} ranks and {hardware.network / GB:g} GB/s beyond, at "
         f"{settings.comm_efficiency:g}",
@@ -40,7 +47,7 @@ def assumptions(plan: Plan) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     memory = row.memory
-    parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers, memory.total]
+    parts = [*asdict(memory).values(), memory.total]
     return [str(row.layout), *(f"{x:.1f}" for x in parts), f"{row.time.total:.1f}", f"{row.tokens_per_card:.1f}"]
 
 
@@ -80,9 +87,9 @@ def _beside(plan: Plan) -> str | None:
 
 def render(plan: Plan, top: int) -> str:
     model, cluster = plan.model, plan.cluster
-    need = model.parameters * (WEIGHT + GRADIENT) / GB
+    need = plan.settings.needed(model.parameters) / GB
     lines = [
-        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {need:.0f} GB of fp32 weights and gradients",
+        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {need:.0f} GB of {plan.settings.states} weights and gradients",
         f"{cluster.cards} {cluster.hardware.name} cards x {cluster.dies} dies of {cluster.memory:g} GB = "
         f"{cluster.ranks} ranks, {cluster.total:.0f} GB; {plan.settings.seq} tokens",
         "",
@@ -115,7 +122,7 @@ def as_dict(plan: Plan, top: int) -> dict[str, Any]:
     return {
         "model": plan.model.name,
         "parameters": plan.model.parameters,
-        "weights_and_gradients_gb": plan.model.parameters * (WEIGHT + GRADIENT) / GB,
+        "weights_and_gradients_gb": plan.settings.needed(plan.model.parameters) / GB,
         "cluster": {**asdict(plan.cluster), "ranks": plan.cluster.ranks, "total_gb": plan.cluster.total},
         "settings": asdict(plan.settings),
         "layouts": len(plan.rows),

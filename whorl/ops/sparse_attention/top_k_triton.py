@@ -227,7 +227,7 @@ def select(
         return
     topk, positions, is_chosen = indices.shape[1], key_positions, False
     slots = 2 * max(topk, 256)
-    while scores.shape[1] > max(slots, min(HELD, 4 * slots)):
+    while scores.shape[1] > max(slots, min(LONGEST, HELD, 4 * slots)):
         pieces = ceil_div(scores.shape[1], LONGEST)
         shape = (scores.shape[0], pieces * slots)
         left, left_scores = indices.new_empty(shape), values.new_empty(shape)
