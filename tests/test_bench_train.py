@@ -1,5 +1,6 @@
 """`whorl bench train`: rows learn the same; what it counts, refuses and survives."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ from whorl.titan import cpu
 cpu.install()
 
 from whorl.bench import train, train_curve, train_model  # noqa: E402  # after the device is chosen
-from whorl.bench.train_memory import Part, peak, predict  # noqa: E402
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
 from whorl.titan.converters import CONVERTERS  # noqa: E402
 from whorl.titan.model_shape import DEEPSEEK_V32  # noqa: E402
-
-GIB = 2**30
+from whorl.titan.plan_layout import Layout, Settings  # noqa: E402
+from whorl.titan.plan_memory import GB, memory_of  # noqa: E402
 
 
 def run(*arguments: str) -> Result:
@@ -164,40 +164,16 @@ def test_indexer_losses_are_taken_once() -> None:
 # ---- memory
 
 
-def test_peak_follows_backward() -> None:
-    first, last = Part(kept=10, working=1, gradients=100), Part(kept=20, working=50, gradients=5)
-    assert peak([first, last]) == 10 + 1 + 105  # the last one's 20 are free, its gradient stays
-    assert peak([last]) == 20 + 50 + 5
-
-
-# What torch's allocator held at the peak of a step on an H200, torch 2.11; None: it ran out of 139 GiB.
-MEASURED = [
-    (4, 4096, "small", 116.86),
-    (4, 4096, "fused", 31.88),
-    (4, 4096, "compile", 32.28),
-    (4, 4096, "swap", 16.47),
-    (4, 8192, "kernels", 42.60),
-    (4, 16384, "kernels", 58.68),
-    (4, 32768, "kernels", 90.83),
-    (8, 4096, "small", None),
-    (8, 4096, "checkpoint", 84.51),
-    (8, 4096, "kernels", 49.66),
-    (8, 4096, "compile", 51.23),
-    (8, 8192, "kernels", 69.00),
-    (8, 16384, "kernels", 98.13),
-    (8, 32768, "kernels", None),
-    (8, 32768, "dsa+checkpoint", 71.58),
-]
-
-
-@pytest.mark.parametrize(("layers", "seq", "row", "measured"), MEASURED)
-def test_prediction_is_near_what_was_measured(layers: int, seq: int, row: str, measured: float | None) -> None:
-    args = Shape(layers=layers, seq=seq, tiny=False, device="cuda").args()
-    found = predict(args, seq, train.switches_of(row), 2) / GIB
-    if measured is None:
-        assert found > 139
-    else:
-        assert found == pytest.approx(measured, rel=0.05)
+def test_prediction_is_the_planners() -> None:
+    """Which tests/test_train_plan.py holds to what was measured."""
+    args = Shape(layers=8, seq=32768, tiny=False, device="cuda").args()
+    trim = dataclasses.replace(DEEPSEEK_V32, layers=8, experts=8, chosen=2, dense=frozenset({0}))
+    settings = Settings(seq=32768, batch=1, weight=2, gradient=2, moment=2, chunk=512)
+    planned = memory_of(trim, Layout(pp=1, tp=1, cp=1, dp=1, ep=1, swap=True), settings)
+    found = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), 2)
+    assert found == pytest.approx(planned.allocated * GB)
+    for row in ("dsa+checkpoint", "dsa+swap", "checkpoint+swap"):  # each of them less by one
+        assert train.predict(args, 32768, train.switches_of(row), 2) > found
 
 
 def test_shapes_are_the_planners() -> None:

@@ -14,9 +14,13 @@ import torch
 from whorl import device as devices
 from whorl.bench.decode import table
 from whorl.bench.ops import commit
-from whorl.bench.train_memory import predict
-from whorl.bench.train_model import SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
+from whorl.bench.train_model import CHUNK, SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
+from whorl.titan import plan_layout
+from whorl.titan.deepseek_v32.args import DeepSeekV32Args
+from whorl.titan.deepseek_v32.hf import to_hf_config
+from whorl.titan.model_shape import from_hugging_face
 from whorl.titan.plan import HARDWARE
+from whorl.titan.plan_memory import GB, memory_of
 
 Document = dict[str, Any]
 
@@ -212,6 +216,23 @@ def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds
         "predicted_bytes": predict(args, shape.seq, switches, shape.dtype.itemsize),
         "wrong": [problem for name in switches if (problem := verdicts.get(f"whorl_{name}"))],
     }
+
+
+def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int) -> float:
+    """Bytes at the peak of a step, by the planner; `size`: of a weight, a gradient and a moment each."""
+    settings = plan_layout.Settings(
+        seq=seq,
+        batch=1,
+        weight=size,
+        gradient=size,
+        moment=size,
+        compute=size,
+        checkpoint="checkpoint" in switches,
+        fused="dsa" in switches,
+        chunk=CHUNK,
+    )
+    alone = plan_layout.Layout(pp=1, tp=1, cp=1, dp=1, ep=1, swap="swap" in switches)
+    return memory_of(from_hugging_face(to_hf_config(args), "trained here"), alone, settings).allocated * GB
 
 
 def peak_flops(device: str) -> float | None:

@@ -48,7 +48,10 @@ def prepare(
     checkpoint: bool = True,
     bandwidths: dict[str, float | None],
 ) -> Plan:
-    """states: of weights, gradients and moments. bandwidths: link, network and host in GB/s. None anywhere: the hardware's, or a sequence for each rank."""
+    """states: of weights, gradients and moments. bandwidths: link, network and host in GB/s.
+
+    None anywhere: the hardware's, or a sequence for each rank.
+    """
     found = _hardware(hardware, efficiency, bandwidths)
     cluster = Cluster(
         hardware=found, cards=cards, dies=dies or found.dies, memory=found.memory if memory is None else memory

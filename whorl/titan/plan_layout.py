@@ -1,4 +1,4 @@
-"""Who holds what: layouts of ranks, pipeline stages, and the share of the weights that a rank keeps and computes with."""
+"""Who holds what: layouts of ranks, pipeline stages, and a rank's share of the weights."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from whorl.titan.model_shape import ModelShape, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The defaults are those of the recipe of the whole model; weight, gradient, moment, compute: bytes of an element."""
+    """As in the recipe of the whole model, unless said; weight, gradient, moment, compute: bytes of an element."""
 
     seq: int
     batch: int  # sequences of a step, over all ranks

@@ -1,4 +1,4 @@
-"""What a rank's allocator holds at the peak of a step: weights and moments all the time, the rest by a walk of backward.
+"""What a rank's allocator holds at the peak of a step: weights and moments, and the rest by a walk of backward.
 
 Backward goes from the head to the embedding: what a part has kept is free when it is through, its gradients stay.
 `docs/training_plan.md` sets this next to what was measured.
@@ -108,7 +108,7 @@ class _Parts:
 
     def __init__(self, model: ModelShape, layout: Layout, settings: Settings) -> None:
         self.model, self.layout, self.settings = model, layout, settings
-        self.size = settings.compute
+        self.size, self.accumulates = settings.compute, settings.batch // layout.dp > 1
         self.tokens = settings.seq / layout.cp
         # The residual is shared out over TP; what a projection takes has been gathered.
         self.whole = self.tokens * model.hidden * self.size
@@ -116,8 +116,9 @@ class _Parts:
 
     def of_stage(self, layers: range) -> list[Part]:
         """Each with what FSDP has gathered for it and, ahead of time, for the part whose turn is next."""
-        units = [self.layer(i) for i in layers]
-        weights = [self.model.layer(i) for i in layers]
+        kinds = {self.model.has_experts(i): (self.layer(i), self.model.layer(i)) for i in self.model.kinds(layers)}
+        units = [kinds[self.model.has_experts(i)][0] for i in layers]
+        weights = [kinds[self.model.has_experts(i)][1] for i in layers]
         if layers.stop == self.model.layers:
             units.append([self.head(head_weights(self.model, layers))])
             weights.append(Weights(split=self.model.embedding))
@@ -160,7 +161,8 @@ class _Parts:
             return found
         # Of which only the input is kept: backward has all of it, and goes through it.
         gradients = sum(part.gradients for part in found)
-        return [Part(kept=self.stream, working=peak(found).total - gradients, gradients=gradients)]
+        working = peak(found, accumulates=self.accumulates).total - gradients
+        return [Part(kept=self.stream, working=working, gradients=gradients)]
 
     def attention(self) -> Part:
         model = self.model
@@ -215,20 +217,25 @@ class _Parts:
         return kept, learned + latent + 2 * key + rows * model.nope * size
 
     def feed_forward(self, index: int) -> Part:
-        """Gate before and after its activation, the other projection, their product; in backward their gradients."""
+        """Gate before and after its activation, the other projection, their product, which is free when the others'
+        gradients come."""
         model, layout = self.model, self.layout
         gradients = self.gradients(model.feed_forward(index))
         hidden = self.stream + self.whole
         if not model.has_experts(index):
             width = self.tokens * model.ffn / layout.tp * self.size
-            return Part(kept=hidden + 4 * width, working=hidden + 3 * width, gradients=gradients)
-        # A rank's own tokens go to whole experts; to experts cut by TP go all of them.
-        rows = self.tokens * model.chosen * fullest(model, layout, self.settings)
-        rows, cut = (rows, layout.tp) if layout.ep == 1 else (rows / layout.tp, 1)
+            return Part(kept=hidden + 4 * width, working=hidden + 2 * width, gradients=gradients)
+        # A rank's own tokens go to whole experts, from all ranks; to experts cut by TP go all of the group.
+        own, cut = (self.tokens, layout.tp) if layout.ep == 1 else (self.tokens / layout.tp, 1)
+        own *= model.chosen
+        come = own * fullest(model, layout, self.settings)
         shared = self.tokens * model.shared_experts / layout.tp
-        width = (rows / cut + shared) * model.expert_ffn * self.size
-        moved = 2 * rows * model.hidden * self.size  # into the experts, and out of them
-        return Part(kept=hidden + 4 * width + moved, working=hidden + 3 * width + moved, gradients=gradients)
+        width = (come / cut + shared) * model.expert_ffn * self.size
+        into, out = come * model.hidden * self.size, own * model.hidden * self.size
+        # What the experts gave is free once its gradient is there, which then goes to the ranks of the experts: two of
+        # that. When hidden gradients come, one is left.
+        working = max(into, 2 * width - out)
+        return Part(kept=hidden + 4 * width + into + out, working=hidden + working, gradients=gradients)
 
 
 def masks(keys: int, topk: int) -> bool:

@@ -28,16 +28,16 @@ def assumptions(plan: Plan) -> list[str]:
         else "no activation checkpointing: a layer keeps all that its backward reads"
     )
     return [
-        f"weights, gradients and both moments in {settings.states}, {settings.compute} bytes for what is computed; FSDP "
-        "shards all of them over a stage's ranks and gathers a block again in backward, the next one ahead of time",
+        f"weights, gradients and both moments in {settings.states}, {settings.compute} bytes for what is computed; "
+        "FSDP shards all of them over a stage's ranks and gathers a block again in backward, the next ahead of time",
         f"{kept}; backward frees layer after layer; gradients all the time where a rank has several microbatches; "
         f"cross entropy {'of all' if not settings.chunk else settings.chunk} tokens at once",
         f"1F1B, {settings.batch} sequences a step, one in a microbatch; {attention}; q/kv down-projections, router and "
         "indexer are repeated on every TP rank",
         f"load of an expert varies by {settings.imbalance:.0%} of its mean (sqrt(2 ln EP / experts per rank) of "
         "that on the fullest rank)",
-        f"{settings.reserve:g} GB for the runtime; a swapped optimizer keeps {RING * settings.moment / GB:.1f} GB of buffers "
-        f"and moves {2 * settings.moment} bytes a parameter each way at {hardware.host / GB:g} GB/s",
+        f"{settings.reserve:g} GB for the runtime; a swapped optimizer keeps {RING * settings.moment / GB:.1f} GB "
+        f"of buffers and moves {2 * settings.moment} bytes a parameter each way at {hardware.host / GB:g} GB/s",
         f"a rank: {hardware.flops / 1e12:g} TFLOP/s at {hardware.efficiency:g} ({hardware.efficiency_source}), "
         f"{hardware.link / GB:g} GB/s to {hardware.domain} ranks and {hardware.network / GB:g} GB/s beyond, at "
         f"{settings.comm_efficiency:g}",
@@ -89,7 +89,8 @@ def render(plan: Plan, top: int) -> str:
     model, cluster = plan.model, plan.cluster
     need = plan.settings.needed(model.parameters) / GB
     lines = [
-        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {need:.0f} GB of {plan.settings.states} weights and gradients",
+        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {need:.0f} GB of "
+        f"{plan.settings.states} weights and gradients",
         f"{cluster.cards} {cluster.hardware.name} cards x {cluster.dies} dies of {cluster.memory:g} GB = "
         f"{cluster.ranks} ranks, {cluster.total:.0f} GB; {plan.settings.seq} tokens",
         "",

@@ -127,9 +127,11 @@ class DeepSeekV32Args(BaseModelArgs):
         head = self.qk_nope_head_dim + self.qk_rope_head_dim
         attention = 6 * self.n_heads * keys * (head + self.v_head_dim)
         index = 2 * self.index_n_heads * self.index_head_dim
-        indexer = index * (seq_len + 1) / 2 + 2 * index * keys + 2 * self.n_heads * keys * head
+        scores = index * (seq_len + 1) / 2 + 2 * index * keys  # of all keys before; gradients of chosen ones
+        # The indexer's input is detached: of its projections backward computes the weights' gradients alone.
+        detached = sum(p.numel() for name, p in model.named_parameters() if ".indexer." in name)
         layers = self.n_layers + self.n_mtp_layers
-        return total, int(6 * active + layers * (attention + indexer))
+        return total, int(6 * active - 2 * detached + layers * (attention + scores))
 
 
 def _global_batch(job_config: Any) -> int:
