@@ -64,9 +64,10 @@ def flags(folder: Path, flavour: str, layout: Layout, seq: int, batch: int) -> l
 )
 def test_a_step_of_a_middle_sized_model(layout: Layout, tmp_path: Path) -> None:
     ranks = str(layout.pp * layout.stage)
-    job = [ranks, *flags(tmp_path, "debug", layout, seq=64, batch=8)]
+    # Several sequences for a rank: with one, the peak may come before all gradients are there.
+    job = [ranks, *flags(tmp_path, "debug", layout, seq=64, batch=16)]
     found = titan_job.run(job, function=titan_bytes.of_a_step)[0].answer
-    predicted = memory_of(shape(found["args"]), layout, Settings(seq=64, batch=8))
+    predicted = memory_of(shape(found["args"]), layout, Settings(seq=64, batch=16))
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(predicted, name) * GB == pytest.approx(found[name], rel=NORM), name
 

@@ -247,8 +247,11 @@ def name_of(row: Any) -> str:
 
 
 @pytest.mark.parametrize("row", measured_rows(), ids=name_of)
-def test_memory_is_within_a_tenth_of_the_allocators_peak(row: Any) -> None:
-    """One H200 with 139 GiB; weights, gradients and moments bf16, 512 tokens of the cross entropy at once."""
+def test_memory_is_near_the_allocators_peak(row: Any) -> None:
+    """One H200 with 139 GiB; weights, gradients and moments bf16, 512 tokens of the cross entropy at once.
+
+    A tenth is what the planner promises; half of that shows when a part of backward is forgotten.
+    """
     has = set(row["switches"]).__contains__
     settings = Settings(
         seq=row["seq"],
@@ -264,7 +267,7 @@ def test_memory_is_within_a_tenth_of_the_allocators_peak(row: Any) -> None:
     if row.get("out_of_memory"):
         assert found.allocated * GB > 139 * GIB
     else:
-        assert found.allocated * GB == pytest.approx(row["allocated_bytes"], rel=0.1)
+        assert found.allocated * GB == pytest.approx(row["allocated_bytes"], rel=0.05)
 
 
 def test_what_was_measured_is_varied() -> None:
