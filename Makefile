@@ -49,6 +49,7 @@ run: venv
 	@echo "  $(BIN)/whorl doctor examples/qwen3_vl_rope_branch     what is wrong with a configuration, before it runs"
 	@echo "  $(BIN)/whorl ops                                      what runs on this machine"
 	@echo "  $(BIN)/whorl selftest                                 whether it computes the right numbers here"
+	@echo "  $(BIN)/whorl train tiny                               train a small DeepSeek-V3.2 on this machine"
 
 test: venv
 	@$(PYTEST)
