@@ -247,7 +247,7 @@ SURFACE = {
     "whorl selftest": ["--device", "--json"],
     "whorl train": sorted(
         {"--plan", "--cards", "--dies", "--memory", "--seq", "--batch", "--hardware", "--efficiency", "--link"}
-        | {"--network", "--host", "--imbalance", "--top", "--json"}
+        | {"--network", "--host", "--imbalance", "--top", "--json", "--states", "--checkpointing", "--no-checkpointing"}
         | {"RECIPE", "--ranks", "--fresh", "--torchrun", "--dry-run", "--plot"}
     ),
     "whorl bench": [],

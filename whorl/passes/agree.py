@@ -62,6 +62,8 @@ def _shape(node: Node) -> str:
 
 def describe(gm: GraphModule) -> list[tuple[str, str, str]]:
     """For each node its name, what it is and reads, and its constants and shape."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     places = {node: i for i, node in enumerate(gm.graph.nodes)}
 
     def skeleton(argument: Any) -> Any:
@@ -77,7 +79,8 @@ def describe(gm: GraphModule) -> list[tuple[str, str, str]]:
         structure = f"{what} {torch.fx.node.map_aggregate(both, skeleton)}"
         detail = f"{torch.fx.node.map_aggregate(both, constant)} {_shape(node)}"
         if node.op == "get_attr":
-            detail += " ".join(map(str, checksum(_attribute(gm, str(node.target)))))
+            with unset_fake_temporarily():  # a constant of the graph is a real tensor, also while it is captured
+                detail += " ".join(map(str, checksum(_attribute(gm, str(node.target)))))
         found.append((node.name, structure, detail))
     return found
 
