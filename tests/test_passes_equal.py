@@ -1,5 +1,6 @@
 """With sequence parallelism and without, the same bits: models, random graphs, any number of tokens, on gloo ranks."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -214,6 +215,6 @@ def test_weights_are_compared_and_what_is_written_to_is_not_trusted() -> None:
 def test_bytes_on_the_wire_are_those_of_the_report() -> None:
     """What the kernel counts on gloo's sockets, against the report; gloo adds a few dozen bytes a message."""
     for name, (sent, said) in shared(2).run(wire_against_report, 512)[0].items():
-        if sent is None:
-            pytest.skip("this kernel does not count the bytes of a socket")
+        if sent is None and sys.platform != "linux":
+            pytest.skip(f"{sys.platform} does not count the bytes of a socket")
         assert said <= sent <= 1.02 * said + 4096, (name, sent, said)

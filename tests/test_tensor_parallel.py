@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from whorl import nn
@@ -27,7 +27,7 @@ from whorl.engine.launch import Place, RankError
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.weights import load_model, random_model
+from whorl.engine.weights import load_model
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -44,14 +44,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name, config in CONFIGS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-        model: Any = random_model(config, device="cpu", dtype=torch.float32)
-        tensors = {tensor: slot.into.clone() for tensor, slot in nn.slots(model).items()}
-        save_file(tensors, folder / name / "model.safetensors")
-    return {name: folder / name for name in CONFIGS}
+    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"), CONFIGS)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """DeepSeek-V3.2 in training: loss curves, the losses the model brings, its sizes."""
 
-import copy
 import dataclasses
 import math
 from typing import Any
@@ -11,37 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("torchtitan")
 
+from tiny_deepseek import make_model, tiny
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter, TokenReorderer
 
-from whorl.titan.deepseek_v32.args import FLAVOURS, DeepSeekV32Args
+from whorl.titan.deepseek_v32.args import FLAVOURS
 from whorl.titan.deepseek_v32.core import Core, Settings, pop_log
-from whorl.titan.deepseek_v32.fused import FusedDSA
 from whorl.titan.deepseek_v32.loss import build_loss, chunked_cross_entropy
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.deepseek_v32.moe import Reorderer, Router
 
 # ---- the model
-
-
-def tiny(**more: Any) -> DeepSeekV32Args:
-    args = copy.deepcopy(FLAVOURS["tiny"])
-    args.moe_args.use_grouped_mm = False
-    return dataclasses.replace(args, **more)
-
-
-def make_model(args: DeepSeekV32Args, path: str = "small") -> DeepSeekV32Model:
-    torch.manual_seed(0)
-    model = DeepSeekV32Model(args)
-    model.init_weights()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".attention." in name and parameter.dim() == 2:
-                parameter.mul_(4)  # initial attention is nearly even: which keys it looks at would not matter
-    for module in [m for m in model.modules() if hasattr(m, "core")]:
-        if path != "small":
-            module.core = FusedDSA(dataclasses.replace(module.core.settings, path=path))
-    return model
 
 
 def kl_of(model: DeepSeekV32Model) -> float:

@@ -1,7 +1,5 @@
 """Who learns from what, in both stages; and what is told of the indexers' health."""
 
-import copy
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,32 +9,15 @@ from torch import Tensor
 
 pytest.importorskip("torchtitan")
 
+from tiny_deepseek import make_model, tiny
+
 from whorl.titan.deepseek_v32 import health
-from whorl.titan.deepseek_v32.args import FLAVOURS, DeepSeekV32Args
 from whorl.titan.deepseek_v32.core import Core
-from whorl.titan.deepseek_v32.fused import FusedDSA
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.deepseek_v32.stages import apply_stage, is_indexer
 
 S = 40
 PATHS = ["small", "masked", "absorbed"]
-
-
-def make_model(path: str, **more: Any) -> DeepSeekV32Model:
-    args: DeepSeekV32Args = copy.deepcopy(FLAVOURS["tiny"])
-    args.moe_args.use_grouped_mm = False
-    args = dataclasses.replace(args, **more)
-    torch.manual_seed(0)
-    model = DeepSeekV32Model(args)
-    model.init_weights()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".attention." in name and parameter.dim() == 2:
-                parameter.mul_(4)
-    for module in [m for m in model.modules() if hasattr(m, "core")]:
-        if path != "small":
-            module.core = FusedDSA(dataclasses.replace(module.core.settings, path=path))
-    return model
 
 
 def gradients(model: DeepSeekV32Model, weight: float = 1.0) -> dict[str, Tensor | None]:
@@ -55,7 +36,7 @@ def is_none(grad: Tensor | None) -> bool:
 @pytest.mark.parametrize("path", PATHS)
 def test_indexers_learn_from_their_loss_alone(path: str) -> None:
     """Any weight of the language model's loss, also none, gives them the same gradient, to the bit."""
-    model = make_model(path)
+    model = make_model(tiny(), path)
     one, thousand, none = (gradients(model, weight) for weight in (1.0, 1000.0, 0.0))
     assert sum(map(is_indexer, one)) == 3 * 5
     for name, grad in one.items():
@@ -71,7 +52,7 @@ def test_indexers_learn_from_their_loss_alone(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_the_model_learns_nothing_from_the_indexers_loss(path: str) -> None:
     coefficients = (0.0, 1.0, 1000.0)
-    off, one, thousand = (gradients(make_model(path, indexer_loss_coeff=c)) for c in coefficients)
+    off, one, thousand = (gradients(make_model(tiny(indexer_loss_coeff=c), path)) for c in coefficients)
     for name, grad in one.items():
         if is_indexer(name):
             assert is_none(off[name]), name
@@ -84,7 +65,7 @@ def test_the_model_learns_nothing_from_the_indexers_loss(path: str) -> None:
 @pytest.mark.parametrize("mtp", [0, 1])
 @pytest.mark.parametrize("path", PATHS)
 def test_warm_up_trains_indexers_only(path: str, mtp: int) -> None:
-    model = make_model(path, stage="warmup", n_mtp_layers=mtp)
+    model = make_model(tiny(stage="warmup", n_mtp_layers=mtp), path)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name in dict(model.named_parameters()) if is_indexer(name)}
     found = gradients(model)
@@ -98,18 +79,18 @@ def test_warm_up_trains_indexers_only(path: str, mtp: int) -> None:
 def test_warm_up_is_dense_attention(path: str) -> None:
     """Logits are those of a model whose indexer may choose every key, in training as without a gradient."""
     tokens = torch.randint(0, 512, (2, S))
-    warm = make_model(path, stage="warmup")
+    warm = make_model(tiny(stage="warmup"), path)
     logits = warm(tokens)
     with torch.no_grad():
-        expected = make_model(path, index_topk=64)(tokens)
+        expected = make_model(tiny(index_topk=64), path)(tokens)
         assert torch.allclose(warm(tokens), expected, atol=1e-5)
-        assert not torch.allclose(make_model(path)(tokens), expected, atol=1e-2)
+        assert not torch.allclose(make_model(tiny(), path)(tokens), expected, atol=1e-2)
     assert torch.allclose(logits, expected, atol=1e-5)
 
 
 def test_warm_up_learns() -> None:
     """The loss falls, nothing else moves, and experts' biases are not told of any tokens."""
-    model = make_model("masked", stage="warmup")
+    model = make_model(tiny(stage="warmup"), "masked")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     losses = []
@@ -124,7 +105,7 @@ def test_warm_up_learns() -> None:
 
 
 def test_stage_is_a_switch() -> None:
-    model = make_model("masked")
+    model = make_model(tiny(), "masked")
     sparse = gradients(model)
     apply_stage(model, "warmup")
     assert sum(p.requires_grad for p in model.parameters()) == 15
@@ -140,7 +121,7 @@ def test_gradients_of_inputs_and_of_parameters_apart(path: str) -> None:
     """As zero-bubble schedules take them: the same gradients."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    model = make_model(path, n_layers=2)
+    model = make_model(tiny(n_layers=2), path)
     x, flow = torch.randn(2, 1, S, 64).unbind(0)
 
     def forward() -> tuple[Tensor, Tensor]:
@@ -180,7 +161,7 @@ def collect(model: torch.nn.Module, step: int, every: int = 0, log_every: int = 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_recall_and_ties_by_brute_force(path: str) -> None:
-    model = make_model(path, index_topk=8)
+    model = make_model(tiny(index_topk=8), path)
     attention = model.layers["1"].attention
     kept: list[Any] = []
     attention.core.register_forward_pre_hook(lambda _, args: kept.append([x.detach() for x in args if x is not None]))
@@ -208,7 +189,7 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
 
 def test_compiled_attention_is_watched_too() -> None:
     """As `whorl.titan.compiled` compiles it: the same figures, and hooks leave nothing behind."""
-    model = make_model("masked", index_topk=8)
+    model = make_model(tiny(index_topk=8), "masked")
     found = []
     for compiled in (False, True):
         for layer in model.layers.values():
@@ -226,7 +207,7 @@ def test_compiled_attention_is_watched_too() -> None:
 
 def test_ties_are_found() -> None:
     """An indexer whose weights are all negative gives its best, 0, to many."""
-    model = make_model("masked", index_topk=8)
+    model = make_model(tiny(index_topk=8), "masked")
     with torch.no_grad():
         for layer in model.layers.values():
             layer.attention.indexer.wk.weight.zero_()
@@ -238,7 +219,7 @@ def test_ties_are_found() -> None:
 
 def test_collect() -> None:
     """Losses are means over the steps since the last call; recall comes when it is due."""
-    model = make_model("masked", index_topk=8, indexer_loss_coeff=0.5, n_mtp_layers=1)
+    model = make_model(tiny(index_topk=8, indexer_loss_coeff=0.5, n_mtp_layers=1), "masked")
     gradients(model)
     one = collect(model, 1)
     gradients(model)
@@ -258,7 +239,7 @@ def test_collect() -> None:
 
 def test_logged_loss_is_the_divergence() -> None:
     """By hand, for one layer, from what the core is given."""
-    model = make_model("small", index_topk=8, n_layers=1)
+    model = make_model(tiny(index_topk=8, n_layers=1), "small")
     kept: list[Any] = []
     core = next(m for m in model.modules() if isinstance(m, Core))
     core.register_forward_pre_hook(lambda _, args: kept.append([x.detach() for x in args if x is not None]))

@@ -1,8 +1,9 @@
 """`whorl bench`: what it takes. The measuring is in the modules beside this one."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -163,12 +164,7 @@ def bench_decode(
 
     with asking():
         work = decode_command.prepare(**{name: value for name, value in locals().items() if name != "decode_command"})
-    document, text, is_good = work()
-    if as_json:
-        print_json(document)
-    else:
-        print(text)
-    sys.exit(0 if is_good else 1)
+    _finish(work, as_json)
 
 
 @bench.command("sp")
@@ -247,6 +243,11 @@ def bench_train(
 
     with asking():
         work = train_command.prepare(**{name: value for name, value in locals().items() if name != "train_command"})
+    _finish(work, as_json)
+
+
+def _finish(work: Callable[[], tuple[Any, str, bool]], as_json: bool) -> None:
+    """Do the work, print what was found, and exit with 1 where a row is missing or wrong."""
     document, text, is_good = work()
     if as_json:
         print_json(document)

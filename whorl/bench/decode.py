@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.ops import commit
 from whorl.bench.progress import Progress
+from whorl.bench.provenance import provenance, render_provenance
 from whorl.bench.timing import measure
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, step_bytes
@@ -191,11 +191,7 @@ def run(settings: Settings) -> Document:
 def header(settings: Settings, model: Any) -> Document:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        "device": settings.device,
-        "device_name": devices.device_name(settings.device),
-        "versions": devices.versions(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **provenance(settings.device),
         "model": settings.name,
         "weights": "random" if settings.config is not None else "loaded",
         "dtype": str(next(p.dtype for p in model.parameters() if p.ndim > 1)).removeprefix("torch."),
@@ -341,9 +337,7 @@ def render_header(header: Document) -> list[str]:
     of = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
     weights = f"{of} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
     return [
-        f"device    {header['device']}: {header['device_name']}",
-        "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
-        f"commit    {header['commit']}, {header['date']}",
+        *render_provenance(header),
         f"model     {header['model']}: {weights}",
         f"reads     {size(header['bytes_per_token'])} a token at batch 1, cache left out; a copy here moves {copy}",
     ]

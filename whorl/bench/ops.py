@@ -4,9 +4,7 @@ No speed is given for an answer that is wrong, ours or a peer's.
 """
 
 import functools
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.peers import Bound, Peer, peers_of
+from whorl.bench.provenance import provenance, render_provenance
 from whorl.bench.timing import Timing, bandwidth, is_short, measure, num_buffers
 from whorl.ops import OPS, Op
 from whorl.selftest import answers, describe, guarded, judge_call, shrink, widened
@@ -99,26 +98,11 @@ def _header(settings: Settings) -> Document:
     if not settings.compiled:
         notes.append("torch.compile is left out; --compile times it.")
     return {
-        "device": settings.device,
-        "device_name": devices.device_name(settings.device),
-        "versions": devices.versions() | {"liger_kernel": _liger_version()},
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **provenance(settings.device, liger_kernel=_liger_version()),
         "dtype": _name(settings.dtype),
         "quick": settings.quick,
         "notes": notes,
     }
-
-
-def commit() -> str:
-    """Of the checkout this runs from; "unknown" where there is none."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.stdout.strip() + (" with changes" if changed.stdout else "")
 
 
 def _liger_version() -> str:
@@ -253,9 +237,7 @@ def _peer_problem(bound: Bound, gold: Sequence[Tensor]) -> str | None:
 def render(document: Document) -> str:
     header, lines = document["header"], []
     lines += [
-        f"device    {header['device']}: {header['device_name']}",
-        "versions  " + ", ".join(f"{n} {v}" for n, v in header["versions"].items()),
-        f"commit    {header['commit']}, {header['date']}",
+        *render_provenance(header),
         f"dtype     {header['dtype']}",
         *(f"note      {note}" for note in header["notes"]),
     ]

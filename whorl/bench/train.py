@@ -13,7 +13,7 @@ import torch
 
 from whorl import device as devices
 from whorl.bench.decode import table
-from whorl.bench.ops import commit
+from whorl.bench.provenance import provenance, render_provenance
 from whorl.bench.train_model import CHUNK, SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
 from whorl.titan import plan_layout
 from whorl.titan.deepseek_v32.args import DeepSeekV32Args
@@ -309,11 +309,7 @@ def is_good(document: Document) -> bool:
 
 def header(settings: Settings) -> Document:
     return {
-        "device": settings.device,
-        "device_name": devices.device_name(settings.device),
-        "versions": devices.versions(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **provenance(settings.device),
         "model": "a tiny DeepSeek-V3.2" if settings.tiny else "DeepSeek-V3.2, full width, top-2 of 8 experts",
         "dtype": "float32" if settings.device == "cpu" else "bfloat16",
         "steps": settings.steps,
@@ -324,9 +320,7 @@ def header(settings: Settings) -> Document:
 def render_header(header: Document) -> list[str]:
     kind = header["dtype"]
     return [
-        f"device    {header['device']}: {header['device_name']}",
-        "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
-        f"commit    {header['commit']}, {header['date']}",
+        *render_provenance(header),
         f"model     {header['model']}; first layer dense; weights, gradients and moments {kind}; one sequence a step",
         f"steps     median of {header['steps']} after {header['warmup']}; no checkpointing unless a row says so",
     ]

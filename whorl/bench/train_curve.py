@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import device as devices
-from whorl.bench.ops import commit
+from whorl.bench.provenance import provenance
 from whorl.bench.train import Document, say, switches_of
 from whorl.bench.train_model import CHUNK, balance, build, build_optimizer, indexer_losses
 from whorl.titan.data import ByteTokenizer, Corpus, WindowLoader, text_files
@@ -112,11 +112,7 @@ def _train(
 
 def _header(settings: Settings, num_tokens: int, model: Any) -> Document:
     return {
-        "device": settings.device,
-        "device_name": devices.device_name(settings.device),
-        "versions": devices.versions(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **provenance(settings.device),
         "flavour": settings.flavour,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "switches": sorted(settings.switches),

@@ -1,0 +1,38 @@
+"""Where figures come from: every document of a benchmark begins with these."""
+
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whorl import device as devices
+
+
+def provenance(device: str, **more_versions: str) -> dict[str, Any]:
+    return {
+        "device": device,
+        "device_name": devices.device_name(device),
+        "versions": devices.versions() | more_versions,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def render_provenance(header: Mapping[str, Any]) -> list[str]:
+    return [
+        f"device    {header['device']}: {header['device_name']}",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
+        f"commit    {header['commit']}, {header['date']}",
+    ]
+
+
+def commit() -> str:
+    """Of the checkout this runs from; "unknown" where there is none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changed.stdout else "")
