@@ -266,7 +266,7 @@ def compiled_toy(counts: tuple[int, ...], backend: str, minimum: Any) -> dict[st
 
 
 def socket_bytes() -> int | None:
-    """Bytes that this process has sent over TCP, as the kernel counts them for each of its sockets."""
+    """Bytes that this process has sent over TCP, as the kernel counts them for each of its sockets, each byte once."""
     import os
     import socket
     import struct
@@ -280,8 +280,9 @@ def socket_bytes() -> int | None:
                 info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
             continue
-        if len(info) >= 208:
-            total, found = total + struct.unpack_from("Q", info, 200)[0], True  # tcpi_bytes_sent
+        if len(info) >= 216:
+            sent, again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+            total, found = total + sent - again, True
     return total if found else None
 
 
@@ -304,6 +305,7 @@ def wire_against_report(tokens: int) -> dict[str, tuple[int | None, int]]:
             dist.barrier()
             before = socket_bytes()
             graph(*given)
+            dist.barrier()  # what the kernel had only taken has left by now
             after = socket_bytes()
             sent = None if before is None or after is None else after - before
             found[f"{name} {options} {'plain' if graph is plain else 'short'}"] = (sent, said)
