@@ -196,6 +196,36 @@ class TestBench:
         assert "unfused: rms_norm twice, then rope" in result.output
         assert "swiglu" not in result.output
 
+    def test_a_group_is_its_operators_each_once(self):
+        settings = bench.Settings.resolve(names=["indexer", "top_k", "rope"], device="cpu")
+        assert settings.names == (*bench.GROUPS["indexer"], "rope")
+        assert all(name in OPS for names in bench.GROUPS.values() for name in names)
+        with pytest.raises(
+            ValueError, match=r"no operator nonsense; there are .*, and the groups sparse_attention, ind"
+        ):
+            bench.Settings.resolve(names=["nonsense"], device="cpu")
+
+    @pytest.mark.parametrize("name", ["sparse_attention", "masked_attention", "masked_attention_backward", "top_k"])
+    def test_peers_of_sparse_attention_answer_the_same(self, name):
+        for row in bench.run(bench.Settings.resolve(names=[name], device="cpu", quick=True))["rows"]:
+            assert row["passed"]
+            assert all("us" in peer for peer in row["peers"]), row["peers"]
+            if "flops" in row:
+                assert row["tflop_s"] == pytest.approx(row["flops"] / row["us"] / 1e6)
+                assert row["share_of_matmul"] == pytest.approx(row["tflop_s"] / row["matmul_tflop_s"])
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_the_eager_peer_of_sparse_attention_and_its_gradients(self, causal):
+        case = {"tokens": (6,), "keys": 40, "topk": 20, "heads": 3, "dim": 24, "value_dim": 16, "causal": causal}
+        for name, count in (("sparse_attention", 1), ("sparse_attention_backward", 2)):
+            values = OPS[name].make(**case, dtype=torch.float32, device="cpu")
+            found = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
+            assert len(found) == 1
+            bound = found[0].bind(values)
+            gold = found[0].answered(selftest.answers(OPS[name], OPS[name].reference, selftest.widened(values)))
+            assert len(gold) == count
+            assert bench._peer_problem(bound, gold) is None
+
     def test_a_peer_that_answers_something_else_has_no_speed(self, monkeypatch):
         monkeypatch.setattr(peers, "_torch_rms_norm", lambda x, weight, eps: 1.1 * x)
         document = bench.run(bench.Settings.resolve(names=["rms_norm"], device="cpu"))

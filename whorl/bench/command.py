@@ -32,7 +32,12 @@ bench = typer.Typer(help="Measure, next to the best alternatives in the same run
 
 @bench.command("ops")
 def bench_ops(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Operators; default: all.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Operators, or the groups sparse_attention, indexer, moe; default: all."
+        ),
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
     quick: Annotated[

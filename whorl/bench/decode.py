@@ -14,7 +14,7 @@ import torch
 from whorl import device as devices
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import provenance, render_provenance
-from whorl.bench.timing import measure
+from whorl.bench.timing import matmul_rate
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, step_bytes
 from whorl.engine.sequence import SamplingParams
@@ -277,7 +277,8 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
     seconds = statistics.median(times[1:])
-    rate, matmul = _flops(model, length) / seconds, _matmul_rate(model, settings.device)
+    kind = next(p.dtype for p in model.parameters() if p.ndim > 1)
+    rate, matmul = _flops(model, length) / seconds, matmul_rate(kind, settings.device)
     return {
         "prompt_tokens": length,
         "seconds": seconds,
@@ -306,14 +307,6 @@ def _flops(model: Any, length: int) -> float:
             weights += weight.numel() * (share if ".experts." in name else 1)
     heads = sum(model.config.num_attention_heads * spec.head_dim for spec in model.cache_specs())
     return 2 * weights * length + 2 * heads * length**2
-
-
-def _matmul_rate(model: Any, device: str) -> float:
-    """Operations a second of a large square product in the model's dtype."""
-    size = 1024 if devices.accelerator(device) is None else 8192
-    kind = next(p.dtype for p in model.parameters() if p.ndim > 1)
-    a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
-    return 2 * size**3 / (measure([lambda: a @ b], device).us * 1e-6)
 
 
 def _free(device: str) -> None:

@@ -6,7 +6,7 @@ No speed is given for an answer that is wrong, ours or a peer's.
 import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,13 +18,44 @@ from torch import Tensor
 from whorl import device as devices
 from whorl.bench.peers import Bound, Peer, peers_of
 from whorl.bench.provenance import provenance, render_provenance
-from whorl.bench.timing import Timing, bandwidth, is_short, measure, num_buffers
+from whorl.bench.timing import Timing, bandwidth, is_short, matmul_rate, measure, num_buffers, operations
 from whorl.ops import OPS, Op
 from whorl.selftest import answers, describe, guarded, judge_call, shrink, widened
 
 Values = dict[str, Any]
 Document = dict[str, Any]
 
+# Names for several operators.
+GROUPS = {
+    "sparse_attention": (
+        "sparse_attention",
+        "sparse_attention_backward",
+        "masked_attention",
+        "masked_attention_backward",
+        "selection_mask",
+    ),
+    "indexer": (
+        "index_scores",
+        "top_k",
+        "lightning_indexer",
+        "indexer_target",
+        "indexer_kl",
+        "dense_indexer_target",
+        "dense_indexer_kl",
+        "hadamard",
+    ),
+    "moe": (
+        "route",
+        "permute",
+        "permute_backward",
+        "unpermute",
+        "unpermute_backward",
+        "grouped_matmul",
+        "grouped_matmul_backward",
+        "swiglu",
+        "swiglu_backward",
+    ),
+}
 QUICK_TOKENS = 64
 # Peers round more often than we do (bf16 tables, bf16 products). This only shows that they did the same work:
 # observed 0.3 eps, and 0.7 eps for gradients.
@@ -50,13 +81,15 @@ class Settings:
         compiled: bool | None = None,
     ) -> "Settings":
         """What was asked for, completed for this machine."""
-        unknown = [n for n in names if n not in OPS]
+        unknown = [n for n in names if n not in OPS and n not in GROUPS]
         if unknown:
-            raise ValueError(f"bench ops: no operator {', '.join(unknown)}; there are {', '.join(OPS)}")
+            known = f"there are {', '.join(OPS)}, and the groups {', '.join(GROUPS)}"
+            raise ValueError(f"bench ops: no operator {', '.join(unknown)}; {known}")
+        wanted = dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,)))
         device = devices.require(device or devices.default_device())
         quick = devices.accelerator(device) is None if quick is None else quick
         return Settings(
-            names=tuple(names) or tuple(OPS),
+            names=tuple(wanted) or tuple(OPS),
             device=device,
             dtype=getattr(torch, dtype),
             quick=quick,
@@ -92,7 +125,10 @@ def is_good(document: Document) -> bool:
 
 
 def _header(settings: Settings) -> Document:
-    notes = ["TB/s counts what must be read and written once; a peer's is of the same bytes, so that it compares time."]
+    notes = [
+        "TB/s counts what must be read and written once; a peer's is of the same bytes, so that it compares time.",
+        "TFLOP/s counts the operations that the question needs, also for a peer that does more.",
+    ]
     if settings.quick:
         notes.append(f"Quick: at most {QUICK_TOKENS} tokens a case; these are not the speeds of real sizes.")
     if not settings.compiled:
@@ -153,21 +189,60 @@ def _row(op: Op, case: Values, settings: Settings) -> Document:
     calls = [functools.partial(op, **b, backend=choice.backend) for b in buffers]
     timing = measure(calls, device, short=short, recorded=recorded)
     copy = _copy(num_bytes, device, recorded)
-    speeds = functools.partial(_speeds, num_bytes=num_bytes, copy=copy)
-    row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **speeds(timing)}
+    scale = _Scale(
+        num_bytes=num_bytes,
+        copy_us=copy.us,
+        flops=0 if op.flops is None else op.flops(mine),
+        matmul_rate=0.0 if op.flops is None else _matmul_rate(settings.dtype, device),
+    )
+    row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **scale.speeds(timing)}
     row |= {"copy_us": copy.us, "copy_tb_s": num_bytes / copy.us / 1e6}
+    row |= {"flops": scale.flops, "matmul_tflop_s": scale.matmul_rate / 1e12} if scale.flops else {}
+    row |= _workspace(op, calls[0], device)
     torch.compiler.reset()
     gold: dict[str, list[Tensor]] = {}
     row["peers"] = []
     for peer in peers:
         found = _time_peer(op, peer, [values, *buffers[1:]], gold, device, short, recorded)
-        row["peers"].append({"label": peer.label, **({"note": found} if isinstance(found, str) else speeds(found))})
+        speeds = {"note": found} if isinstance(found, str) else scale.speeds(found)
+        row["peers"].append({"label": peer.label, **speeds})
     return row
 
 
-def _speeds(timing: Timing, num_bytes: int, copy: Timing) -> Document:
-    speeds = {"us": timing.us, "tb_s": num_bytes / timing.us / 1e6, "share_of_copy": copy.us / timing.us}
-    return speeds if timing.hot_us is None else speeds | {"hot_us": timing.hot_us}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scale:
+    """What a row's times are divided by. `flops` is 0 for an operator that is all about bytes."""
+
+    num_bytes: int
+    copy_us: float
+    flops: int
+    matmul_rate: float
+
+    def speeds(self, timing: Timing) -> Document:
+        us = timing.us
+        speeds = {"us": us, "tb_s": self.num_bytes / us / 1e6, "share_of_copy": self.copy_us / us}
+        if self.flops:
+            rate = self.flops / us * 1e6
+            speeds |= {"tflop_s": rate / 1e12, "share_of_matmul": rate / self.matmul_rate}
+        return speeds if timing.hot_us is None else speeds | {"hot_us": timing.hot_us}
+
+
+def _workspace(op: Op, call: Callable[[], Any], device: str) -> Document:
+    """The most memory that a call has in use beside its arguments and its results; nothing where nobody counts."""
+    module = devices.accelerator(device)
+    if module is None or op.mutates:
+        return {}
+    devices.synchronize(device)
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    results = call()
+    devices.synchronize(device)
+    kept = module.memory_allocated() - before
+    del results
+    return {"result_bytes": kept, "workspace_bytes": module.max_memory_allocated() - before - kept}
+
+
+_matmul_rate = functools.lru_cache(matmul_rate)
 
 
 @functools.lru_cache(maxsize=1)
@@ -204,7 +279,7 @@ def _time_peer(
         if key not in gold:
             gold[key] = _gold(op, {**buffers[0], **(peer.question or {})}, device)
         bound = [peer.bind(values) for values in buffers]
-        wrong = None if peer.is_contract else _peer_problem(bound[0], gold[key])
+        wrong = None if peer.is_contract else _peer_problem(bound[0], peer.answered(gold[key]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows says why
             return wrong or measure([b.run for b in bound], device, short=short, recorded=recorded)
@@ -253,15 +328,20 @@ def _render_row(row: Document) -> list[str]:
     if not row["passed"]:
         return [f"{row['op']}: {row['case']}", f"  {ours:<56} FAILED: {row['problem']}"]
     copy = f"copy {bandwidth(row['bytes'], row['copy_us'])}"
-    lines = [f"{row['op']}: {row['case']}; {row['bytes'] / 1e6:.2f} MB, {copy}, {row['timing']}"]
+    work = (
+        f", {row['flops'] / 1e9:.3g} GFLOP, matmul {operations(row['matmul_tflop_s'] * 1e12)}" if "flops" in row else ""
+    )
+    lines = [f"{row['op']}: {row['case']}; {row['bytes'] / 1e6:.2f} MB, {copy}{work}, {row['timing']}"]
     for label, speed in [(ours, row), *((p["label"], p) for p in row["peers"])]:
         if "note" in speed:
             lines.append(f"  {label:<56} {speed['note']}")
             continue
         rate, times = bandwidth(row["bytes"], speed["us"]), speed["us"] / row["us"]
         share = f"{speed['share_of_copy']:.0%} of copy"
+        if "tflop_s" in speed:
+            rate, share = operations(speed["tflop_s"] * 1e12), f"{speed['share_of_matmul']:.0%} of matmul"
         hot = f"  {speed['hot_us']:.2f} us hot" if "hot_us" in speed else ""
-        lines.append(f"  {label:<56}{speed['us']:>10.2f} us {rate:>11} {share:>13} {times:>7.2f}x{hot}")
+        lines.append(f"  {label:<56}{speed['us']:>10.2f} us {rate:>13} {share:>14} {times:>7.2f}x{hot}")
     return lines
 
 

@@ -35,14 +35,18 @@ class Peer:
     question: Values | None = None  # arguments of ours that it answers otherwise than asked
     is_contract: bool = False  # the reference itself: what it answers is right
     through_autograd: bool = False  # a backward that torch runs on the forward's stream: no graph can record it
+    answered: Callable[[list[Tensor]], Outputs] = list  # what of the right answers it gives, in its own order
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
     """Every peer that answers these arguments, ready to be bound to them."""
+    from whorl.bench.attention_peers import PEERS
+
     found = [Peer(label="reference, eager", bind=_plainly(op, op.reference), is_contract=True)]
-    if compiled:
-        found.append(Peer(label="reference, torch.compile", bind=_plainly(op, _compile(op.reference))))
-    return found + (_PEERS[op.name](values, compiled) if op.name in _PEERS else [])
+    if compiled and op.flops is None:  # those of products go through their tokens in a loop that would be unrolled
+        found.append(Peer(label="reference, torch.compile", bind=_plainly(op, compile_static(op.reference))))
+    known = _PEERS | PEERS
+    return found + (known[op.name](values, compiled) if op.name in known else [])
 
 
 def _plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
@@ -54,7 +58,7 @@ def _plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
     return bind
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
     # A backward timed alone runs many times on what one forward saved, which must then not be given away.
     import torch._functorch.config as aot_config
 
@@ -66,7 +70,9 @@ def _tensors(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
 
 
-def _backward(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Any]:
+def backward_alone(
+    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Callable[[], Any]:
     """The backward alone, through autograd; the forward runs here."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -140,7 +146,7 @@ def _rope(values: Values, compiled: bool) -> list[Peer]:
     merged = ", axes merged before" if "sections" in values else ""
     found = [Peer(label=f"Hugging Face, eager{merged}", bind=bind_hf(hf_rope))]
     if compiled:
-        found.append(Peer(label=f"Hugging Face, torch.compile{merged}", bind=bind_hf(_compile(hf_rope))))
+        found.append(Peer(label=f"Hugging Face, torch.compile{merged}", bind=bind_hf(compile_static(hf_rope))))
     if (liger := _liger(values, "rope", "LigerRopeFunction")) is not None:
         found.append(Peer(label=f"Liger, in place{merged}", bind=bind_liger))
     if len(values.get("sections", ())) == 3:
@@ -154,7 +160,9 @@ def _rope_backward(values: Values, compiled: bool) -> list[Peer]:
 
     def bind_hf(values: Values) -> Bound:
         dq, dk, tables = _to_hf(values["dq"]), _to_hf(values["dk"]), _hf_tables(values, values["dq"].dtype)
-        run = _backward(lambda q, k: forward(q, k, *tables), [torch.randn_like(dq), torch.randn_like(dk)], [dq, dk])
+        run = backward_alone(
+            lambda q, k: forward(q, k, *tables), [torch.randn_like(dq), torch.randn_like(dk)], [dq, dk]
+        )
         return Bound(run=run, outputs=_from_hf)
 
     def bind_liger(values: Values) -> Bound:
@@ -164,7 +172,7 @@ def _rope_backward(values: Values, compiled: bool) -> list[Peer]:
 
     merged, found = ", axes merged before" if "sections" in values else "", []
     if compiled:
-        forward = _compile(hf_rope)
+        forward = compile_static(hf_rope)
         label = f"Hugging Face, torch.compile, backward alone{merged}"
         found.append(Peer(label=label, bind=bind_hf, through_autograd=True))
     if (liger := _liger(values, "rope", "rope_backward")) is not None:
@@ -221,7 +229,7 @@ def _rms_norm(values: Values, compiled: bool) -> list[Peer]:
     names = ("x", "weight", "eps")
     found = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
     if compiled:
-        found.append(_simple("Hugging Face, torch.compile", _compile(hf_rms_norm), *names))
+        found.append(_simple("Hugging Face, torch.compile", compile_static(hf_rms_norm), *names))
     if (liger := _liger(values, "rms_norm", "LigerRMSNormFunction")) is not None:
         found.append(_simple("Liger", liger.apply, *names))
     return found
@@ -233,7 +241,7 @@ def _add_rms_norm(values: Values, compiled: bool) -> list[Peer]:
     names = ("x", "residual", "weight", "eps")
     found = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
     if compiled:
-        found.append(_simple("Hugging Face, torch.compile", _compile(_added(hf_rms_norm)), *names))
+        found.append(_simple("Hugging Face, torch.compile", compile_static(_added(hf_rms_norm)), *names))
     if (liger := _liger(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
         found.append(_simple("Liger", liger.apply, *names))
     return found
@@ -256,7 +264,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
         def bind(values: Values) -> Bound:
             grads = [t.clone() for t in _calls(values, "dy", "residual_grad") if t is not None]
             zero = (torch.zeros_like(values["x"]),) if has_residual else ()
-            run = _backward(lambda x, w: norm(x, *zero, w, values["eps"]), _calls(values, "x", "weight"), grads)
+            run = backward_alone(lambda x, w: norm(x, *zero, w, values["eps"]), _calls(values, "x", "weight"), grads)
             return Bound(run=run, outputs=_tensors)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
@@ -264,7 +272,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
     wrap = _added if has_residual else lambda norm: norm
     found = [peer("torch.nn.functional.rms_norm", wrap(_torch_rms_norm))]
     if compiled:
-        found.append(peer("Hugging Face, torch.compile", _compile(wrap(hf_rms_norm))))
+        found.append(peer("Hugging Face, torch.compile", compile_static(wrap(hf_rms_norm))))
     name, function = (
         ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if has_residual else ("rms_norm", "LigerRMSNormFunction")
     )
@@ -286,7 +294,7 @@ def _swiglu(values: Values, compiled: bool) -> list[Peer]:
         return []
     found = [_simple("silu, then multiply", hf_swiglu, "x")]
     if compiled:
-        found.append(_simple("silu, then multiply, torch.compile", _compile(hf_swiglu), "x"))
+        found.append(_simple("silu, then multiply, torch.compile", compile_static(hf_swiglu), "x"))
     if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
         found.append(_simple("Liger", liger.apply, "x"))
     return found
@@ -298,13 +306,13 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
 
     def peer(label: str, function: Callable[..., Any]) -> Peer:
         def bind(values: Values) -> Bound:
-            return Bound(run=_backward(function, [values["x"]], [values["dy"]]), outputs=_tensors)
+            return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=_tensors)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
     found = [peer("silu, then multiply", hf_swiglu)]
     if compiled:
-        found.append(peer("silu, then multiply, torch.compile", _compile(hf_swiglu)))
+        found.append(peer("silu, then multiply, torch.compile", compile_static(hf_swiglu)))
     if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
         found.append(peer("Liger", liger.apply))
     return found
@@ -367,7 +375,7 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
         Peer(label="Hugging Face, eager", bind=bind_hf(hf_qk_norm_rope)),
     ]
     if compiled:
-        found.append(Peer(label="Hugging Face, torch.compile", bind=bind_hf(_compile(hf_qk_norm_rope))))
+        found.append(Peer(label="Hugging Face, torch.compile", bind=bind_hf(compile_static(hf_qk_norm_rope))))
     return found
 
 
@@ -383,7 +391,7 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
             return *hf_qk_norm_rope(q[None], k[None], q_weight, k_weight, *tables, values["eps"]), v
 
         grads = [_to_hf(values["dq"]), _to_hf(values["dk"]), values["dv"]]
-        run = _backward(_compile(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
+        run = backward_alone(compile_static(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
         return Bound(run=run, outputs=_tensors)
 
     return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]

@@ -1,6 +1,8 @@
 """Where figures come from: every document of a benchmark begins with these."""
 
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from whorl import device as devices
 
 def provenance(device: str, **more_versions: str) -> dict[str, Any]:
     return {
+        "command": " ".join(["whorl", *sys.argv[1:]]),
         "device": device,
         "device_name": devices.device_name(device),
         "versions": devices.versions() | more_versions,
@@ -21,6 +24,7 @@ def provenance(device: str, **more_versions: str) -> dict[str, Any]:
 
 def render_provenance(header: Mapping[str, Any]) -> list[str]:
     return [
+        f"command   {header['command']}",
         f"device    {header['device']}: {header['device_name']}",
         "versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
         f"commit    {header['commit']}, {header['date']}",
@@ -28,11 +32,11 @@ def render_provenance(header: Mapping[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Of the checkout this runs from; "unknown" where there is none."""
+    """Of the checkout this runs from. Of files that were copied without it: what WHORL_COMMIT says, or "unknown"."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("WHORL_COMMIT", "unknown")
     return commit.stdout.strip() + (" with changes" if changed.stdout else "")

@@ -18,7 +18,9 @@ FLUSH_BYTES = 256 * 2**20
 SHORT_BYTES = 32 * 2**20  # below this a call is over sooner than the host launches it (8 us at 4 TB/s)
 SHORT_LAUNCHES = 128
 LONG_LAUNCHES = 8
-REPEATS = 100
+REPEATS, FEWEST = 100, 5
+BUDGET_US = 1e6  # of one measurement: what takes long is repeated less often
+CALL_US = 2e4  # beyond this the gap between two launches does not show: no graph is recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +30,20 @@ class Timing:
     hot_us: float | None = None
 
 
+def matmul_rate(dtype: torch.dtype, device: str) -> float:
+    """Operations a second of a large square product of normal numbers: what a kernel of products is measured by."""
+    size = 256 if devices.accelerator(device) is None else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / (measure([lambda: a @ b], device).us * 1e-6)
+
+
 def bandwidth(num_bytes: int, us: float) -> str:
     rate = num_bytes / us / 1e6  # TB/s
     return f"{rate:.2f} TB/s" if rate >= 0.1 else f"{rate * 1e3:.2f} GB/s"
+
+
+def operations(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def is_short(num_bytes: int, device: str) -> bool:
@@ -55,8 +68,8 @@ def measure(runs: Sequence[Run], device: str, *, short: bool = False, recorded: 
         return Timing(us=_by_clock(runs[0]), how="wall clock")
     for run in runs[:3]:
         run()
-    devices.synchronize(device)
-    if recorded and (timing := _by_graph(runs, device, short)) is not None:
+    is_long = _between_events(runs[0], device, repeats=1) > CALL_US
+    if recorded and not is_long and (timing := _by_graph(runs, device, short)) is not None:
         return timing
     return Timing(us=_by_events(runs[0], device), how="events, cache flushed")
 
@@ -79,7 +92,7 @@ def _by_graph(runs: Sequence[Run], device: str, short: bool) -> Timing | None:
     cold = devices.record_graph(device, lambda: [keep(run()) for _ in range(rounds) for run in runs])
     if cold is None:
         return None
-    us = _between_events(cold, device, repeats=20) / launches
+    us = _between_events(cold, device, repeats=_repeats(cold, device, 20)) / launches
     how = f"graph of {launches} launches over {len(runs)} buffers"
     hot = devices.record_graph(device, lambda: _repeat(runs[0], SHORT_LAUNCHES)) if short else None
     if hot is None:
@@ -94,7 +107,12 @@ def _repeat(run: Run, times: int) -> None:
 
 def _by_events(run: Run, device: str) -> float:
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    return _between_events(run, device, repeats=REPEATS, before=flush.zero_, times=_backlog(run, flush.zero_, device))
+    times = _backlog(run, flush.zero_, device)
+    return _between_events(run, device, repeats=_repeats(run, device, REPEATS), before=flush.zero_, times=times)
+
+
+def _repeats(run: Run, device: str, most: int) -> int:
+    return max(FEWEST, min(most, int(BUDGET_US / max(1.0, _between_events(run, device, repeats=1)))))
 
 
 def _between_events(run: Run, device: str, *, repeats: int, before: Run | None = None, times: int = 0) -> float:

@@ -425,15 +425,17 @@ def _make_scores(**case: Any) -> Values:
     return values | {n: (values[n] + torch.randn_like(values[n])) * f for n, f in factors.items()}
 
 
-def _make_top_k(**case: Any) -> Values:
+def _make_top_k(normal: bool = False, **case: Any) -> Values:
+    """`normal` numbers hardly tie; otherwise nearly all do."""
     values = _make(**case)
     shape = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * case.get("sliced", False))
     values.pop("weights")
     wide = torch.float64 if case["dtype"] == torch.float64 else torch.float32
-    scores = torch.randint(-9, 9, shape, device=case["device"]).to(wide) / 4
+    more = {"device": case["device"]}
+    scores = torch.randn(shape, **more, dtype=wide) if normal else torch.randint(-9, 9, shape, **more).to(wide) / 4
     return {"scores": scores[:, : case["keys"]], **values}
 
 
 lightning_indexer.inputs(cases=_CASES, bench=_BENCH)(_make)
 index_scores.inputs(cases=_CASES, bench=_BENCH)(_make_scores)
-top_k.inputs(cases=_CASES, bench=_BENCH)(_make_top_k)
+top_k.inputs(cases=_CASES, bench=[case | {"normal": kind} for kind in (True, False) for case in _BENCH])(_make_top_k)

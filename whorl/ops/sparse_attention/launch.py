@@ -75,7 +75,9 @@ def _dkv_tiles(dtype: torch.dtype) -> Tiles:
     return Tiles(heads=128, keys=64, warps=4, stages=3)
 
 
-def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, *, use_gluon: bool = True
+) -> tuple[Tensor, Tensor]:
     q, kv, indices = _aligned(q), _aligned(kv), indices.contiguous()
     (count, heads, dim), topk = q.shape, indices.shape[1]
     out = torch.empty(count, heads, value_dim, dtype=q.dtype, device=q.device)
@@ -83,7 +85,7 @@ def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int
     if not lse.numel():
         return out, lse
     rest = dim - value_dim
-    if gluon_reason(heads, dim, value_dim, q.dtype, q.device) is None:
+    if use_gluon and gluon_reason(heads, dim, value_dim, q.dtype, q.device) is None:
         from .forward_gluon_triton import _sparse_forward_gluon_kernel
 
         _sparse_forward_gluon_kernel[(heads // 64, count)](
@@ -124,8 +126,10 @@ def backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    *,
+    use_gluon: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic).run()
+    return _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic, use_gluon).run()
 
 
 class _Backward:
@@ -142,6 +146,7 @@ class _Backward:
         lse: Tensor,
         scale: float,
         deterministic: bool,
+        use_gluon: bool,
     ) -> None:
         self.dout, self.q, self.kv = _aligned(dout), _aligned(q), _aligned(kv)
         self.indices, self.lse = indices.contiguous(), lse.contiguous()
@@ -149,7 +154,7 @@ class _Backward:
         (self.count, self.heads, self.dim), self.topk = q.shape, indices.shape[1]
         self.value_dim, self.num_keys = dout.shape[2], kv.shape[0]
         self.pitch = ceil_div(self.topk, 64) * 64
-        self.gluon = gluon_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
+        self.gluon = use_gluon and gluon_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
         self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dkv = torch.zeros(self.num_keys, self.dim, dtype=torch.float32, device=q.device)
         self.delta = self._delta(out.contiguous(), dlse)

@@ -1,0 +1,158 @@
+"""What sparse attention, masked attention and the indexer's selection are timed against: formulas that anybody would
+write with torch, torch's own operators, and our kernels of plain Triton where Gluon's run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whorl.bench.peers import Bound, Outputs, Peer, Values, backward_alone, compile_static
+from whorl.ops.sparse_attention.masked import unpack
+
+
+def eager_sparse(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
+    """Gathered keys and two batched products in the dtype of q; every row full."""
+    keys = kv[:, 0][indices.long()]
+    weights = torch.softmax(q @ keys.transpose(1, 2) * scale, -1, dtype=torch.float32).to(q.dtype)
+    return weights @ keys[..., :value_dim]
+
+
+def _first(gold: list[Tensor]) -> Outputs:
+    return gold[:1]
+
+
+def _is_full(values: Values) -> bool:
+    return bool((values["indices"] >= 0).all())
+
+
+def _plain_triton(bind: Callable[[Values], Bound], values: Values, value_dim: int) -> list[Peer]:
+    from whorl.ops.sparse_attention.launch import gluon_reason
+
+    q = values["q"]
+    if gluon_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
+        return []  # then they are what is timed already
+    return [Peer(label="our kernels in plain Triton", bind=bind)]
+
+
+def _sparse(values: Values, compiled: bool) -> list[Peer]:
+    value_dim = values["value_dim"] or values["q"].shape[2]
+
+    def bind_eager(function: Callable[..., Tensor]) -> Callable[[Values], Bound]:
+        def bind(values: Values) -> Bound:
+            arguments = [values[n] for n in ("q", "kv", "indices", "scale")]
+            return Bound(run=lambda: function(*arguments, value_dim), outputs=lambda out: [out])
+
+        return bind
+
+    def bind_plain(values: Values) -> Bound:
+        from whorl.ops.sparse_attention.launch import forward
+
+        arguments = {n: values[n] for n in ("q", "kv", "indices", "scale")}
+        return Bound(run=lambda: forward(**arguments, value_dim=value_dim, use_gluon=False), outputs=list)
+
+    found = _plain_triton(bind_plain, values, value_dim)
+    if _is_full(values):
+        found.append(Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), answered=_first))
+        if compiled:
+            label = "gather and two products, torch.compile"
+            found.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), answered=_first))
+    return found
+
+
+def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
+    value_dim = values["dout"].shape[2]
+
+    def bind_eager(values: Values) -> Bound:
+        def forward(q: Tensor, kv: Tensor) -> Tensor:
+            return eager_sparse(q, kv, values["indices"], values["scale"], value_dim)
+
+        run = backward_alone(forward, [values["q"], values["kv"]], [values["dout"]])
+        return Bound(run=run, outputs=list)
+
+    def bind_plain(values: Values) -> Bound:
+        from whorl.ops.sparse_attention.launch import backward
+
+        names = ("dout", "dlse", "q", "kv", "indices", "out", "lse", "scale", "deterministic")
+        arguments = {n: values[n] for n in names}
+        return Bound(run=lambda: backward(**arguments, use_gluon=False), outputs=list)
+
+    found = _plain_triton(bind_plain, values, value_dim)
+    if _is_full(values) and values["dlse"] is None:
+        label = "gather and two products, eager, backward alone"
+        found.append(Peer(label=label, bind=bind_eager, through_autograd=True))
+    return found
+
+
+# ---- masked attention
+
+
+def _sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """torch's attention under the same mask, and q, k, v as it wants them."""
+    mask = unpack(values["bits"], values["k"].shape[0])
+    heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=values["scale"])
+
+    return attend, heads_first
+
+
+def _tokens_first(out: Any) -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in (out if isinstance(out, tuple | list) else (out,))]
+
+
+def _is_sdpa(values: Values) -> bool:
+    """Every query has a key: rows without one are NaN there, zeros here."""
+    same_heads = values["q"].shape[1] == values["k"].shape[1]
+    return same_heads and bool(values["bits"].any(-1).all()) and values["q"].shape[0] > 0
+
+
+def _masked(values: Values, compiled: bool) -> list[Peer]:
+    def bind(values: Values) -> Bound:
+        attend, arguments = _sdpa(values)
+        return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
+
+    label = "scaled_dot_product_attention, boolean mask"
+    return [Peer(label=label, bind=bind, answered=_first)] if _is_sdpa(values) else []
+
+
+def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
+    def bind(values: Values) -> Bound:
+        attend, arguments = _sdpa(values)
+        run = backward_alone(attend, arguments, [values["dout"].transpose(0, 1)[None].contiguous()])
+        return Bound(run=run, outputs=_tokens_first)
+
+    label = "scaled_dot_product_attention, boolean mask, backward alone"
+    fits = _is_sdpa(values) and values["dlse"] is None
+    return [Peer(label=label, bind=bind, through_autograd=True)] if fits else []
+
+
+# ---- selection
+
+
+def _top_k(values: Values, compiled: bool) -> list[Peer]:
+    """torch.topk knows no bounds, so it gets scores that are masked already; of equal ones it takes any."""
+    (num_queries, num_keys), topk = values["scores"].shape, values["topk"]
+    if values.get("ends") is not None or num_keys - num_queries + 1 < topk:
+        return []
+
+    def bind(values: Values) -> Bound:
+        seen = torch.ones_like(values["scores"], dtype=torch.bool).tril(num_keys - num_queries)
+        scores = values["scores"].masked_fill(~seen, -torch.inf)
+        return Bound(run=lambda: torch.topk(scores, topk), outputs=lambda out: [out.values])
+
+    def ranked(gold: list[Tensor]) -> Outputs:
+        return [gold[1].sort(-1, descending=True).values]
+
+    return [Peer(label="torch.topk", bind=bind, answered=ranked)]
+
+
+PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
+    "sparse_attention": _sparse,
+    "sparse_attention_backward": _sparse_backward,
+    "masked_attention": _masked,
+    "masked_attention_backward": _masked_backward,
+    "top_k": _top_k,
+}
