@@ -312,7 +312,8 @@ def test_fp8_scores_are_those_of_the_rounded_numbers(backend: str, device: str) 
     weights = weights.to(device) * q_scale
     scores = index_scores(q8, k8, weights, k_scale=k_scale, backend=backend)
     expected = index_scores.reference(q8.double(), k8.double(), weights.double(), k_scale=k_scale.double())
-    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
+    is_hopper = backend == "triton" and device == "cuda"  # its tensor cores add products of fp8 with 14 bits
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=4e-3 if is_hopper else 1e-5)
     full = index_scores.reference(q, k, weights.cpu() / q_scale.cpu())
     assert (scores.cpu() - full).norm() < 0.06 * full.norm()
     indices, _ = lightning_indexer(q8, k8, weights, 5, k_scale=k_scale, backend=backend)

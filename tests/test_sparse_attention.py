@@ -1,5 +1,6 @@
 """Sparse and masked attention: against torch's own attention, on every awkward selection, with faults planted."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from test_ops import DEVICE, arguments, check, num_rows
 from test_planted_faults import Fault, first_red, plant
 from torch import Tensor
 
+from whorl.bench.ops import workspace
 from whorl.ops import OPS, sparse_attention
+from whorl.ops._op import Values
 from whorl.ops.sparse_attention import choose_attention, launch, masked_attention, selection_mask
-from whorl.ops.sparse_attention.cases import MLA_SCALE, select
+from whorl.ops.sparse_attention.cases import DEEPSEEK, MLA_SCALE, select
 
 PLAIN, MASKED = "whorl.ops.sparse_attention.triton", "whorl.ops.sparse_attention.masked_triton"
 SPARSE, BACKWARD = "sparse_attention", "sparse_attention_backward"
@@ -220,6 +223,30 @@ def test_hopper_kernels_agree_with_the_plain_ones(heads: int, monkeypatch: pytes
                 check(OPS[name], "triton", values)
 
 
+def deepseek_backward(tokens: int, keys: int, deterministic: bool) -> Values:
+    case = {"tokens": (tokens,), "keys": keys, "deterministic": deterministic, **DEEPSEEK}
+    return OPS[BACKWARD].make(**case, dtype=torch.bfloat16, device=DEVICE)
+
+
+@pytest.mark.gpu
+def test_ten_deterministic_backwards_of_real_size_have_the_same_bits() -> None:
+    values = deepseek_backward(2048, 8192, True)
+    first = OPS[BACKWARD](**values, backend="triton")
+    for _ in range(9):
+        again = OPS[BACKWARD](**values, backend="triton")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_of_32k_tokens_takes_a_tenth_of_its_results_beside_them(deterministic: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    call = functools.partial(OPS[BACKWARD], **deepseek_backward(32768, 32768, deterministic), backend="triton")
+    found = workspace(OPS[BACKWARD], call, DEVICE)
+    assert found["result_bytes"] > 32768 * 128 * 576 * 2
+    assert found["workspace_bytes"] <= 0.1 * found["result_bytes"]
+
+
 # ---- errors and choices
 
 
@@ -256,7 +283,8 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 def test_the_kernels_say_what_they_do_not_hold() -> None:
-    q, kv, indices = torch.randn(1, 129, 16), torch.randn(5, 1, 16), torch.zeros(1, 1, dtype=torch.int32)
+    q, kv = tensors((1, 129, 16), (5, 1, 16), dtype=torch.float32)
+    indices = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(RuntimeError, match="up to 128 heads, got 129"):
         sparse_attention(q, kv, indices, 1.0, backend="triton")
     reason = launch.gluon_reason(128, 576, 512, torch.bfloat16, torch.device("cpu"))

@@ -198,7 +198,7 @@ def _row(op: Op, case: Values, settings: Settings) -> Document:
     row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **scale.speeds(timing)}
     row |= {"copy_us": copy.us, "copy_tb_s": num_bytes / copy.us / 1e6}
     row |= {"flops": scale.flops, "matmul_tflop_s": scale.matmul_rate / 1e12} if scale.flops else {}
-    row |= _workspace(op, calls[0], device)
+    row |= workspace(op, calls[0], device)
     torch.compiler.reset()
     gold: dict[str, list[Tensor]] = {}
     row["peers"] = []
@@ -227,7 +227,7 @@ class _Scale:
         return speeds if timing.hot_us is None else speeds | {"hot_us": timing.hot_us}
 
 
-def _workspace(op: Op, call: Callable[[], Any], device: str) -> Document:
+def workspace(op: Op, call: Callable[[], Any], device: str) -> Document:
     """The most memory that a call has in use beside its arguments and its results; nothing where nobody counts."""
     module = devices.accelerator(device)
     if module is None or op.mutates:
@@ -282,9 +282,18 @@ def _time_peer(
         wrong = None if peer.is_contract else _peer_problem(bound[0], peer.answered(gold[key]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows says why
-            return wrong or measure([b.run for b in bound], device, short=short, recorded=recorded)
+            return wrong or _time_calls([b.run for b in bound], device, short, recorded)
     except Exception as error:  # whatever somebody else's code raises must not end our run
         return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _time_calls(calls: Sequence[Callable[[], Any]], device: str, short: bool, recorded: bool) -> Timing:
+    try:
+        return measure(calls, device, short=short, recorded=recorded)
+    except RuntimeError:
+        if not recorded:
+            raise
+        return measure(calls, device, short=short, recorded=False)  # a graph cannot hold what waits for a value
 
 
 def _gold(op: Op, question: Values, device: str) -> list[Tensor]:

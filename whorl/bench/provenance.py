@@ -32,11 +32,13 @@ def render_provenance(header: Mapping[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Of the checkout this runs from. Of files that were copied without it: what WHORL_COMMIT says, or "unknown"."""
+    """What WHORL_COMMIT says, for files that were copied from a checkout; else of the checkout this runs from."""
+    if named := os.environ.get("WHORL_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("WHORL_COMMIT", "unknown")
+        return "unknown"
     return commit.stdout.strip() + (" with changes" if changed.stdout else "")

@@ -56,7 +56,8 @@ def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tupl
     """
     kind, largest = FORMATS[format]
     wide = widen(x)
-    scale = wide.abs().amax(-1, keepdim=True) / largest
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a plain number, which rounds otherwise.
+    scale = wide.abs().amax(-1, keepdim=True) / wide.new_full((1,), largest)
     is_usable = (scale > 0) & (scale < torch.inf)
     codes = torch.where(is_usable, wide / scale, 0.0)
     if format == "int8":

@@ -163,9 +163,9 @@ def index_scores(
     q: [T, HI, D] and k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale:
     [S], multiplied last (fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s] <
     ends[t], all int32; key_positions defaults to 0, 1, ..., and the bounds to causal, the last query at the last key.
-    Products and sums in fp32. Any constant factor (HI^-0.5 * D^-0.5) belongs into the weights. For fp8 scores
-    quantise q and k with `dynamic_quant`, multiply the weights by q's scales and give k's as k_scale. No gradient:
-    `indexer_kl_loss` trains what is scored here.
+    Products and sums in fp32, of fp8 as the device adds it (14 bits on Hopper). Any constant factor (HI^-0.5 *
+    D^-0.5) belongs into the weights. For fp8 scores quantise q and k with `dynamic_quant`, multiply the weights by q's
+    scales and give k's as k_scale. No gradient: `indexer_kl_loss` trains what is scored here.
     """
     wide, keys, factors = (x.to(wide_dtype(q)) for x in (q, k, weights))
     scores = torch.empty(q.shape[0], k.shape[0], dtype=wide.dtype, device=q.device)
