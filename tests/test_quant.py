@@ -53,12 +53,12 @@ def test_an_element_is_at_most_half_a_step_off(rows: list[list[float]], dtype: t
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_extreme_rows(format: str, backend: str) -> None:
+def test_extreme_rows(format: str, backend: str, device: str) -> None:
     inf, nan = torch.inf, torch.nan
     x = torch.tensor([[0.0, -0.0], [TINY, -TINY], [HUGE, -HUGE], [inf, 1.0], [nan, 1.0], [-inf, nan], [1.0, -1.0]])
-    q, scale = dynamic_quant(x, format=format, backend=backend)
+    q, scale = dynamic_quant(x.to(device), format=format, backend=backend)
     largest = FORMATS[format][1]
-    zeros = torch.zeros(2)
+    zeros = torch.zeros(2, device=device)
     assert q.dtype == FORMATS[format][0]
     assert q.float().isfinite().all()
     for dtype in (torch.float32, torch.bfloat16):
@@ -75,17 +75,17 @@ def test_extreme_rows(format: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_go_to_even(backend: str) -> None:
+def test_ties_go_to_even(backend: str, device: str) -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5]])
-    q, scale = dynamic_quant(x, backend=backend)
+    q, scale = dynamic_quant(x.to(device), backend=backend)
     assert scale.tolist() == [1.0]
     assert q.tolist() == [[127, 0, 2, 2, 0, -2, 126, -126]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_depends_on_itself_alone(format: str, backend: str) -> None:
-    x = torch.randn(9, 130)
+def test_a_row_depends_on_itself_alone(format: str, backend: str, device: str) -> None:
+    x = torch.randn(9, 130, device=device)
     q, scale = dynamic_quant(x, format=format, backend=backend)
     for row in (0, 4, 8):
         alone = dynamic_quant(x[row], format=format, backend=backend)
@@ -140,6 +140,6 @@ def test_no_gradient() -> None:
         dynamic_quant(torch.randn(2, 4, requires_grad=True))
 
 
-def test_rows_too_long_for_the_kernel_are_refused_with_the_reason() -> None:
+def test_rows_too_long_for_the_kernel_are_refused_with_the_reason(device: str) -> None:
     with pytest.raises(RuntimeError, match="rows of up to 32768 channels, got 40000"):
-        dynamic_quant(torch.ones(1, 40000), backend="triton")
+        dynamic_quant(torch.ones(1, 40000, device=device), backend="triton")

@@ -34,9 +34,9 @@ OUTLIER = 8.0
 # The reference on an accelerator against the reference on the host: sums run in another order, and of the codes of a
 # quantisation a few lie between two.
 ELSEWHERE, ELSEWHERE_CODES = 8.0, 0.01
-# A kernel on fp32 tensors of an accelerator: without tensor cores it adds one product after the other, where the
-# vendor's library, in the reference, adds several sums side by side. Observed: 2.6.
-ONE_BY_ONE = 4.0
+# What a kernel on an accelerator gives in fp32: its exponentials are fast ones, and without tensor cores it adds one
+# product after the other, where the vendor's library, in the reference, adds several sums side by side. Observed: 2.6.
+IN_FP32 = 4.0
 CONSTANTS = ("cos_sin", "bias")  # floating point, but never differentiated: tables, and what only chooses experts
 SPEED_TOKENS = 256  # where there is no accelerator the case timed is cut down to these
 
@@ -62,13 +62,20 @@ def error_ratio(got: Tensor, reference: Tensor, gold: Tensor) -> float:
     return error / allowed if allowed else math.inf if error else 0.0
 
 
-def judge(got: Sequence[Tensor], reference: Sequence[Tensor], gold: Sequence[Tensor], limit: float = LIMIT) -> Verdict:
-    """The verdict on the outputs of one call: the worst ratio, and the first problem."""
+def judge(
+    got: Sequence[Tensor],
+    reference: Sequence[Tensor],
+    gold: Sequence[Tensor],
+    limit: float = LIMIT,
+    fp32_limit: float | None = None,
+) -> Verdict:
+    """The verdict on the outputs of one call: the worst ratio, and the first problem. fp32_limit: `limit`, of fp32."""
     if len(got) != len(reference):
         return Verdict(ratio=math.inf, problem=f"{len(got)} outputs, expected {len(reference)}")
     ratio = 0.0
     for i, (g, r, o) in enumerate(zip(got, reference, gold, strict=True)):
-        verdict = _judge_output(g, r, o, limit)
+        allowed = fp32_limit if fp32_limit is not None and r.dtype == torch.float32 else limit
+        verdict = _judge_output(g, r, o, allowed)
         ratio = max(ratio, verdict.ratio)
         if not verdict.passed:
             return Verdict(ratio=ratio, problem=f"output {i}: {verdict.problem}")
@@ -156,16 +163,16 @@ def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None)
     with adding_alike(there):
         reference = answers(op, op.reference, there)
     gold = answers(op, op.reference, wide)
-    limit = _limit_there(values, backend, home)
-    return judge([g.to(o.device) for g, o in zip(got, gold, strict=False)], reference, gold, limit)
+    limits = _limits_there(values, backend, home)
+    return judge([g.to(o.device) for g, o in zip(got, gold, strict=False)], reference, gold, *limits)
 
 
-def _limit_there(values: Values, backend: str, home: str | None) -> float:
-    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+def _limits_there(values: Values, backend: str, home: str | None) -> tuple[float, float]:
+    """For outputs, and for those in fp32."""
+    places = {v.device.type for v in values.values() if isinstance(v, Tensor)}
     if backend == "torch":
-        return ELSEWHERE if home and any(t.device.type != home for t in tensors) else LIMIT
-    is_wide = all(t.dtype == torch.float32 for t in tensors if t.is_floating_point())
-    return ONE_BY_ONE if is_wide and any(t.device.type != devices.HOST for t in tensors) else LIMIT
+        return (ELSEWHERE, ELSEWHERE) if home and places != {home} else (LIMIT, LIMIT)
+    return LIMIT, LIMIT if places == {devices.HOST} else IN_FP32
 
 
 def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
@@ -185,8 +192,8 @@ def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = N
     if not verdict.passed:
         return Verdict(ratio=verdict.ratio, problem=f"the gradient as stated: {verdict.problem}")
     got = _gradients(op, functools.partial(op, backend=backend), values, wanted, grads)
-    limit = _limit_there(values, backend, home)
-    return judge([g.to(o.device) for g, o in zip(got, gold, strict=True)], stated, gold, limit)
+    limits = _limits_there(values, backend, home)
+    return judge([g.to(o.device) for g, o in zip(got, gold, strict=True)], stated, gold, *limits)
 
 
 def _gradients(
