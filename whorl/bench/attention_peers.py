@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whorl.bench.peers import Bound, Outputs, Peer, Values, backward_alone, compile_static
+from whorl.bench.peer import Bound, Outputs, Peer, Values, backward_alone, compile_static
 from whorl.ops.sparse_attention.masked import unpack
 
 
@@ -149,7 +149,7 @@ def _top_k(values: Values, compiled: bool) -> list[Peer]:
     return [Peer(label="torch.topk", bind=bind, answered=ranked)]
 
 
-PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
+ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "sparse_attention": _sparse,
     "sparse_attention_backward": _sparse_backward,
     "masked_attention": _masked,

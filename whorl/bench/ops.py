@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from whorl import device as devices
-from whorl.bench.peers import Bound, Peer, peers_of
+from whorl.bench.peer import Bound, Peer
+from whorl.bench.peers import peers_of
 from whorl.bench.provenance import provenance, render_provenance
 from whorl.bench.timing import Timing, bandwidth, is_short, matmul_rate, measure, num_buffers, operations
 from whorl.ops import OPS, Op

@@ -4,8 +4,7 @@ A peer gets what it works best from (looked-up tables in the input dtype, its ow
 """
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,71 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whorl import device as devices
+from whorl.bench.attention_peers import ATTENTION_PEERS
+from whorl.bench.peer import Bound, Peer, Values, backward_alone, bind_plainly, compile_static, tensors_of
 from whorl.ops import OPS, Op, rms_norm, rope
 from whorl.ops.rope.contract import merged_rows, token_rows
-
-Values = dict[str, Any]
-Outputs = Sequence[Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """A peer with its arguments ready. `outputs` brings what `run` returns into our layout, untimed."""
-
-    run: Callable[[], Any]
-    outputs: Callable[[Any], Outputs]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
-    label: str
-    bind: Callable[[Values], Bound]
-    question: Values | None = None  # arguments of ours that it answers otherwise than asked
-    is_contract: bool = False  # the reference itself: what it answers is right
-    through_autograd: bool = False  # a backward that torch runs on the forward's stream: no graph can record it
-    answered: Callable[[list[Tensor]], Outputs] = list  # what of the right answers it gives, in its own order
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
     """Every peer that answers these arguments, ready to be bound to them."""
-    from whorl.bench.attention_peers import PEERS
-
-    found = [Peer(label="reference, eager", bind=_plainly(op, op.reference), is_contract=True)]
+    found = [Peer(label="reference, eager", bind=bind_plainly(op, op.reference), is_contract=True)]
     if compiled and op.flops is None:  # those of products go through their tokens in a loop that would be unrolled
-        found.append(Peer(label="reference, torch.compile", bind=_plainly(op, compile_static(op.reference))))
-    known = _PEERS | PEERS
+        found.append(Peer(label="reference, torch.compile", bind=bind_plainly(op, compile_static(op.reference))))
+    known = _PEERS | ATTENTION_PEERS
     return found + (known[op.name](values, compiled) if op.name in known else [])
-
-
-def _plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
-    def bind(values: Values) -> Bound:
-        values = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
-        outputs = (lambda _: _tensors([values[n] for n in op.mutates])) if op.mutates else _tensors
-        return Bound(run=lambda: function(**values), outputs=outputs)
-
-    return bind
-
-
-def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A backward timed alone runs many times on what one forward saved, which must then not be given away.
-    import torch._functorch.config as aot_config
-
-    aot_config.donated_buffer = False
-    return torch.compile(function, dynamic=False)
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
-
-
-def backward_alone(
-    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Callable[[], Any]:
-    """The backward alone, through autograd; the forward runs here."""
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        outs = _tensors(function(*leaves))
-    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
 
 
 def _liger(values: Values, module: str, name: str) -> Any:
@@ -218,7 +165,7 @@ def _simple(label: str, function: Callable[..., Any], *names: str) -> Peer:
 
     def bind(values: Values) -> Bound:
         arguments = _calls(values, *names)
-        return Bound(run=lambda: function(*arguments), outputs=_tensors)
+        return Bound(run=lambda: function(*arguments), outputs=tensors_of)
 
     return Peer(label=label, bind=bind)
 
@@ -265,7 +212,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
             grads = [t.clone() for t in _calls(values, "dy", "residual_grad") if t is not None]
             zero = (torch.zeros_like(values["x"]),) if has_residual else ()
             run = backward_alone(lambda x, w: norm(x, *zero, w, values["eps"]), _calls(values, "x", "weight"), grads)
-            return Bound(run=run, outputs=_tensors)
+            return Bound(run=run, outputs=tensors_of)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
@@ -306,7 +253,7 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
 
     def peer(label: str, function: Callable[..., Any]) -> Peer:
         def bind(values: Values) -> Bound:
-            return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=_tensors)
+            return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=tensors_of)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
@@ -392,7 +339,7 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
 
         grads = [_to_hf(values["dq"]), _to_hf(values["dk"]), values["dv"]]
         run = backward_alone(compile_static(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
-        return Bound(run=run, outputs=_tensors)
+        return Bound(run=run, outputs=tensors_of)
 
     return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]
 
@@ -406,7 +353,7 @@ def _grouped_matmul(name: str) -> Callable[[Values, bool], list[Peer]]:
     def peers(values: Values, compiled: bool) -> list[Peer]:
         device, op = values["x"].device.type, OPS[name]
         return [
-            Peer(label=label, bind=_plainly(op, op.impls[backend].function))
+            Peer(label=label, bind=bind_plainly(op, op.impls[backend].function))
             for backend, label in {"torch_cuda": "torch's grouped_mm", "triton": "the Triton kernel"}.items()
             if devices.unavailable(backend, device) is None and op.impls[backend].accepts(**values) is None
         ]
