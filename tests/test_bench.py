@@ -117,13 +117,22 @@ class TestSelftest:
         assert all(name in text for name in (*OPS, torch.__version__, "checks passed."))
         json.dumps(report.as_dict())
 
+    def test_processes_side_by_side_report_the_same(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        ops = {name: OPS[name] for name in ("swiglu", "route", "permute")}
+        alone, together = selftest.run("cpu", ops), selftest.run("cpu", ops, jobs=2)
+        assert [row.operator for row in together.rows] == list(ops)
+        assert together.passed
+        for a, b in zip(alone.rows, together.rows, strict=True):
+            assert (a.operator, a.backend, a.passed, a.worst_ratio) == (b.operator, b.backend, b.passed, b.worst_ratio)
+
     def test_a_wrong_backend_fails_and_exits_1(self, planted, monkeypatch):
         planted(swiglu, lambda x, interleaved: swiglu.reference(x * 1.01, interleaved=interleaved))
         report = selftest.run("cpu", {"swiglu": swiglu})
         assert not report.passed
         assert {f.backend for f in report.failures} == {"triton"}
         assert "swiglu/triton, 17x128" in selftest.render(report)
-        monkeypatch.setattr("whorl.selftest.run", lambda device: report)
+        monkeypatch.setattr("whorl.selftest.run", lambda device, jobs: report)
         assert CliRunner().invoke(app, ["selftest"]).exit_code == 1
 
     def test_a_backend_that_raises_is_a_failure_not_a_crash(self, planted):

@@ -244,7 +244,7 @@ SURFACE = {
     ],
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
     "whorl ops": ["--json"],
-    "whorl selftest": ["--device", "--json"],
+    "whorl selftest": ["--device", "--jobs", "--json"],
     "whorl train": sorted(
         {"--plan", "--cards", "--dies", "--memory", "--seq", "--batch", "--hardware", "--efficiency", "--link"}
         | {"--network", "--host", "--imbalance", "--top", "--json", "--states", "--checkpointing", "--no-checkpointing"}

@@ -254,16 +254,19 @@ def _availability(found: dict[str, str | None], backend: str) -> str:
 @app.command()
 def selftest(
     device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: 1 on a CPU, up to 8 to compile kernels for others.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run every operator's cases in every backend of this machine; the report can go into a bug report."""
     need_torch()
     from whorl import selftest as tests
-    from whorl.device import require
+    from whorl.device import default_device, require
 
     with asking():
-        chosen = require(device.value) if device else None
-    report = tests.run(chosen)
+        chosen = require(device.value if device else default_device())
+    report = tests.run(chosen, jobs=jobs or tests.default_jobs(chosen))
     if as_json:
         print_json(report.as_dict())
     else:

@@ -7,11 +7,16 @@ Tests and benchmarks judge by the same functions.
 import contextlib
 import functools
 import inspect
+import itertools
 import math
+import multiprocessing
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -226,7 +231,7 @@ class Row:
     failed: int
     skipped: Mapping[str, int]  # cases this backend does not take, by reason
     worst_ratio: float
-    speed: str
+    speed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,31 +251,73 @@ class Report:
         return {"passed": self.passed, "limit": LIMIT, **asdict(self)}
 
 
-def run(device: str | None = None, ops: Mapping[str, Op] = OPS) -> Report:
-    """Try everything that can run on `device`, by default the best this machine has."""
+def run(device: str | None = None, ops: Mapping[str, Op] = OPS, jobs: int = 1) -> Report:
+    """Try everything that can run on `device`, by default the best this machine has; a progress bar on a terminal.
+
+    jobs: processes side by side; on an accelerator the time goes into compiling kernels.
+    """
     from whorl import __version__
 
     device = devices.require(device or devices.default_device())
     rows: list[Row] = []
     failures: list[Failure] = []
     absent: dict[str, str] = {}
-    for op in ops.values():
-        for backend in ("torch", *op.impls):
-            reason = devices.unavailable(backend, device, asked=True)
-            if reason is not None:
-                absent[backend] = reason
-                continue
-            row, wrong = _run_backend(op, backend, device)
-            rows.append(row)
-            failures += wrong
+    for more_rows, more_failures, more_absent in _tracked(_run_all(ops, device, jobs), len(ops)):
+        rows += more_rows
+        failures += more_failures
+        absent |= more_absent
+    failed = {(f.operator, f.backend) for f in failures}
+    speeds = ("" if (r.operator, r.backend) in failed else _speed(ops[r.operator], r.backend, device) for r in rows)
     return Report(
         device=device,
         device_name=devices.device_name(device),
         versions={"whorl": __version__, **devices.versions()},
-        rows=rows,
+        rows=[replace(row, speed=speed) for row, speed in zip(rows, speeds, strict=True)],
         failures=failures,
         absent=absent,
     )
+
+
+def default_jobs(device: str) -> int:
+    return 1 if devices.accelerator(device) is None else min(8, os.cpu_count() or 1)
+
+
+Results = tuple[list[Row], list[Failure], dict[str, str]]
+
+
+def _run_all(ops: Mapping[str, Op], device: str, jobs: int) -> Iterator[Results]:
+    if jobs == 1:
+        yield from (_run_operator(op, device) for op in ops.values())
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_run_named, ops, itertools.repeat(device))
+
+
+def _tracked(results: Iterator[Results], total: int) -> Iterator[Results]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return iter(track(results, "operators", total, console=console, transient=True, disable=not sys.stderr.isatty()))
+
+
+def _run_named(name: str, device: str) -> Results:
+    return _run_operator(OPS[name], device)
+
+
+def _run_operator(op: Op, device: str) -> Results:
+    rows: list[Row] = []
+    failures: list[Failure] = []
+    absent: dict[str, str] = {}
+    for backend in ("torch", *op.impls):
+        reason = devices.unavailable(backend, device, asked=True)
+        if reason is not None:
+            absent[backend] = reason
+            continue
+        row, wrong = _run_backend(op, backend, device)
+        rows.append(row)
+        failures += wrong
+    return rows, failures, absent
 
 
 def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]:
@@ -293,7 +340,6 @@ def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]
         failed=len(failures),
         skipped=dict(skipped),
         worst_ratio=max(ratios),
-        speed="" if failures else _speed(op, backend, device),
     )
     return row, failures
 
@@ -367,13 +413,20 @@ def describe(case: Values) -> str:
     return ", ".join(parts).replace(" heads, of ", " heads x ")
 
 
+def _rule(device: str) -> str:
+    rule = f"error against fp64 at most {LIMIT:g} times the reference's own"
+    if device == devices.HOST:
+        return rule
+    return f"{rule}, {IN_FP32:g} times in fp32; the reference here {ELSEWHERE:g} times that on the host"
+
+
 def render(report: Report) -> str:
     """The report as text to paste into a bug report."""
     lines = [
         "whorl selftest",
         f"device    {report.device}: {report.device_name}",
         "versions  " + ", ".join(f"{n} {v}" for n, v in report.versions.items()),
-        f"rule      error against fp64 at most {LIMIT:g} times the reference's own",
+        f"rule      {_rule(report.device)}",
         "",
         f"{'operator':<24}{'backend':<11}{'passed':>7}{'failed':>7}{'skipped':>8}{'worst':>7}  speed",
     ]
