@@ -4,6 +4,10 @@ import os
 import signal
 from collections.abc import Iterator
 
+# As `make test` has it, also for a single file: what a test forks would wait for its parent's threads for ever. torch
+# reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from interpreter import round_bfloat16_to_nearest

@@ -265,6 +265,34 @@ def compiled_toy(counts: tuple[int, ...], backend: str, minimum: Any) -> dict[st
     return _counted(short, [toy_inputs(count) for count in counts])
 
 
+class Gated(torch.nn.Module):
+    """bf16 between operators that are one kernel of Inductor in the plain graph; in the other collectives part them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.mine = torch.nn.Parameter(torch.randn(40, 40, dtype=torch.bfloat16), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.linspace(-3, 3, 40, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sigmoid() * all_reduce(x @ self.mine) + self.bias) @ self.mine
+
+
+def gated_in_bf16(tokens: int) -> dict[str, Any]:
+    """Compiled to machine code both ways, and run operator by operator."""
+    x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = {}
+    for name, backend, minimum in (("short", "inductor", 1), ("plain", "inductor", 99), ("eager", "eager", 1)):
+        torch._dynamo.reset()
+        model = passes.compile(Gated(), SequenceParallel(min_tokens=minimum), backend=backend, dynamic=False)
+        with torch.no_grad():
+            found[name] = (model(x), model.last_run)
+    return {
+        "runs": [run for _, run in found.values()],
+        "equal": [torch.equal(found["short"][0], found[name][0]) for name in ("plain", "eager")],
+    }
+
+
 def socket_bytes() -> int | None:
     """Bytes that this process has sent over TCP, as the kernel counts them for each of its sockets, each byte once."""
     import os

@@ -1,5 +1,6 @@
 """The DSA names of whorl.ascend: equal to our operators, sequence by sequence, in both layouts."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from whorl import ascend, ops
 from whorl.ops.sparse_attention import index_scores
+from whorl.ops.sparse_attention.kl import gathered
 
 LENGTHS = ([3, 5], [4, 9])  # queries and keys of two sequences
 SCALE = 0.2
@@ -113,6 +115,22 @@ def test_attention_and_its_gradient() -> None:
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
 
 
+def test_gradient_of_many_queries_takes_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4096 queries and 2048 keys each the gathered keys alone would be 19 GB."""
+    q, k, indices = torch.randn(1, 7, 2, 16), torch.randn(1, 9, 1, 16), torch.arange(4).int().expand(1, 7, 1, 4)
+    more = {"attention_mode": 2, "sparse_mode": 0}
+    out, top, total = ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, return_softmax_lse=True, **more)
+    given = (q, k, k, indices, torch.randn_like(out), out, top, total, SCALE, 1)
+    whole = ascend.npu_sparse_flash_attention_grad(*given, **more)
+    largest = []
+    module = sys.modules["whorl.ascend.sparse"]
+    monkeypatch.setattr(module, "gathered", lambda k, indices: (largest.append(len(indices)), gathered(k, indices))[1])
+    monkeypatch.setattr(module.chunks, "__defaults__", (2 * 4 * (2 + 16),))
+    for got, expected in zip(ascend.npu_sparse_flash_attention_grad(*given, **more), whole, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert largest == [2, 2, 2, 1]
+
+
 def gradients_of(found: list[dict[str, Tensor]], dense: bool) -> tuple[list[Tensor], Tensor]:
     """Of our own loss, sequence by sequence."""
     parts, total = [], torch.zeros(())
@@ -179,11 +197,28 @@ def test_what_is_not_there_is_refused() -> None:
         ascend.npu_lightning_indexer(q[0], k[0], weights[0], layout_query="TND", layout_key="TND")
     with pytest.raises(ValueError, match="pre_tokens and next_tokens are"):
         ascend.npu_lightning_indexer(q, k, weights, next_tokens=3)
+    indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"sparse_mode is 4, expected 0 \(no mask\) or 3"):
+        ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, sparse_mode=4)
+    with pytest.raises(ValueError, match="sparse_mode is 1"):
+        ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights, sparse_mode=1)
     with pytest.raises(RuntimeError, match="a gradient is needed"):
         ascend.npu_lightning_indexer(q.requires_grad_(), k, weights)
-    indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="value differs from key"):
         ascend.npu_sparse_flash_attention(torch.randn(1, 3, 2, 8), k, k + 1, indices, SCALE)
+
+
+def test_none_is_causal_and_tokens_mean_nothing_there() -> None:
+    """Ported code passes what the vendor's own examples pass: pre_tokens of other modes, and None for the default."""
+    q, k, weights = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 3, 2)
+    expected = ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights)
+    given = {"sparse_mode": None, "layout": None, "pre_tokens": 65536, "next_tokens": 65536}
+    for got, right in zip(
+        ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights, **given), expected, strict=True
+    ):
+        assert torch.equal(got, right)
+    everything = ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights, sparse_mode=0)
+    assert not torch.equal(everything[1], expected[1])
 
 
 def test_documented_limits() -> None:

@@ -114,7 +114,7 @@ class TestSelftest:
         assert list(torch_rows) == list(OPS)
         assert all(row.passed >= 3 * len(OPS[name].cases) for name, row in torch_rows.items())
         text = selftest.render(report)
-        assert all(name in text for name in (*OPS, torch.__version__, "checks passed."))
+        assert all(name in text for name in (*(f"\n{name}  " for name in OPS), torch.__version__, "checks passed."))
         json.dumps(report.as_dict())
 
     def test_processes_side_by_side_report_the_same(self, monkeypatch):

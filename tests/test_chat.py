@@ -28,7 +28,6 @@ from whorl.serve import chat as chat_module
 from whorl.serve import command
 from whorl.serve.chat import Chat, Screen, describe
 from whorl.serve.conversation import Conversation
-from whorl.serve.thinking import ThinkingSplitter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -107,14 +106,15 @@ def test_several_lines() -> None:
 
 
 def test_save(tmp_path: Path) -> None:
-    asked = ["/save", f"/save {tmp_path}/a.json", f"/save {tmp_path}/a.txt", f"/save {tmp_path}/a.txt"]
+    asked = ["/save", *(f"/save {tmp_path}/{name}" for name in ("a.json", "a.txt", "a.txt", "none/a.txt"))]
     shown = talk(Scripted("Caf\u00e9."), "Where?", *asked, system="Be kind.")
     messages = [("system", "Be kind."), ("user", "Where?"), ("assistant", "Caf\u00e9.")]
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert [(m["role"], m["content"]) for m in found] == messages
     assert (tmp_path / "a.txt").read_text(encoding="utf-8").startswith("system:\nBe kind.\n\nuser:\nWhere?\n\nassist")
     assert "whorl: /save: expected a file name" in shown
-    assert "File exists" in shown, "a file is never written over"
+    assert "a.txt: is there already; choose another name" in shown, "a file is never written over"
+    assert "none/a.txt: No such file or directory" in shown
 
 
 def test_stats() -> None:
@@ -147,11 +147,11 @@ def test_stats_tell_cache_and_drafts() -> None:
 
 
 def test_help_and_unknown_commands() -> None:
-    shown = talk(Scripted(), "/help", "/wrong x", "/think maybe", "/exit", "never read")
+    shown = talk(Scripted(), "/help", "/wrong x", "/think maybe", "/think on", "/exit", "never read")
     for name in ("/reset", "/system", "/save", "/stats", "/help", "/exit", "/think"):
         assert f"{name} " in shown
     assert "whorl: /wrong is not a command. Has: /reset, " in shown
-    assert "whorl: /think maybe: expected on, off or auto" in shown
+    assert "whorl: /think maybe: expected on, off or auto\n(thinking: on)\n" in shown
 
 
 def test_a_space_sends_what_looks_like_a_command() -> None:
@@ -236,13 +236,17 @@ def test_cached_turns_say_what_uncached_ones_do() -> None:
 # ---- thinking
 
 
-def thinks() -> Tokenizer:
-    """SmolLM2's words with Qwen3's think tokens, and a template that strips earlier thinking and can switch it off."""
+def thinks(end: str = "") -> Tokenizer:
+    """SmolLM2's words with Qwen3's think tokens, and a template that strips earlier thinking and can switch it off.
+
+    end: what the template adds.
+    """
     backend = Backend.from_str(smollm2().to_json())
     backend.add_tokens(["<think>", "</think>"])
     source = (
         "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}A: "
         "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+        f"{end}"
     )
     return Tokenizer(backend, eos_ids=[2], roles={}, templates={"default": source})
 
@@ -254,9 +258,9 @@ def test_thinking_is_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown = talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal())
     dim, said = shown.rsplit("\x1b[0m", 1)
-    assert dim.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Hm.\n\nYes.\n"
+    assert dim.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Hm.\n\nYes."
     assert dim.count("\x1b[2m") > 1
-    assert said == "\nParis.\n"
+    assert said == "\n\nParis.\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal()) == "Hm.\n\nYes.\n\nParis.\n"
     assert talk(Scripted(THOUGHT, words=thinks()), "Where?") == "Hm.\n\nYes.\n\nParis.\n"
@@ -272,23 +276,13 @@ def test_thinking_is_kept_apart_in_memory() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_marks_are_found_however_text_is_cut(size: int) -> None:
-    text = "<thin<think>\n\na < b</thin </think>\n\nanswer <think>more"
-    splitter = ThinkingSplitter()
-    pieces = [p for i in range(0, len(text), size) for p in splitter.add(text[i : i + size])] + splitter.finish()
-    joined: list[tuple[bool, str]] = []
-    for is_thinking, piece in pieces:
-        if joined and joined[-1][0] == is_thinking:
-            joined[-1] = (is_thinking, joined[-1][1] + piece)
-        else:
-            joined.append((is_thinking, piece))
-    assert joined == [(False, "<thin"), (True, "a < b</thin "), (False, "answer "), (True, "more")]
-
-
 def test_a_template_may_open_the_thinking() -> None:
-    assert ThinkingSplitter.after("assistant\n<think>\n").add("hm") == [(True, "hm")]
-    assert ThinkingSplitter.after("assistant\n<think>\n\n</think>\n\n").add("hm") == [(False, "hm")]
+    said = "hm </think>\n\nParis, <think> of course."
+    assert talk(Scripted(said, words=thinks("<think>\n")), "Where?") == "hm\n\nParis, <think> of course.\n"
+
+
+def test_who_cannot_think_may_write_the_marks() -> None:
+    assert talk(Scripted("<think>hm</think>ok"), "Where?") == "<think>hm</think>ok\n"
 
 
 def test_what_steers_a_terminal_does_not_reach_it() -> None:

@@ -1,6 +1,7 @@
 """The command line: what each command prints, its exit code, and what it does not import."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -70,6 +71,17 @@ def test_other_commands_say_that_they_need_torch(command, monkeypatch):
     assert (result.exit_code, result.output) == (2, "whorl: this command needs torch: pip install torch\n")
 
 
+def test_a_terminal_says_that_it_is_starting():
+    """torch takes seconds to import; the line is gone when it is done."""
+    code = "from whorl.options import need_torch; need_torch(); need_torch()"
+    lead, terminal = os.openpty()
+    with os.fdopen(lead, "rb") as shown:
+        subprocess.run([sys.executable, "-c", code], stderr=terminal, check=True, timeout=120)
+        os.close(terminal)
+        assert shown.read1() == b"starting\r\x1b[K"
+    assert in_fresh_python(code).stderr == ""
+
+
 def test_doctor_without_anything_to_look_at():
     result = run("doctor")
     assert result.exit_code == 2
@@ -95,7 +107,10 @@ def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypa
         for backend, found in op["backends"].items():
             assert found["available"] == (found["reason"] is None), backend
     text = run("ops").output
-    assert all(name in text for name in (*OPS, "torch_npu", "yes"))
+    rows = [line.split("  ", 1) for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["operator", *OPS], "a name runs into its neighbour"
+    assert all(row[1].lstrip().startswith("yes") for row in rows[1:])
+    assert "torch_npu" in text
 
 
 @pytest.mark.parametrize(
@@ -106,6 +121,7 @@ def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypa
         (["bench", "ops", "--plot", "nowhere/x.png"], "there is no folder nowhere"),
         (["selftest", "--device", "npu"], "device 'npu' was asked for; this machine has"),
         (["selftest", "--device", "tpu"], "tpu"),
+        (["bench", "decode", "no-such-model"], "no-such-model: no such file or folder"),
         (["bench"], "Usage"),
         (["nonsense"], "No such command"),
     ],

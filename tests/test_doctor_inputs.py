@@ -129,13 +129,13 @@ def test_hugging_face_side_files_are_not_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "lesson"),
     [
-        ({"path": "nowhere"}, "no such file or folder"),
+        ({"path": "nowhere/Qwen3-8B"}, "; a Hugging Face id is not looked up"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "framework": "sglang"}, "choose one of megatron"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "device": "tpu"}, "choose one of cuda, npu"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["mrope_section"]}, "write key=value"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["rotary_operator=rope"]}, "choose one of torch"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "log": "nowhere.log"}, "cannot be read"),
-        ({"path": EXAMPLES / "qwen3_vl_fixed", "trace": "nowhere.json"}, "export_chrome_trace"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "trace": "nowhere.json"}, "(No such file or directory). Give a trace"),
         ({"path": EXAMPLES / "README.md"}, "holds no model config"),
         ({"path": None}, "give a file or folder"),
     ],
@@ -151,7 +151,7 @@ def test_bad_input(arguments: dict[str, Any], lesson: str, capsys: pytest.Captur
     ("name", "content", "lesson"),
     [
         ("config.json", b"{", "is not valid JSON"),
-        ("launch.yaml", b"a: [", "is not valid YAML"),
+        ("launch.yaml", b"a: 1\nb: [", "is not valid YAML: expected the node content.*: line 2 column 5"),
         ("launch.json", b"3", "expected a mapping"),
         ("model.args", b"\xff\xfe\x00", "not UTF-8"),
     ],

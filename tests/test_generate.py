@@ -46,7 +46,7 @@ REFUSED = {
     "--prompt x --pld-no-guard": "--pld-no-guard needs --pld",
     "--prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
     "--prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
-    "--prompt-file no-such-file": "--prompt-file no-such-file: ",
+    "--prompt-file no-such-file": "--prompt-file no-such-file: cannot be read: No such file or directory\n",
     "--prompt x --interactive": "--prompt and --interactive: say one of them",
     "--prompt x --system y": "are written by the chat template: add --chat",
     "--prompt x --no-think": "are written by the chat template: add --chat",
@@ -54,6 +54,8 @@ REFUSED = {
     "--interactive --json": "--json is for one answer",
     "a --model-dir b --prompt x": "MODEL a and --model-dir b are the same thing",
     "no-such-model --prompt x": "no-such-model: no such file or folder",
+    "SmolLM2-135M-Instruct --prompt x": "; leave it out for the default model",
+    "--prompt x --device npu": "device 'npu' was asked for; this machine has",
 }
 
 
@@ -172,12 +174,14 @@ def test_seed_0_is_another_one_each_time(with_llm: Any) -> None:
 def test_prompt_file_and_standard_input(with_llm: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("caf\u00e9 'quoted' \"$HOME\"\n", encoding="utf-8")
-    llm = Scripted("one", "two")
+    llm = Scripted("one", "two", "three", "four")
     with_llm(llm)
     assert run("-f", str(file)).stdout == "one\n"
-    assert run("-f", "-", input="from a pipe").stdout == "two\n"
+    assert run("-f", "-", input="from a pipe\n").stdout == "two\n"
+    assert run(input="by echo\n").stdout == "three\n"
+    assert run("-p", "asked", input="not read").stdout == "four\n"
     prompts = [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len]) for seq in llm.asked]
-    assert prompts == [file.read_text(encoding="utf-8"), "from a pipe"]
+    assert prompts == [file.read_text(encoding="utf-8"), "from a pipe\n", "by echo", "asked"]
 
 
 def test_chat_writes_the_template(with_llm: Any) -> None:

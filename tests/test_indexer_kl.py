@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from whorl.ops import OPS, Op, causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
 from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, indexer_target
+from whorl.ops.sparse_attention.cases import select
 
 BACKENDS = backends_here(indexer_kl)
 PACKAGE = "whorl.ops.sparse_attention"
@@ -29,7 +30,7 @@ def inputs(tokens: int = 5, keys: int = 32, heads: int = 4, k: int = 10, dtype: 
     weights, main_q = torch.randn(tokens, heads, dtype=dtype), torch.randn(tokens, 6, 12, dtype=dtype)
     main_k = torch.randn(keys, 1, 12, dtype=dtype)
     indices = torch.rand(tokens, keys).topk(k).indices.sort(-1).values.int()
-    indices[1, 4:] = -1
+    indices[1:2, 4:] = -1
     found = {"q": q, "k": index_k, "weights": weights, "indices": indices, "main_q": main_q, "main_k": main_k}
     return found | {"main_lse": lse_of(found)}
 
@@ -125,6 +126,25 @@ def test_dense_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[f"{PACKAGE}.indexer"].chunks, "__defaults__", (2 * 12,))
     for g, e in zip(gradients(loss, dense), whole, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-14)
+
+
+def test_dense_loss_has_no_matrix_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 queries and 128 keys, four queries at a time: nothing of 128 x 128 elements is ever made."""
+    v = inputs(tokens=128, keys=128)
+    dense = {n: x for n, x in v.items() if n != "indices"}
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.indexer"].chunks, "__defaults__", (4 * 128,))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    with Watch():
+        dense_indexer_kl_loss(**dense, scale=SCALE)
+    assert 4 * 128 <= largest < 128 * 128
 
 
 def test_a_perfect_indexer_has_no_loss() -> None:
@@ -253,6 +273,60 @@ def awkward() -> dict[str, Values]:
     return cases
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "k", "counts"),
+    [
+        *((2, 20, heads, 9, (9, 4)) for heads in (1, 8, 16, 32, 64, 128)),
+        (1, 1, 2, 1, (1,)),
+        (1, 1, 2, 64, (1,)),
+        (3, 33, 3, 1, (1, 0, 1)),
+        (2, 33, 3, 2048, (33, 0)),
+        (2, 90, 5, 64, (64, 33)),
+        (2, 7, 3, 64, (0, 0)),
+    ],
+    ids=str,
+)
+def test_kernels_are_the_formulas_derivative(
+    tokens: int, keys: int, heads: int, k: int, counts: tuple[int, ...], deterministic: bool, device: str
+) -> None:
+    """Every size against torch's derivative of the formula in fp64: the loss, dq, dk and dweights."""
+    v = inputs(tokens, keys, heads, k=min(k, keys))
+    v["indices"] = select(tokens, keys, k, counts, False, 0.0, "cpu")
+    v["main_lse"] = lse_of(v)
+    kept = [t for t, count in enumerate(counts) if count]
+    some = {n: x if n in ("k", "main_k") else x[kept] for n, x in v.items()}
+    expected = formula(some).sum() if kept else torch.zeros((), dtype=torch.float64)
+    on_device = {n: x.to(device, torch.float32) if x.is_floating_point() else x.to(device) for n, x in v.items()}
+    main = [on_device[n] for n in ("main_q", "main_k", "indices", "main_lse")]
+    target = indexer_target(*main, SCALE, backend="triton")
+    given = {n: on_device[n] for n in ("q", "k", "weights", "indices")}
+    loss, *got = indexer_kl(**given, target=target, deterministic=deterministic, backend="triton")
+    torch.testing.assert_close(loss.sum().cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    grads = gradients(lambda x: formula(x).sum(), some) if kept else [None] * 3
+    for name, g, e in zip(("q", "k", "weights"), got, grads, strict=True):
+        right = torch.zeros_like(v[name])
+        if e is not None:
+            right[slice(None) if name == "k" else kept] = e
+        torch.testing.assert_close(g.cpu().double(), right, rtol=1e-4, atol=2e-5)
+
+
+def unread(device: str) -> Values:
+    """Rows with padding; the first and the last key are NaN and nobody's choice."""
+    values = indexer_kl.make(tokens=(3,), keys=20, heads=2, dim=16, k=5, dtype=torch.float32, device=device)
+    values["indices"] = torch.tensor([[3, 5, 7, -1, -1], [2, -1, -1, -1, -1], [-1] * 5]).int().to(device)
+    values["target"].masked_fill_(values["indices"] < 0, 0)
+    values["k"][[0, -1]] = float("nan")
+    return values
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_that_are_not_selected_are_not_read(deterministic: bool, backend: str, device: str) -> None:
+    found = indexer_kl(**unread(device) | {"deterministic": deterministic}, backend=backend)
+    assert all(not x.isnan().any() for x in found)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", awkward())
@@ -315,6 +389,16 @@ def test_deterministic_gives_the_same_bits(backend: str, device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, indexer_kl(**values, backend=backend), strict=True))
 
 
+def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
+    v = inputs()
+    message = r"q and k are of 5 queries and 31 keys, main_q and main_k of 5 and 32, expected the same"
+    with pytest.raises(ValueError, match=message):
+        our_loss(v | {"k": v["k"][:31], "indices": v["indices"].clamp_max(30)})
+    dense = {n: x for n, x in v.items() if n != "indices"}
+    with pytest.raises(ValueError, match=message):
+        dense_indexer_kl_loss(**dense | {"k": v["k"][:31]}, scale=SCALE)
+
+
 # ---- errors
 
 
@@ -324,6 +408,7 @@ def test_deterministic_gives_the_same_bits(backend: str, device: str) -> None:
         ({"reduction": "max"}, "reduction is 'max', expected one of mean, sum"),
         ({"when": "later"}, "when is 'later', expected one of forward, backward"),
         ({"log": torch.zeros(2)}, r"log is \[2\], expected one element"),
+        ({"indices": torch.full((5, 3), 32).int()}, "indices go from 32 to 32, expected -1 to 31"),
         ({"indices": torch.zeros(5, 3)}, r"indices is \[5, 3\] torch.float32, expected \[5, K\] torch.int32"),
         ({"main_k": torch.zeros(32, 12)}, r"indexer_target: k is \[32, 12\] torch.float32, expected \[S, 1, 12\]"),
         ({"main_lse": torch.zeros(5, 2)}, r"lse is \[5, 2\] torch.float32, expected \[5, 6\]"),
@@ -340,7 +425,7 @@ def test_wrong_arguments_are_named(options: Values, message: str) -> None:
 
 LOGITS, NO_KEY = "tl.exp(logits * scale", "scores = tl.where(valid, scores, "
 FAULTS = {
-    "target normalised per head": (
+    "KL target normalised per head": (
         "indexer_target",
         LOGITS + " - lse[None, :])",
         f"{LOGITS}) / tl.sum({LOGITS}), 0)[None, :]",

@@ -152,6 +152,19 @@ def test_a_fit_finds_the_line() -> None:
     assert a_byte == pytest.approx(2e-9)
 
 
+# ---- the bench
+
+
+def test_a_busy_machine_is_named() -> None:
+    from test_bench_sp import DOCUMENT
+
+    from whorl.bench import sp
+
+    busy = DOCUMENT | {"rows": [row | {"communication_share": -0.3} for row in DOCUMENT["rows"]]}
+    assert "the machine is busy" in sp.render(busy)
+    assert "the machine is busy" not in sp.render(DOCUMENT)
+
+
 # ---- on ranks
 
 

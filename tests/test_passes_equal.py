@@ -11,6 +11,7 @@ from passes_cases import (
     another_graph,
     compiled_dtensor,
     compiled_toy,
+    gated_in_bf16,
     guarded_toy,
     only_rank_0_compiles,
     probed_inputs,
@@ -170,6 +171,13 @@ def test_the_capture_gets_no_guard() -> None:
     found = shared(2).run(guarded_toy)[0]
     assert found["without"]
     assert found["with"] == found["without"]
+
+
+def test_inductor_rounds_both_graphs_alike() -> None:
+    """Left to itself it keeps bf16 in fp32 inside a kernel, and rounds where a graph is cut."""
+    for found in shared(2).run(gated_in_bf16, 7, timeout=600):
+        assert found["runs"] == ["rewritten", "plain", "rewritten"]
+        assert found["equal"] == [True, True]
 
 
 @pytest.mark.slow

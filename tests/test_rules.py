@@ -303,7 +303,7 @@ def test_command_line() -> None:
 
 
 # The reference runs there, because:
-_ONE_CALL = "torch_npu computes target, loss and gradient in one call, and does not say how it scales them"
+_ONE_CALL = "torch_npu computes target, loss and gradient in one call, which indexer_kl_loss makes"
 WITHOUT_TORCH_NPU = {
     "dequantize": "npu_anti_quant has a scale for each channel, not for each token",
     "index_scores": "npu_lightning_indexer gives the scores of the chosen keys only",
@@ -314,8 +314,6 @@ WITHOUT_TORCH_NPU = {
     "dense_indexer_kl": _ONE_CALL,
     "hadamard": "torch_npu has none",
     "hadamard_backward": "torch_npu has none",
-    "sparse_attention": "npu_sparse_flash_attention is not yet behind this contract: other statistics, a causal frame",
-    "sparse_attention_backward": "as sparse_attention",
     "masked_attention": "npu_fusion_attention takes a byte, not a bit, for each query and key",
     "masked_attention_backward": "as masked_attention",
     "selection_mask": "for masked_attention alone",

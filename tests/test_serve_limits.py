@@ -14,6 +14,8 @@ import pytest
 import torch
 from serving import ALPHABET, MODEL, Served, serving, told, wait_until
 
+from whorl.serve.openai import prepare
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -50,7 +52,16 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"content": "hi"}]}, "messages.0.role"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "url": 1}]}
+                ]
+            },
+            "messages.0.content.1.type: Input should be 'text', not 'image_url' (and 2 more)",
+        ),
+        (CHAT, {"messages": MESSAGES, "temperature": -1, "top_p": 7}, "greater than or equal to 0 (and 1 more)"),
         (CHAT, {"messages": MESSAGES, "temperature": -1}, "temperature"),
         (CHAT, {"messages": MESSAGES, "temperature": "warm"}, "temperature"),
         (CHAT, {"messages": MESSAGES, "n": 0}, "n"),
@@ -61,14 +72,19 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": MESSAGES, "min_tokens": 5000}, "min_tokens"),
         (CHAT, {"messages": MESSAGES, "min_tokens": 5, "max_tokens": 2}, "min_tokens"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"messages": MESSAGES, "stop": ""}, "stop"),
+        (CHAT, {"messages": MESSAGES, "stop": ""}, "stop: String should have at least 1 character"),
+        (CHAT, {"messages": MESSAGES, "stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
         (CHAT, {"messages": MESSAGES, "stop": ["a"] * 17}, "stop"),
         (CHAT, {"messages": MESSAGES, "logit_bias": {"99999": 1}}, "logit_bias"),
         (CHAT, {"messages": MESSAGES, "logit_bias": {"1": 101}}, "logit_bias"),
         (CHAT, {"messages": MESSAGES, "seed": 2**64}, "seed"),
         (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"messages": MESSAGES, "temprature": 1}, "temprature: is not a parameter"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "json_schema"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
+            "response_format: type json_schema and a",
+        ),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tools"),
         (CHAT, {"messages": MESSAGES, "tools": [TOOL, TOOL]}, "twice"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -136,8 +152,8 @@ def test_an_overlong_prompt_has_openais_code(served: Served) -> None:
 
 
 def test_wrong_addresses_models_and_methods(served: Served) -> None:
-    refused(served.http.get("/nowhere"), 404)
-    refused(served.http.get(CHAT), 405)
+    assert "/openapi.json lists" in refused(served.http.get("/nowhere"), 404)["message"]
+    assert f"GET {CHAT}: this address takes POST" in refused(served.http.get(CHAT), 405)["message"]
     error = refused(served.http.post(CHAT, json={"messages": MESSAGES, "model": "gpt-9"}), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     refused(served.http.get("/v1/models/gpt-9"), 404)
@@ -362,3 +378,12 @@ def test_threads_of_torch_are_left_alone(served: Served) -> None:
     before = torch.get_num_threads()
     served.complete("a", max_tokens=1, model=MODEL)
     assert torch.get_num_threads() == before
+
+
+def test_an_address_that_is_taken_is_refused_before_loading() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1, port {port}: Address already in use"):
+            prepare("no-such-model", port=port)
+    with pytest.raises(ValueError, match="no-such-model: no such file or folder"):
+        prepare("no-such-model", port=port)

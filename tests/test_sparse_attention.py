@@ -1,8 +1,10 @@
 """Sparse and masked attention: against torch's own attention, on every awkward selection, with faults planted."""
 
 import functools
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from test_planted_faults import Fault, first_red, plant
 from torch import Tensor
 
 from whorl.bench.ops import workspace
-from whorl.ops import OPS, sparse_attention
+from whorl.ops import OPS, causal_bounds, indexer_kl_loss, lightning_indexer, sparse_attention
 from whorl.ops._op import Values
 from whorl.ops.sparse_attention import choose_attention, launch, masked_attention, selection_mask
 from whorl.ops.sparse_attention.cases import DEEPSEEK, MLA_SCALE, select
@@ -79,6 +81,34 @@ def test_absorbed_mla_is_ordinary_attention_of_its_heads() -> None:
     torch.testing.assert_close(absorbed_lse, lse)
 
 
+def test_a_packed_batch_is_its_sequences_one_by_one() -> None:
+    """Choice, attention and the indexer's loss, with all gradients; a batch is a packed stream of equal lengths."""
+    lengths, heads = [5, 1, 9], 3
+    count = sum(lengths)
+    leaves = [
+        x.requires_grad_() for x in tensors((count, heads, 24), (count, 1, 24), (count, 2, 8), (count, 8), (count, 2))
+    ]
+    dout = torch.randn(count, heads, 16, dtype=torch.float64, device=DEVICE)
+
+    def run(
+        q: Tensor, kv: Tensor, index_q: Tensor, index_k: Tensor, weights: Tensor, dout: Tensor, **bounds: Tensor
+    ) -> Tensor:
+        with torch.no_grad():
+            indices, _ = lightning_indexer(index_q, index_k, weights, 4, **bounds)
+        out, lse = sparse_attention(q, kv, indices, 0.3, value_dim=16)
+        main = (index_q, index_k, weights, indices, q, kv, lse)
+        return (out * dout).sum() + indexer_kl_loss(*main, scale=0.3, reduction="sum")
+
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    starts, ends = causal_bounds(count, count, cu_seqlens=edges.to(DEVICE))
+    packed = run(*leaves, dout, starts=starts, ends=ends)
+    parts = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]
+    alone = sum(run(*(x[part] for x in leaves), dout[part]) for part in parts)
+    torch.testing.assert_close(packed, alone)
+    for got, expected in zip(torch.autograd.grad(packed, leaves), torch.autograd.grad(alone, leaves), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 # ---- selections that have broken such kernels
 
 
@@ -106,6 +136,40 @@ def test_any_number_of_heads(heads: int) -> None:
     q, kv = tensors((2, heads, 24), (20, 1, 24), dtype=torch.float32)
     indices = select(2, 20, 18, (18, 7), False, 0.0, DEVICE)
     assert_alike(*run_both(q, kv, indices, 16, deterministic=heads == 8))
+
+
+def run_masked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[list[Tensor]]:
+    """out, lse, dq, dk and dv, by the kernels and by torch's derivative of the reference in fp64."""
+    bits = selection_mask(indices, k.shape[0])
+    dout, dlse = tensors((*q.shape[:2], v.shape[2]), tuple(q.shape[:2]), dtype=q.dtype)
+    found = []
+    for run, wide in (
+        (functools.partial(masked_attention, backend="triton"), q.dtype),
+        (masked_attention.reference, torch.float64),
+    ):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        results = run(*leaves, bits, 0.3)
+        grads = torch.autograd.grad(results, leaves, (dout.to(wide), dlse.to(wide)))
+        found.append([*(x.detach() for x in results), *grads])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads"),
+    [(1, 1), (8, 8), (16, 2), (32, 1), pytest.param(64, 64, marks=pytest.mark.slow), (128, 16)],
+)
+def test_any_number_of_masked_heads(heads: int, key_heads: int) -> None:
+    q, k, v = tensors((2, heads, 24), (20, key_heads, 24), (20, key_heads, 16), dtype=torch.float32)
+    assert_alike(*run_masked(q, k, v, select(2, 20, 18, (18, 7), False, 0.0, DEVICE)))
+
+
+@pytest.mark.parametrize(("keys", "topk"), [(1, 1), (1, 64), (33, 1), (33, 2048), (100, 64)])
+@pytest.mark.parametrize("counts", [(), (0,)], ids=["all of them", "none"])
+def test_any_number_of_masked_keys(keys: int, topk: int, counts: tuple[int, ...]) -> None:
+    q, k, v = tensors((1, 2, 17), (keys, 2, 17), (keys, 2, 13), dtype=torch.float32)
+    got, expected = run_masked(q, k, v, select(1, keys, topk, counts, False, 0.0, DEVICE))
+    assert_alike(got, expected)
+    assert not counts or not any(x.any() for x in (got[0], *got[2:]))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +242,16 @@ def test_a_backward_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         assert_alike(*run_both(q, kv, indices, 16, deterministic))
 
 
+def test_scratch_memory_is_bounded_in_every_shape() -> None:
+    """Of few selected keys many tokens go at a time; the place of each key in each of them counts as well."""
+    for heads, dim, topk, keys in ((16, 64, 64, 32768), (1, 16, 1, 131072), (128, 576, 2048, 32768)):
+        job = SimpleNamespace(heads=heads, dim=dim, topk=topk, num_keys=keys, count=2**20, deterministic=True)
+        job.q, job.pitch = torch.empty(1, dtype=torch.bfloat16, device=DEVICE), -(-topk // 64) * 64
+        tokens = launch._Backward._tokens_at_a_time(job)  # type: ignore[arg-type]
+        each = (4 * keys, 4 * topk * dim, 4 * heads * job.pitch)
+        assert max(each) * tokens <= launch.SCRATCH
+
+
 def test_deterministic_gradients_have_the_same_bits_ten_times() -> None:
     q, kv = tensors((20, 4, 32), (12, 1, 32), dtype=torch.float32)
     indices = select(20, 12, 8, (), False, 0.0, DEVICE)
@@ -221,6 +295,23 @@ def test_hopper_kernels_agree_with_the_plain_ones(heads: int, monkeypatch: pytes
             with monkeypatch.context() as context:
                 context.setattr(launch, "gluon_reason", lambda *_: "not now")
                 check(OPS[name], "triton", values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hopper_kernels_read_selected_keys_only(deterministic: bool) -> None:
+    q, kv = tensors((4, 64, 576), (300, 1, 576), dtype=torch.bfloat16)
+    kv[0] = kv[-1] = float("nan")
+    indices = torch.full((4, 256), -1, dtype=torch.int32, device=DEVICE)
+    for row, count in enumerate((256, 65, 1)):
+        indices[row, :count] = torch.arange(1, count + 1)
+    assert launch.gluon_reason(64, 576, 512, torch.bfloat16, q.device) is None
+    out, lse = sparse_attention(q, kv, indices, MLA_SCALE, value_dim=512, backend="triton")
+    more = {"scale": MLA_SCALE, "deterministic": deterministic, "backend": "triton"}
+    dq, dkv = OPS[BACKWARD](torch.randn_like(out), q, kv, indices, out, lse, **more)
+    assert all(not x.isnan().any() for x in (out, lse, dq, dkv))
+    assert not dkv[0].any()
+    assert not dkv[257:].any()
 
 
 def deepseek_backward(tokens: int, keys: int, deterministic: bool) -> Values:
@@ -302,13 +393,19 @@ def test_short_sequences_are_masked_long_ones_gathered() -> None:
 
 FAULTS = [
     Fault("missing -1 guard", PLAIN, SPARSE, "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
-    Fault("scale of the latent", PLAIN, SPARSE, "scores * scale, float", "scores * 0.0601122, float"),
+    Fault("576^-0.5 scale", PLAIN, SPARSE, "scores * scale, float", "scores * 0.0601122, float"),
     Fault("infinite maximum", MASKED, "masked_attention", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
     Fault("lse in powers of two", PLAIN, SPARSE, "(safe)) * LN_2", "(safe))"),
     Fault("old sums not shrunk", PLAIN, SPARSE, "total * shrink + ", "total + "),
     Fault("rest channels left out", PLAIN, SPARSE, "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
     Fault("first head block only", PLAIN, SPARSE, "lse, mask=heads < H", "lse, mask=heads < H - 1"),
-    Fault("dv not added", PLAIN, BACKWARD, "tl.trans(p), dout, share", "0 * tl.trans(p), dout, share"),
+    Fault(
+        "dV not added into dK's first columns",
+        PLAIN,
+        BACKWARD,
+        "tl.trans(p), dout, share",
+        "0 * tl.trans(p), dout, share",
+    ),
     Fault("delta forgotten", PLAIN, BACKWARD, "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
     Fault("dlse ignored", PLAIN, BACKWARD, "delta -= tl.load", "delta -= 0 * tl.load"),
     Fault("dq unscaled", PLAIN, BACKWARD, "delta[:, None]) * scale).to", "delta[:, None])).to"),

@@ -42,6 +42,7 @@ TWO_RANKS = {
     "pp, interleaved": Layout(pp=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
     "pp, DualPipeV": Layout(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
 }
+SPLIT = TWO_RANKS["pp, DualPipeV"]
 MORE_ON_TWO_RANKS = {
     "fsdp, predicting further": Layout(model=(("n_mtp_layers", 1),)),
     "fsdp, every converter, selective checkpointing": Layout(converters=CONVERTERS, checkpointing="selective"),
@@ -52,6 +53,11 @@ MORE_ON_TWO_RANKS = {
     "ep, predicting further": Layout(ep=2, model=(("n_mtp_layers", 1),)),
     "pp, warm-up": Layout(pp=2, stage="warmup"),
     "pp, zero bubble": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),)),
+    "pp, zero bubble, every converter": Layout(
+        pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),), converters=CONVERTERS
+    ),
+    "pp, zero bubble, warm-up": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 6),), stage="warmup"),
+    "pp, zero bubble, interleaved": Layout(pp=2, schedule="InterleavedZeroBubble", model=(("n_layers", 4),)),
     "cp, warm-up": Layout(cp=2, stage="warmup"),
 }
 FOUR_RANKS = {
@@ -349,13 +355,14 @@ def _refused(layout: Layout, length: int) -> str:
     from whorl.titan.cpu import install
 
     install()
-    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from titan_layouts import _pipelined, _plain, _update
 
     config = job(layout)
-    config.training.seq_len = length
+    config.training.seq_len, config.training.local_batch_size = length, BATCH
     model = build(config, **dict(layout.model))
     try:
-        parallelize_deepseek_v32(model, dims(layout), config)
+        step = (_pipelined if layout.pp > 1 else _plain)(model, dims(layout), config)
+        _update(step.parts, dims(layout), config)
     except ValueError as error:
         return str(error)
     return "taken"
@@ -368,6 +375,9 @@ def _refused(layout: Layout, length: int) -> str:
         (Layout(tp=2, model=(("n_heads", 3),)), LENGTH, "3 heads cannot be shared out over 2"),
         (Layout(replicate=2), LENGTH, "data_parallel_replicate_degree is 2 without shards"),
         (Layout(cp=2, balancer="ptrr"), LENGTH, "expected 'headtail'"),
+        (dataclasses.replace(SPLIT, checkpointing="full"), LENGTH, "activation_checkpoint.mode is 'full'"),
+        (dataclasses.replace(SPLIT, compiled=True), LENGTH, "DualPipeV, splits backward"),
+        (dataclasses.replace(SPLIT, stage="warmup"), LENGTH, "a pipeline stage (norm, output"),
     ],
 )
 def test_what_does_not_fit_is_refused(layout: Layout, length: int, words: str) -> None:

@@ -1,10 +1,13 @@
 """The plug-in in TorchTitan: what it registers, that it changes nothing, what it needs of the version installed."""
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,9 @@ def test_torchtitan_is_as_expected(registered: Any) -> None:
     )
 
 
+OWN = ("self", "super()")  # whose attributes are a base class's, perhaps
+
+
 def held() -> dict[str, set[str]]:
     """What the modules of whorl/titan import from TorchTitan, as module:name."""
     found: dict[str, set[str]] = {}
@@ -123,7 +129,8 @@ def held() -> dict[str, set[str]]:
 
 
 def test_every_name_that_is_used_is_watched() -> None:
-    points = [*upstream.SIGNATURES, *upstream.FIELDS, *upstream.CONSTANTS, *upstream.SOURCES, *upstream.NAMES]
+    points = [*upstream.FIELDS, *upstream.ATTRIBUTES, *upstream.CONSTANTS, *upstream.NAMES]
+    points += [*upstream.SIGNATURES, *upstream.SOURCES]
     watched = set()
     for point in points:
         module, _, path = point.partition(":")
@@ -132,6 +139,35 @@ def test_every_name_that_is_used_is_watched() -> None:
         value = upstream.resolve(name)
         is_module = isinstance(value, type(ast))
         assert is_module or name in points or id(value) in watched, f"{name}, used by {files}, is not in upstream.py"
+
+
+def extended() -> Iterator[tuple[type, ast.ClassDef]]:
+    """Classes of whorl/titan, and their text, that have one of TorchTitan's above them."""
+    for path in TITAN.rglob("*.py"):
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        if path.name == "v030.py" or not nodes:
+            continue
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        yield from ((getattr(module, node.name), node) for node in nodes)
+
+
+def test_every_method_and_attribute_that_is_used_is_watched() -> None:
+    """Of TorchTitan's classes by classes of ours: what is replaced, and what is read through self and super()."""
+    watched = {(upstream.owner(p), p.rpartition(".")[2]) for p in (*upstream.SIGNATURES, *upstream.SOURCES)}
+    attributes = {upstream.resolve(p): set(names.split()) for p, names in upstream.ATTRIBUTES.items()}
+    found = 0
+    for cls, node in extended():
+        bases = [base for base in cls.__mro__[1:] if base.__module__.split(".")[0] == "torchtitan"]
+        used = {a.attr for a in ast.walk(node) if isinstance(a, ast.Attribute) and ast.unparse(a.value) in OWN}
+        set_here = {a.attr for a in ast.walk(node) if isinstance(a, ast.Attribute) and isinstance(a.ctx, ast.Store)}
+        names = used | {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+        methods = {n: next((b for b in bases if inspect.isfunction(vars(b).get(n))), None) for n in names}
+        missing = {f"{base.__name__}.{n}" for n, base in methods.items() if base and (base, n) not in watched}
+        read = {n for base in bases for n in (used - set_here) & upstream.set_on_self(base)}
+        missing |= read - {n for base in bases for n in attributes.get(base, ())}
+        assert not missing, f"{missing}, used by {cls.__name__}, are not in upstream.py"
+        found += len(read) + sum(base is not None for base in methods.values())
+    assert found > 30  # so that a walk that finds nothing does not pass
 
 
 def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +181,7 @@ def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe.MoE, "__init__", forward)
     monkeypatch.setattr(checkpoint, "MODEL", "weights")
     monkeypatch.setitem(upstream.FIELDS, "torchtitan.models.moe.moe:MoEArgs", "num_experts no_such_field")
+    monkeypatch.setitem(upstream.ATTRIBUTES, "torchtitan.train:Trainer", "step no_such_attribute")
     monkeypatch.setattr(upstream, "NAMES", ["torchtitan.nothing:x", "torchtitan.train:no_such_name"])
     found = "\n".join(upstream.drift())
     for expected in (
@@ -152,6 +189,7 @@ def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "torchtitan.models.moe.moe:MoE.__init__ takes (self, x, extra), expected (self, moe_args, dim, hidden_dim)",
         "torchtitan.components.checkpoint:MODEL is 'weights', expected 'model'",
         "torchtitan.models.moe.moe:MoEArgs has no field no_such_field any more",
+        "torchtitan.train:Trainer does not set no_such_attribute any more",
         "torchtitan.nothing:x is gone: No module named 'torchtitan.nothing'",
         "torchtitan.train:no_such_name is gone",
     ):
@@ -212,19 +250,44 @@ def torchtitan_030() -> str | None:
     return folder if folder and (Path(folder) / "torchtitan").is_dir() else None
 
 
-@pytest.mark.skipif(torchtitan_030() is None, reason="TORCHTITAN_030 names no folder with TorchTitan 0.3 and its needs")
-def test_overrides_of_torchtitan_030() -> None:
+needs_030 = pytest.mark.skipif(
+    torchtitan_030() is None, reason="TORCHTITAN_030 names no folder with TorchTitan 0.3 and its needs"
+)
+
+
+def python_030(*command: str, **environment: str) -> Any:
+    """What Python prints last with TorchTitan 0.3 on its path, as JSON."""
+    path = os.pathsep.join((str(torchtitan_030()), str(ROOT), str(ROOT / "tests")))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "titan_v030.py")],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(torchtitan_030()), str(ROOT)))},
+        env=os.environ | {"PYTHONPATH": path} | environment,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_030
+def test_overrides_of_torchtitan_030() -> None:
+    found = python_030(str(ROOT / "tests" / "titan_v030.py"))
     assert found["version"].startswith("0.3")
     assert min(found["matched"].values()) >= 5, found
     # float32 in another order; the experts' products are rounded to bf16 in both
     assert max(found["errors"].values()) < 1e-6, found
+
+
+@needs_030
+def test_torchtitan_030_trains_with_overrides(tmp_path: Path) -> None:
+    """Its own trainer and model on one CPU rank: the losses are those without."""
+    store = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    code = "import sys, titan_v030_train; titan_v030_train.main(sys.argv[1:])"
+    names = ("whorl_rms_norm", "whorl_rope", "whorl_gmm", "whorl_permute")
+    overrides = [f"whorl.titan.v030.{name}" for name in names]
+    plain, ours = (python_030("-c", code, *more, **store, DUMP_FOLDER=str(tmp_path)) for more in ([], overrides))
+    assert not any("Whorl" in name for name in plain["modules"])
+    assert {"WhorlRMSNorm", "WhorlComplexRoPE", "WhorlGroupedExperts"} <= set(ours["modules"])
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert ours["losses"][-1] < ours["losses"][0]

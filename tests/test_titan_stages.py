@@ -12,7 +12,7 @@ pytest.importorskip("torchtitan")
 from tiny_deepseek import make_model, tiny
 
 from whorl.titan.deepseek_v32 import health
-from whorl.titan.deepseek_v32.core import Core
+from whorl.titan.deepseek_v32.core import Core, pop_log
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.deepseek_v32.stages import apply_stage, is_indexer
 
@@ -116,13 +116,15 @@ def test_stage_is_a_switch() -> None:
         apply_stage(model, "dense")
 
 
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("path", PATHS)
-def test_gradients_of_inputs_and_of_parameters_apart(path: str) -> None:
-    """As zero-bubble schedules take them: the same gradients."""
+def test_gradients_of_inputs_and_of_parameters_apart(path: str, stage: str) -> None:
+    """As zero-bubble schedules take them: the same gradients, and every layer's loss is counted once."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    model = make_model(tiny(n_layers=2), path)
+    model = make_model(tiny(n_layers=2, stage=stage), path)
     x, flow = torch.randn(2, 1, S, 64).unbind(0)
+    logs = [layer.attention.core for layer in model.layers.values()]
 
     def forward() -> tuple[Tensor, Tensor]:
         h = start = x.clone().requires_grad_()
@@ -133,13 +135,19 @@ def test_gradients_of_inputs_and_of_parameters_apart(path: str) -> None:
     start, out = forward()
     out.backward(flow)
     expected = {name: p.grad for name, p in model.layers.named_parameters()}
+    losses = [pop_log(core.kl).item() for core in logs]
+    assert min(losses) > 0
     model.zero_grad(set_to_none=True)
     again, out = forward()
     (found,), groups = stage_backward_input([out], [flow], [again], model.layers.parameters())
     stage_backward_weight(model.layers.parameters(), groups)
     assert torch.allclose(found, start.grad, atol=1e-5)
     for name, parameter in model.layers.named_parameters():
-        assert torch.allclose(parameter.grad, expected[name], atol=1e-5), name
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            assert torch.allclose(parameter.grad, expected[name], atol=1e-5), name
+    assert [pop_log(core.kl).item() for core in logs] == pytest.approx(losses)
 
 
 # ---- health

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import titan_job
 import torch
 from rich.console import Console
 from titan_models import job
@@ -233,6 +235,39 @@ def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", 312e12) == 312e12
     assert peak_flops("Some new card", 312e12) is None, "TorchTitan's guess"
     assert peak_flops("Ascend910_9392", 312e12) == 376e12
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("1F1B", 6), ("ZBVZeroBubble", 0), ("DualPipeV", 0), ("dualpipev", 0)])
+def test_the_rank_that_knows_the_loss_tells_it(schedule: str, rank: int) -> None:
+    from whorl.titan.metrics import metrics_rank
+
+    config = job()
+    config.parallelism.pipeline_parallel_schedule = schedule
+    dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
+    assert metrics_rank(dims, config) == rank
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 lets a rank of a V send to itself, where gloo hangs")
+def test_a_v_shaped_pipeline_tells_loss_and_divergence(tmp_path: Path) -> None:
+    """Through the trainer: the loss, and the indexers' of every layer."""
+    pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV")
+    more = (
+        "--model.flavor",
+        "deeper",
+        "--training.steps",
+        "2",
+        "--training.local_batch_size",
+        "4",
+        "--metrics.log_freq",
+        "1",
+    )
+    titan_job.run(["--job.dump_folder", str(tmp_path), *pipeline, *more], size=2)
+    for step in display.read(tmp_path).steps:
+        assert step["loss"] > 1
+        divergences = {name: value for name, value in step.items() if name.startswith("indexer_kl/")}
+        assert divergences
+        assert min(divergences.values()) > 0, divergences
 
 
 # ---- text

@@ -36,7 +36,13 @@ STUB, PROVE = HERE / "npu" / "cann_stub.py", HERE / "npu" / "prove.py"
 
 NAMES = [name for name in ascend.__all__ if name != "limits"]
 NPU_OPS = [op.name for op in OPS.values() if "torch_npu" in op.impls]
-ONLY_16_BITS = ("dynamic_quant", "lightning_indexer", "paged_attention")
+ONLY_16_BITS = (
+    "dynamic_quant",
+    "lightning_indexer",
+    "paged_attention",
+    "sparse_attention",
+    "sparse_attention_backward",
+)
 # In 16 bits torch_npu rounds the table too, and a fused operator may round between its parts: observed up to 1.7.
 ALLOWED = 2.0
 # Both grouped products round to 16 bits where the reference stays in fp32: expected 1.6, observed up to 2.0.
@@ -99,7 +105,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         built = build(find_wheel(VERSION))
         return run_proof(
             out,
-            ["signatures", "gradients", "calls", "fake"],
+            ["signatures", "gradients", "calls", "losses", "fake"],
             LD_LIBRARY_PATH=str(built / "stub"),
             PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
@@ -205,6 +211,23 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert any(row["dtype"] == dtype for row in ran), f"{name}: every {dtype} case was refused: {rows}"
     if f"{name}_backward" in OPS:
         assert any("backward" in row for row in ran), f"{name}: no case ran its backward"
+
+
+FUSED = {
+    "indexer_kl_loss": ["npu_sparse_lightning_indexer_grad_kl_loss"],
+    "dense_indexer_kl_loss": ["npu_dense_lightning_indexer_grad_kl_loss", "npu_dense_lightning_indexer_softmax_lse"],
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_losses_are_one_fused_call(proof: dict[str, Any], name: str) -> None:
+    """With the gradients, equal to target and divergence one after the other; and on a fake NPU."""
+    rows = [row for row in proof["losses"] if row["loss"] == name]
+    assert rows
+    for row in rows:
+        assert row["called"] == FUSED[name]
+        assert row["found"]["ratio"] <= ALLOWED, row
+    assert name in proof["fake_losses"]
 
 
 @pytest.mark.parametrize("name", NPU_OPS)

@@ -64,6 +64,7 @@ def test_dtypes_are_converted_and_said(
         model = load(folder, progress=True)
     name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}[stored]
     assert f"21 tensors, {name} to float32" in caplog.text
+    assert capsys.readouterr().err == "", "the bar is for terminals"
     q = model.model.layers[0].self_attn.qkv_proj.weight[:32]
     assert q.dtype == torch.float32
     assert torch.equal(q, load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float())

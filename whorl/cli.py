@@ -6,6 +6,7 @@ Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
 import importlib.util
 import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -78,7 +79,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and exit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
@@ -96,7 +97,7 @@ def doctor(
         typer.Option(help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf or torchtitan. Default: guessed."),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="It will be trained: gradients matter.")] = False,
     device: Annotated[str | None, typer.Option(help="npu or cuda: where it will run.")] = None,
@@ -116,6 +117,7 @@ def doctor(
 
 def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
     """Names of `given` are those of `Options`; `check` refuses what does not go together."""
+    plain: dict[str, Any] = {name: v.value if isinstance(v, StrEnum) else v for name, v in given.items()}
     need_torch()
     need_engine(command)
     from whorl.serve.command import Options, prepare
@@ -123,14 +125,17 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **given: 
     with asking():
         if model is not None and model_dir is not None:
             raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
-        work = prepare(Options(model=model or model_dir, **given))
+        work = prepare(Options(model=model or model_dir, **plain))
     sys.exit(work())
 
 
 @app.command()
 def generate(
     model: Model = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to go on from.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="What to go on from. Default: what is piped in."),
+    ] = None,
     prompt_file: Annotated[
         str | None,
         typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is in a file; -: standard input."),
@@ -178,7 +183,7 @@ def generate(
     with asking():
         from whorl.serve.command import read_prompt
 
-        given["prompt"] = read_prompt(prompt, prompt_file)
+        given["prompt"] = read_prompt(prompt, prompt_file, or_pipe=not interactive)
     _run_model("generate", stream=not no_stream, **given)
 
 
@@ -241,10 +246,11 @@ def ops(as_json: Json = False) -> None:
         print_json({"device": device, "device_name": device_name(device), "operators": operators})
         return
     cells = {name: [_availability(found[name], b) for b in BACKENDS] for name in OPS}
-    widths = [max(len(row[i]) for row in [*cells.values(), BACKENDS]) for i in range(len(BACKENDS))]
+    rows = [(name, *row) for name, row in {"operator": BACKENDS, **cells}.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"device {device}: {device_name(device)}\n")
-    for name, row in {"operator": BACKENDS, **cells}.items():
-        print(f"{name:<24}" + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _availability(found: dict[str, str | None], backend: str) -> str:
@@ -278,12 +284,15 @@ def selftest(
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0: any that is free.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="WHORL_API_KEY", metavar="KEY", help="Clients must send it as a bearer token.")
     ] = None,
     names: Annotated[
-        list[str] | None, typer.Option("--name", help="What clients may call the model; default: its own name.")
+        list[str] | None,
+        typer.Option(
+            "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
+        ),
     ] = None,
     max_seq: MaxSeq = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
@@ -292,7 +301,8 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
     origins: Annotated[
-        list[str] | None, typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS). Default: none.")
+        list[str] | None,
+        typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
     ] = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = Sp.off,
@@ -317,8 +327,9 @@ def serve(
         openai.need_extra()
         if model is not None and model_dir is not None:
             raise ValueError(f"serve: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
+        where = device.value if device else None
         drafting = Options(
-            pld=pld, pld_k=pld_k, draft_model=draft_model, draft_k=draft_k, draft_fixed=draft_fixed, device=device
+            pld=pld, pld_k=pld_k, draft_model=draft_model, draft_k=draft_k, draft_fixed=draft_fixed, device=where
         )
         drafting.check_drafting()
         run = openai.prepare(
@@ -326,7 +337,7 @@ def serve(
             host=host,
             port=port,
             names=names or (),
-            device=device.value if device else None,
+            device=where,
             dtype=dtype.value if dtype else None,
             max_model_len=max_seq,
             max_num_seqs=max_num_seqs,
@@ -357,7 +368,9 @@ def train(
             metavar="RECIPE", help="tiny, debug, 4l, 8l, 671b or a .toml file; TorchTitan's own options may follow."
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Of this machine. Default: its accelerators, or 1.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: one for each accelerator, or 1.")
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Set an earlier run in the folder aside; do not go on.")
     ] = False,
@@ -374,12 +387,13 @@ def train(
             rich_help_panel=PLAN,
         ),
     ] = None,
-    cards: Annotated[int | None, number("--cards", panel=PLAN, least=1, text="Of the cluster.")] = None,
+    cards: Annotated[int | None, number("--cards", panel=PLAN, least=1, text="Cards of the cluster.")] = None,
     dies: Annotated[
-        int | None, number("--dies", panel=PLAN, least=1, text="Of a card; each is a rank. Default: the hardware's.")
+        int | None,
+        number("--dies", panel=PLAN, least=1, text="Dies of a card; each is a rank. Default: the hardware's."),
     ] = None,
     memory: Annotated[
-        float | None, number("--memory", panel=PLAN, text="Of a die, in GB. Default: the hardware's.")
+        float | None, number("--memory", panel=PLAN, text="Memory of a die, in GB. Default: the hardware's.")
     ] = None,
     seq: Annotated[int, number("--seq", panel=PLAN, least=1, text="Tokens of a sequence.")] = 4096,
     batch: Annotated[

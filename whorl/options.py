@@ -1,8 +1,10 @@
 """What commands share: how they refuse, and the options that several of them take, each written once. No torch here."""
 
 import contextlib
+import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn
@@ -50,8 +52,13 @@ def asking() -> Iterator[None]:
 
 
 def need_torch() -> None:
+    """Refuse where it is not installed; else a terminal shows that something happens in the seconds of its import."""
     if importlib.util.find_spec("torch") is None:
         stop("this command needs torch: pip install torch")
+    if "torch" not in sys.modules and sys.stderr.isatty():
+        print("starting", end="", file=sys.stderr, flush=True)
+        importlib.import_module("torch")
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def need_engine(command: str) -> None:
@@ -87,11 +94,14 @@ ModelDir = Annotated[
 ]
 ModelDevice = Annotated[Device | None, flag("--device", panel=MODEL, text="Default: the best this machine has.")]
 ModelDtype = Annotated[
-    Dtype | None, flag("--dtype", panel=MODEL, text="Of the weights. Default: the model's; float32 on a CPU.")
+    Dtype | None,
+    flag("--dtype", panel=MODEL, text="Of the weights as they are kept. Default: the model's; float32 on a CPU."),
 ]
 MaxSeq = Annotated[
     int | None,
-    number("--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together. Default: what fits."),
+    number(
+        "--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together, in tokens. Default: what fits."
+    ),
 ]
 TensorParallel = Annotated[
     int | None,
@@ -121,15 +131,31 @@ TopK = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    number("--top-p", panel=SAMPLING, least=0, most=1, text="Sample from the likeliest that make up N; 1: all."),
+    number(
+        "--top-p", panel=SAMPLING, least=0, most=1, text="Sample from the likeliest, of N probability together; 1: all."
+    ),
 ]
 MinP = Annotated[
     float | None,
-    number("--min-p", panel=SAMPLING, least=0, most=1, text="Leave out what is under N of the likeliest; 0: none."),
+    number(
+        "--min-p",
+        panel=SAMPLING,
+        least=0,
+        most=1,
+        text="Leave out what is less than N times as likely as the likeliest; 0: none.",
+    ),
 ]
-Seed = Annotated[int, number("--seed", "-s", panel=SAMPLING, text="0: another one each time.")]
+Seed = Annotated[
+    int, number("--seed", "-s", panel=SAMPLING, text="The same seed, the same text; 0: another one each time.")
+]
 MaxTokens = Annotated[
-    int | None, number("--max-tokens", "--n-predict", "-n", panel=SAMPLING, least=1, text="Longest answer.")
+    int | None,
+    number(
+        *("--max-tokens", "--n-predict", "-n"),
+        panel=SAMPLING,
+        least=1,
+        text="Longest answer, in tokens. Default: 256; in a chat what fits.",
+    ),
 ]
 System = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", help="The system message.", rich_help_panel=CHAT)

@@ -422,17 +422,18 @@ def _rule(device: str) -> str:
 
 def render(report: Report) -> str:
     """The report as text to paste into a bug report."""
+    width = 2 + max(len(name) for name in ("operator", *(row.operator for row in report.rows)))
     lines = [
         "whorl selftest",
         f"device    {report.device}: {report.device_name}",
         "versions  " + ", ".join(f"{n} {v}" for n, v in report.versions.items()),
         f"rule      {_rule(report.device)}",
         "",
-        f"{'operator':<24}{'backend':<11}{'passed':>7}{'failed':>7}{'skipped':>8}{'worst':>7}  speed",
+        f"{'operator':<{width}}{'backend':<11}{'passed':>7}{'failed':>7}{'skipped':>8}{'worst':>7}  speed",
     ]
     for row in report.rows:
         lines.append(
-            f"{row.operator:<24}{row.backend:<11}{row.passed:>7}{row.failed:>7}"
+            f"{row.operator:<{width}}{row.backend:<11}{row.passed:>7}{row.failed:>7}"
             f"{sum(row.skipped.values()):>8}{row.worst_ratio:>7.2f}  {row.speed}".rstrip()
         )
     skipped = sorted({(r.backend, why) for r in report.rows for why in r.skipped})

@@ -143,6 +143,43 @@ def _lightning_indexer_limit(
     )
 
 
+def _sparse_attention_limit(
+    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, *_: Any, **given: Any
+) -> str | None:
+    return contracts.sparse_flash_attention_limit(
+        query_shape=query.shape,
+        rope_shape=given["query_rope"].shape,
+        dtype=name_of(query),
+        attention_mode=given["attention_mode"],
+        topk=sparse_indices.shape[-1],
+    )
+
+
+def _sparse_attention_grad_limit(
+    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, *more: Any
+) -> str | None:
+    """None of its parameters is keyword-only, so all come by place: query_rope is the 11th, attention_mode the last."""
+    return contracts.sparse_flash_attention_limit(
+        query_shape=query.shape,
+        rope_shape=more[6].shape,
+        dtype=name_of(query),
+        attention_mode=more[-1],
+        topk=sparse_indices.shape[-1],
+        backward=True,
+    )
+
+
+def _indexer_loss_limit(query: Tensor, key: Tensor, query_index: Tensor, *_: Any, **given: Any) -> str | None:
+    return contracts.indexer_kl_loss_limit(
+        query_shape=query.shape,
+        key_shape=key.shape,
+        index_shape=query_index.shape,
+        dtype=name_of(query),
+        layout=given.get("layout", "BSND"),
+        dense=key.shape[2] > 1,
+    )
+
+
 def _top_k_top_p_limit(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> str | None:
     top_k = None if k is None else int(k.max())
     return contracts.top_k_top_p_limit(shape=logits.shape, dtype=name_of(logits), top_k=top_k)
@@ -234,8 +271,12 @@ LIMITS: dict[str, Callable[..., str | None]] = {
     "npu_linear": _linear_limit,
     "npu_scatter_pa_kv_cache": _scatter_limit,
     "npu_fused_infer_attention_score": _attention_limit,
+    "npu_sparse_lightning_indexer_grad_kl_loss": _indexer_loss_limit,
+    "npu_dense_lightning_indexer_grad_kl_loss": _indexer_loss_limit,
     "npu_top_k_top_p": _top_k_top_p_limit,
     "npu_lightning_indexer": _lightning_indexer_limit,
+    "npu_sparse_flash_attention": _sparse_attention_limit,
+    "npu_sparse_flash_attention_grad": _sparse_attention_grad_limit,
     "npu_moe_gating_top_k_softmax": _gating_softmax_limit,
     "npu_moe_gating_top_k": _gating_limit,
     "npu_moe_init_routing_v2": _init_routing_limit,

@@ -5,12 +5,19 @@ from typing import Any
 _SMALL = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 128}
 _WIDE = {"heads": 4, "kv_heads": 1, "dim": 128, "block": 128}
 _DECODE = {"rows": "decode"}
+_ABSORBED = {"dim": 576, "value_dim": 512}
+_SELECTIONS: list[dict[str, Any]] = [
+    {"tokens": (5,), "keys": 80, "topk": 70, "heads": 4, "counts": (70, 20, 0, 1, 64), **_ABSORBED},
+    {"tokens": (3,), "keys": 9, "topk": 12, "heads": 16, **_ABSORBED},
+]
 
 MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "lightning_indexer": [
         {"tokens": (5,), "keys": 40, "heads": 4, "dim": 128, "topk": 7},
         {"tokens": (6,), "keys": 6, "heads": 8, "dim": 128, "topk": 20},
     ],
+    "sparse_attention": _SELECTIONS,
+    "sparse_attention_backward": [*_SELECTIONS, {**_SELECTIONS[0], "deterministic": True}],
     "paged_attention": [
         {"queries": (1,), "contexts": (5,), **_SMALL},  # one query: no mask
         {"queries": (1, 1), "contexts": (300, 7), **_SMALL, **_DECODE},

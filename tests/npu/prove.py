@@ -1,12 +1,14 @@
 """Runs in a process of its own, where torch_npu is importable without an NPU; writes what it finds as JSON.
 
-usage: python prove.py OUT.json [signatures] [gradients] [calls] [fake]
+usage: python prove.py OUT.json [signatures] [gradients] [calls] [losses] [fake]
 
 signatures  the live schemas
 gradients   what backward does for each operator on a FakeTensor npu:0
 calls       every torch_npu implementation in whorl.ops, forward and backward, over plain-torch kernels that stand
             behind the npu:: schemas on CPU, against the fp64 reference
-fake        whorl.ascend, and every call recorded by `calls`, on FakeTensor npu:0 over torch_npu's own meta kernels
+losses      the losses that call fused operators, with their gradients, the same way
+fake        whorl.ascend, the losses, and every call recorded by `calls`, on FakeTensor npu:0 over torch_npu's own
+            meta kernels
 """
 
 import functools
@@ -24,6 +26,7 @@ from typing import Any
 import attention_kernels
 import collectives
 import kernels
+import losses
 import moe_kernels
 import sparse_kernels
 import torch
@@ -49,6 +52,8 @@ def main(out: Path, parts: list[str]) -> None:
     found: Values = {"version": torch_npu.__version__}
     if "signatures" in parts:
         found["signatures"] = live_schemas()
+    if "losses" in parts:
+        found["losses"] = list(run_losses())
     recorded: list[tuple[str, Callable[..., Any], Values, Any, list[list[int]]]] = []
     if "calls" in parts:
         found["calls"] = list(run_calls(recorded))
@@ -63,6 +68,7 @@ def main(out: Path, parts: list[str]) -> None:
         found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
     if "fake" in parts:
         found["fake"] = [*replay(recorded), *ascend_on_fake(), *collectives.on_fake(fake_npu)]
+        found["fake_losses"] = list(losses.on_fake(fake_npu, host_reads, NPU))
     out.write_text(json.dumps(found, indent=1))
 
 
@@ -76,6 +82,15 @@ def live_schemas() -> dict[str, str]:
 
 
 # The operators of whorl.ops over CPU kernels.
+
+
+def run_losses() -> Iterator[Values]:
+    called: list[str] = []
+    library = register_cpu_kernels(called)
+    whorl.device.HOME["torch_npu"] = "cpu"
+    yield from losses.rows(called, worst)
+    whorl.device.HOME["torch_npu"] = "npu"
+    library._destroy()
 
 
 def run_calls(recorded: list[Any]) -> Iterator[Values]:

@@ -115,6 +115,7 @@ def npu_sparse_flash_attention(
     refuse_arguments(name, block_table=block_table, sinks=sinks)
     _check_layout(name, layout_query, layout_kv)
     _check_tokens(name, pre_tokens, next_tokens)
+    _check_mode(name, sparse_mode)
     _check_absorbed(name, key, value, sparse_block_size)
     q, k = _joined(query, query_rope), _joined(key, key_rope)
     out = torch.zeros_like(query)
@@ -171,24 +172,15 @@ def npu_sparse_flash_attention_grad(
         return call_torch_npu(name, **given)
     layout = layout or "BSND"
     _check_layout(name, layout, layout)
-    _check_tokens(name, pre_tokens, next_tokens)
+    _check_mode(name, sparse_mode)
     _check_absorbed(name, key, value, sparse_block_size)
     q, k, dim = _joined(query, query_rope), _joined(key, key_rope), query.shape[-1]
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, key))
     tops, sums = _by_query(softmax_max), _by_query(softmax_sum)
     for mine, keys in _sequences(name, layout, query, key, actual_seq_qlen, actual_seq_kvlen):
         indices = _ascending(sparse_indices[mine], sparse_mode, len(k[keys]))
-        rows, valid = gathered(k[keys][:, 0].float(), indices)
-        logits = torch.einsum("thd,tkd->thk", q[mine].float(), rows) * scale_value
-        weights = torch.exp(logits - tops[mine].unsqueeze(-1)) / sums[mine].unsqueeze(-1)
-        weights = torch.where(valid[:, None], weights, 0)
-        grad = d_out[mine].float()
-        delta = (grad * out[mine].float()).sum(-1, keepdim=True)
-        dlogits = weights * (torch.einsum("thd,tkd->thk", grad, rows[..., :dim]) - delta) * scale_value
-        dq[mine] = torch.einsum("thk,tkd->thd", dlogits, rows)
-        at = indices.clamp_min(0).flatten().long()
-        for total, each, heads in ((dk, dlogits, q[mine].float()), (dv, weights, grad)):
-            total[keys][:, 0].index_add_(0, at, torch.einsum("thk,thd->tkd", each, heads).flatten(0, 1))
+        parts = (q[mine].float(), k[keys][:, 0].float(), d_out[mine].float(), out[mine].float(), tops[mine], sums[mine])
+        dq[mine] = _add_gradients(*parts, indices, scale_value, dk[keys][:, 0], dv[keys][:, 0])
     gradients = (dq[..., :dim], dk[..., :dim], dv, dq[..., dim:], dk[..., dim:])
     given_tensors = (query, key, value, query_rope, key_rope)
     return tuple(  # type: ignore[return-value]
@@ -219,7 +211,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query_index, key_index and weights, and the loss, fp32 [1], of whorl.ops.indexer_kl_loss.
 
-    The loss is the sum over queries. Whether the device divides it by something is not documented.
+    The loss is the sum over queries, as the vendor's formula has it, and not their mean. Key heads: one.
     """
     name, given = "npu_sparse_lightning_indexer_grad_kl_loss", dict(locals())
     layout = layout or "BSND"
@@ -229,7 +221,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         return call_torch_npu(name, **given)
     refuse_arguments(name, sinks=sinks)
     _check_layout(name, layout, layout)
-    _check_tokens(name, pre_tokens, next_tokens)
+    _check_mode(name, sparse_mode)
     q, k = _joined(query, query_rope), _joined(key, key_rope)
     lse = _by_query(softmax_max) + _by_query(softmax_sum).log()
     found = _Gradients(query_index, key_index, weights)
@@ -259,7 +251,7 @@ def npu_dense_lightning_indexer_softmax_lse(
     if is_npu(query_index):
         return call_torch_npu(name, **given)
     _check_layout(name, layout, layout)
-    _check_tokens(name, pre_tokens, next_tokens)
+    _check_mode(name, sparse_mode)
     tops, sums = (query_index.new_zeros(query_index.shape[:-2], dtype=torch.float32) for _ in range(2))
     for mine, keys in _sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
         q, k, factors = query_index[mine], key_index[keys][:, 0], weights[mine]
@@ -306,7 +298,7 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     if is_npu(query):
         return call_torch_npu(name, **given)
     _check_layout(name, layout, layout)
-    _check_tokens(name, pre_tokens, next_tokens)
+    _check_mode(name, sparse_mode)
     q, k = _joined(query, query_rope), _joined(key, key_rope)
     lse = _by_query(softmax_max) + _by_query(softmax_sum).log()
     found = _Gradients(query_index, key_index, weights)
@@ -372,6 +364,12 @@ def _check_tokens(name: str, *tokens: int | None) -> None:
         raise ValueError(f"{name}: pre_tokens and next_tokens are {tokens}, expected their default {_FAR}")
 
 
+def _check_mode(name: str, mode: int | None) -> None:
+    """Of these, 3 and 0, neither looks at pre_tokens and next_tokens."""
+    if mode not in (None, 0, 3):
+        raise ValueError(f"{name}: sparse_mode is {mode}, expected 0 (no mask) or 3 (causal)")
+
+
 def _check_absorbed(name: str, key: Tensor, value: Tensor | None, block: int) -> None:
     if value is not None and value is not key and not torch.equal(value, key):
         raise ValueError(f"{name}: value differs from key; attention here is absorbed, with keys as values")
@@ -402,8 +400,8 @@ def _sequences(
 
 
 def _bounds(mode: int | None, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """sparse_mode 3: causal, counted from the last query; 0: everything."""
-    if mode == 3:
+    """sparse_mode 3, the default: causal, counted from the last query; 0: everything."""
+    if mode in (None, 3):
         return None, None
     ends = torch.full((queries,), keys, dtype=torch.int32, device=device)
     return torch.zeros_like(ends), ends
@@ -433,6 +431,34 @@ def _tops(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> Tensor:
         top = torch.where(valid[:, None], logits, -torch.inf).amax(-1)
         found[rows] = torch.where(valid.any(-1)[:, None], top, 0)
     return found
+
+
+def _add_gradients(
+    q: Tensor,
+    k: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    tops: Tensor,
+    sums: Tensor,
+    indices: Tensor,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """dq of one sequence; its keys' shares are added to dk, their shares as values to dv. Some queries at a time."""
+    dq, dim = torch.empty_like(q), grad.shape[2]
+    for rows in chunks(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
+        keys, valid = gathered(k, indices[rows])
+        logits = torch.einsum("thd,tkd->thk", q[rows], keys) * scale
+        weights = torch.exp(logits - tops[rows].unsqueeze(-1)) / sums[rows].unsqueeze(-1)
+        weights = torch.where(valid[:, None], weights, 0)
+        delta = (grad[rows] * out[rows]).sum(-1, keepdim=True)
+        dlogits = weights * (torch.einsum("thd,tkd->thk", grad[rows], keys[..., :dim]) - delta) * scale
+        dq[rows] = torch.einsum("thk,tkd->thd", dlogits, keys)
+        at = indices[rows].clamp_min(0).flatten().long()
+        for total, each, heads in ((dk, dlogits, q[rows]), (dv, weights, grad[rows])):
+            total.index_add_(0, at, torch.einsum("thk,thd->tkd", each, heads).flatten(0, 1))
+    return dq
 
 
 def _statistics(x: Tensor) -> Tensor:

@@ -100,6 +100,10 @@ class Settings:
             raise ValueError(f"--peer {peer}: expected transformers")
         if peer is not None and not devices.is_installed(peer):
             raise ValueError(f"--peer {peer}: pip install {peer}")
+        if random_config is None:
+            from whorl.engine.weights import resolve
+
+            resolve(model)  # what is not there is refused before anything is measured
         return Settings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             device=devices.require(device or devices.default_device()),

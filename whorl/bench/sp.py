@@ -168,6 +168,10 @@ def render(document: Document) -> str:
         lines.append(
             "Loopback copies memory: bytes count there, times say little. --rate gives a link that can be slow."
         )
+    if any(row["communication_share"] < 0 for row in document["rows"]):
+        lines.append(
+            "Computing alone took longer than a whole pass: the machine is busy with something else, times say nothing."
+        )
     if not is_good(document):
         lines.append(f"BYTES SENT ARE NOT THE REPORT'S: more than {BYTES_OFF:.0%} off.")
     return "\n".join(lines)

@@ -42,7 +42,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + _FAR.format("?")
         + ", int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         gradient="silently lost",
-        note="Not deterministic unless switched so.",
+        note="Deterministic under torch.use_deterministic_algorithms only.",
     ),
     from_schema(
         "npu_sparse_lightning_indexer_grad_kl_loss",
@@ -55,7 +55,8 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
         since={"sinks": "2.13"},
         gradient="silently lost",
-        note="Loss and gradients in one call. How the device scales them is not documented.",
+        note="Loss and gradients in one call: the sum over queries of KL(attention, summed over heads and normalised, "
+        "from the softmax of the scores). sparse_mode 3 only.",
     ),
     from_schema(
         "npu_dense_lightning_indexer_softmax_lse",

@@ -104,7 +104,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise BadInput(f"{path}: no such file or folder. Give a model folder, a config.json or a file of launch flags")
+        raise BadInput(
+            f"{path}: no such file or folder. Give a model folder, a config.json or a file of launch flags; "
+            "a Hugging Face id is not looked up"
+        )
     found = [file for file in sorted(path.iterdir()) if file.suffix in READ_SUFFIXES and file.is_file()]
     found = [file for file in found if not NOT_SETTINGS.fullmatch(file.name) and file.stat().st_size < LONG_FILE]
     # merges.txt and the like are text too: a .txt must hold a flag or a pinned version to count.
@@ -157,8 +160,12 @@ def _load_yaml(text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f": line {mark.line + 1} column {mark.column + 1}"
+        raise ValueError(f"{error.problem}{place}") from error
     except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _take_mapping(data: Any, file: Path, inputs: Inputs) -> None:

@@ -84,6 +84,13 @@ class Launch:
         setting = self.find(key)
         return "not set" if setting is None else f"{setting.where} ({setting.path})"
 
+    def removal(self, key: str) -> str:
+        """How to be rid of a switch, in the words of whoever set it: a path of Hydra's or YAML's, or a flag."""
+        setting = self.find(key)
+        if setting is not None and "." in setting.path:
+            return f"remove {setting.path}"
+        return f"remove --{key.replace('_', '-')}"
+
     def environment(self, name: str) -> Setting | None:
         found = [s for s in self.inputs.settings if s.kind == "environment" and s.key == name]
         return found[-1] if found else None

@@ -102,7 +102,10 @@ def _events(file: Path) -> list[dict[str, Any]]:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         data = json.loads(raw)
     except (OSError, EOFError) as error:
-        raise BadInput(f"{file}: cannot be read ({error}). Give a trace written by prof.export_chrome_trace") from error
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(
+            f"{file}: cannot be read ({reason}). Give a trace written by prof.export_chrome_trace"
+        ) from error
     except ValueError as error:
         raise BadInput(f"{file}: is not JSON ({error}). Give a trace written by prof.export_chrome_trace") from error
     events = data.get("traceEvents") if isinstance(data, dict) else data

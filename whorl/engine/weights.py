@@ -201,7 +201,9 @@ def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not shown)
+    console = Console(stderr=True)
+    shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     with bar:
         task = bar.add_task(f"Loading {what}", total=total)
         yield lambda count: bar.advance(task, count)
@@ -224,7 +226,8 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
         return path if (path / "config.json").exists() else _only_gguf(path)
     if match := _HUB_ID.fullmatch(str(path_or_id)):
         return _from_hub(match["id"], match["revision"])
-    raise ValueError(f"{path_or_id}: no such file or folder, and not a Hugging Face id (org/name)")
+    default = "; leave it out for the default model" if DEFAULT_MODEL[1].startswith(f"{path_or_id}.") else ""
+    raise ValueError(f"{path_or_id}: no such file or folder, and not a Hugging Face id (org/name){default}")
 
 
 def _default_model() -> Path:
@@ -336,7 +339,7 @@ def _files(folder: Path) -> list[Path]:
                 f"{folder}: only pickled weights found ({_some(pickled)}). Reading a pickle can run any code, so they "
                 f"are refused: convert them to safetensors with save_pretrained of transformers"
             )
-        raise ValueError(f"{folder}: no *.safetensors found")
+        raise ValueError(f"{folder}: no *.safetensors found beside config.json: the weights are missing")
     by_name: dict[str, str] = _json(index)["weight_map"]
     names = sorted(set(by_name.values()))
     for name in names:

@@ -1,6 +1,7 @@
 """Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -58,7 +59,7 @@ class Compiled:
         return self.reports[-1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and isinstance(self.model, nn.Module) and _wants_grad(self.model):
+        if torch.is_grad_enabled() and _wants_grad(self.model, args, kwargs):
             raise ValueError("whorl.passes is for inference: call the compiled model under torch.no_grad()")
         from torch._dynamo import config
 
@@ -70,6 +71,12 @@ class Compiled:
                 f"sequence parallelism needs the model as one graph, since its residual lives across it; torch.compile "
                 f"cannot capture it: {e}"
             ) from e
+        except torch._dynamo.exc.FailOnRecompileLimitHit as e:
+            raise RuntimeError(
+                f"torch.compile has captured this model {config.recompile_limit} times and captures no more: give "
+                "compile(dynamic=True), so that one capture serves every number of tokens, or raise "
+                "torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles says what changed between calls"
+            ) from e
         except torch._dynamo.exc.BackendCompilerFailed as e:
             raise e.inner_exception from None
 
@@ -79,22 +86,23 @@ class Compiled:
         from torch._dynamo.backends.common import aot_autograd
 
         inputs = input_layouts(gm, self.config)
-        decompositions: dict[Any, Any] = {}
-        if self.backend == "inductor":
-            from torch._inductor.decomposition import select_decomp_table
-
-            decompositions = select_decomp_table()
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs, inputs)
 
-        return aot_autograd(fw_compiler=compiler, decompositions=decompositions)(gm, example_inputs)
+        if self.backend == "eager":
+            return aot_autograd(fw_compiler=compiler)(gm, example_inputs)
+        from torch._inductor import config
+        from torch._inductor.decomposition import select_decomp_table
+
+        with config.patch(rounding(self.config)):
+            return aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())(gm, example_inputs)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inputs: list[Input]) -> Callable[..., Any]:
         layouts = name_inputs(gm, inputs)
         plain = order_sums(gm, self.config)
         source, mode = (gm, None) if self.backend == "eager" else retraced(gm, collectives.group_size(self._group()))
-        short = rewrite(source, self.config, inputs=layouts, dump=self.dump)
+        short = rewrite(source, self.config, inputs=layouts, dump=self._dump_folder())
         report: Report = short.meta["report"]
         minimum = least_tokens(self.config, report)
         report.min_tokens = "never" if minimum == NEVER else minimum
@@ -107,6 +115,13 @@ class Compiled:
         if isinstance(tokens, int):
             return _Single("rewritten", rewritten, self)
         return _Dispatch(self._lower(plain, example_inputs), rewritten, short, self, minimum)
+
+    def _dump_folder(self) -> Path | None:
+        """One for each capture and rank."""
+        if self.dump is None:
+            return None
+        rank = collectives.process_group(self._group()).rank()
+        return Path(self.dump) / f"graph{len(self.reports)}_rank{rank}"
 
     def _group(self) -> str:
         return collectives.group_name(self.config.group)
@@ -126,8 +141,19 @@ class Compiled:
             return compile_fx_inner(gm, fakes)
 
 
-def _wants_grad(model: nn.Module) -> bool:
-    return any(p.requires_grad for p in model.parameters())
+def rounding(config: SequenceParallel) -> dict[str, Any]:
+    """Inductor's settings under which both graphs round alike.
+
+    A fused kernel keeps what is between its operators in fp32, so bf16 would be rounded where a graph happens to be
+    cut by a collective.
+    """
+    return {"emulate_precision_casts": True} if config.ordered else {}
+
+
+def _wants_grad(model: Any, *inputs: Any) -> bool:
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    given = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
+    return any(x.requires_grad for x in itertools.chain(parameters, given))
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
@@ -221,20 +247,31 @@ def _symbol_places(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | N
 
 def least_tokens(config: SequenceParallel, report: Report) -> int:
     """min_tokens, or where the cost model says that the rewritten graph is the faster one."""
-    if config.min_tokens != "auto":
+    is_auto = config.min_tokens == "auto"
+    if config.cost is None and not is_auto:
         return int(config.min_tokens)
-    from .cost import Traffic
-
     model = config.cost or _measured(report.group)
-    reduced = tuple(float(c.row_bytes) for c in report.collectives if c.rewritten and c.kind == "all_reduce")
-    gathered = tuple(float(g.row_bytes) for g in report.gathers)
-    traffic = Traffic(reduced=reduced, gathered=gathered, quantized=gathered if report.is_quantized else None)
+    traffic = _traffic(report)
     way: Any = "sp_int8" if report.is_quantized else "sp"
-    found = model.threshold(0, torch.bfloat16, report.size, traffic, ("all_reduce", way))
     at = report.tokens or 1
     plain, new = (model.seconds(c, at, report.size, traffic) for c in ("all_reduce", way))
     report.predicted_gain = plain / new if new else None
+    if not is_auto:
+        return int(config.min_tokens)
+    found = model.threshold(0, torch.bfloat16, report.size, traffic, ("all_reduce", way))
     return NEVER if found is None else found
+
+
+def _traffic(report: Report) -> Any:
+    """Bytes a token of what was rewritten, and of what came in its place."""
+    from .cost import Traffic
+
+    reduced, own = (
+        tuple(float(c.row_bytes) for c in report.collectives if c.rewritten and c.kind == kind)
+        for kind in ("all_reduce", "all_gather")
+    )
+    gathered = tuple(float(g.row_bytes) for g in report.gathers)
+    return Traffic(reduced=reduced, gathered=gathered, quantized=gathered if report.is_quantized else None, own=own)
 
 
 def _measured(group: str) -> Any:
@@ -254,7 +291,8 @@ def compile(
     """A model, compiled, that keeps its rows apart between all-reduces when there are enough tokens.
 
     Inputs and outputs are as they were. Both graphs come from one capture; which of them runs is decided at each call
-    by the number of tokens. backend "eager" runs the graphs operator by operator. dump: a folder for graphs.
+    by the number of tokens. backend "eager" runs the graphs operator by operator. dump: a folder for graphs, which get
+    one of their own for each capture and rank.
     """
     if backend not in ("inductor", "eager"):
         raise ValueError(f"compile: backend is {backend!r}, expected 'inductor' or 'eager'")

@@ -1,7 +1,6 @@
 """The end of the pipeline: what is dead goes, the contracts are checked, the report is written."""
 
 import contextlib
-import operator
 from typing import Any
 
 import torch
@@ -9,10 +8,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from whorl import collectives
+
 from .layout import c10d, group_of, ours
 from .report import Gather, module_path, source_line
 from .rows import same, value
-from .sequence_parallel import Rewrite, _describe
+from .sequence_parallel import Rewrite, _describe, other_rows
 
 aten = torch.ops.aten
 
@@ -46,11 +47,12 @@ def write_report(state: Rewrite) -> int:
         reason = (
             "rows stay on their rank until the gathers below" if is_local else state.reasons.get(root, "not placed")
         )
-        report.collectives.append(_describe(state, root, state.kinds[root], rewritten=is_local, reason=reason))
+        report.collectives.append(_describe(state, root, state.kinds[root], rewritten=is_local, reason=reason, lead=1))
     report.collectives += state.left_alone
     for node, (size, reason) in state.placed.items():
         if node._erased:
             continue
+        rows = value(node).shape[0]
         shard: Any = node.args[0]
         report.gathers.append(
             Gather(
@@ -62,6 +64,7 @@ def write_report(state: Rewrite) -> int:
                 row_bytes=size,
                 reason=reason,
                 is_quantized=node.target is ours.all_gather_quantized.default,
+                rows=other_rows(rows, state.gm.meta["tokens"], state.size),
             )
         )
     return len(report.gathers)
@@ -117,8 +120,14 @@ def _check_node(node: Node) -> None:
 def _same_shape(a: Tensor, b: Tensor) -> bool:
     """Sizes are compared as they stand: rows of a rank are one symbol throughout. A size by data is a new one in a."""
     return a.dim() == b.dim() and all(
-        str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x)) for x, y in zip(a.shape, b.shape, strict=True)
+        str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x)) or _is_example_of_one(x, y)
+        for x, y in zip(a.shape, b.shape, strict=True)
     )
+
+
+def _is_example_of_one(got: Any, said: Any) -> bool:
+    """Broadcasting asks whether a size is 1 and is answered by its example: a rank's rows of few tokens look like 1."""
+    return isinstance(got, int) and got == 1 and isinstance(said, torch.SymInt) and said.node.hint == 1
 
 
 def outputs_of(gm: GraphModule) -> list[Any]:
@@ -159,10 +168,7 @@ def _pad(state: Rewrite, node: Node) -> Node:
     tokens, size, edit = value(node).shape[0], state.size, state.editor
     if same(tokens % size, 0):
         return node
-    count = edit.size(tokens)
-    if isinstance(count, Node):
-        missing: Any = edit.call(operator.mod, edit.call(operator.neg, count), size)
-    else:
-        missing = -count % size
+    # So that the shape of what is scattered reads as every other count of a rank's rows does.
+    missing = edit.size(size * collectives.rows_per_rank(tokens, size) - tokens)
     widths = [0, 0] * (value(node).dim() - 1) + [0, missing]
     return edit.call(aten.constant_pad_nd.default, node, widths, 0.0)

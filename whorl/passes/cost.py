@@ -35,12 +35,14 @@ MOST_TOKENS = 1 << 20  # no prefill is longer: past it a threshold is never
 class Traffic:
     """Bytes a token of one graph: of each all-reduce, and of each gather that sequence parallelism puts in its place.
 
-    `quantized`: the same gathers in 8 bits, scales included; None where they are not on offer.
+    `quantized`: the same gathers in 8 bits, scales included; None where they are not on offer. `own`: gathers that the
+    model has by itself and that go, too.
     """
 
     reduced: tuple[float, ...]
     gathered: tuple[float, ...]
     quantized: tuple[float, ...] | None = None
+    own: tuple[float, ...] = ()
 
     @classmethod
     def of_norm(cls, hidden: int, dtype: torch.dtype, gathered: int | None = None) -> "Traffic":
@@ -135,7 +137,8 @@ class CostModel:
         if world == 1 or not tokens:
             return 0.0
         if choice == "all_reduce":
-            return sum(self.all_reduce(b * tokens, world) for b in traffic.reduced)
+            own = sum(self.all_gather(b * tokens, world) for b in traffic.own)
+            return own + sum(self.all_reduce(b * tokens, world) for b in traffic.reduced)
         reduced = sum(self.reduce_scatter(b * tokens, world) for b in traffic.reduced)
         if choice == "sp":
             return reduced + sum(self.all_gather(b * tokens, world) for b in traffic.gathered)

@@ -12,7 +12,10 @@ from torch.fx import GraphModule, Node, Proxy
 
 from .rows import value
 
-KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
+KEPT_META = (
+    *("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr"),
+    "low_precision_pointwise_barrier",  # where Inductor must round, see `capture.rounding`
+)
 
 
 class Editor:

@@ -9,11 +9,12 @@ from torch.fx import Graph
 
 from whorl import collectives
 
-from .capture import least_tokens
+from .capture import least_tokens, rounding
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums_in_place, rewrite_in_place, tokens_of
 from .report import Report
+from .rows import same
 
 _SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
 
@@ -28,11 +29,12 @@ class SequenceParallelPass(CustomGraphPass):
         self.config = config
         self.reports: list[Report] = []
         self.inputs: list[Input] = []
+        self.left_as_is = ""  # why the last graph that was left alone was
 
     @property
     def report(self) -> Report:
         if not self.reports:
-            raise RuntimeError("the pass has not run yet: call the compiled model first")
+            raise RuntimeError(self.left_as_is or "the pass has not run yet: call the compiled model first")
         return self.reports[-1]
 
     def record(self, graph: Graph) -> None:
@@ -44,7 +46,15 @@ class SequenceParallelPass(CustomGraphPass):
         gm: Any = graph.owning_module
         tokens = tokens_of(gm, collectives.group_name(self.config.group))
         count = tokens if isinstance(tokens, int) else tokens.node.hint
+        size = collectives.group_size(collectives.group_name(self.config.group))
+        self.left_as_is = ""
         if count < int(self.config.min_tokens):
+            self.left_as_is = f"nothing was rewritten: {count} tokens, and min_tokens is {self.config.min_tokens}"
+        elif not self.config.pad and not same(tokens % size, 0):
+            self.left_as_is = (
+                f"nothing was rewritten: {size} ranks may not share {tokens} tokens evenly, and pad is off"
+            )
+        if self.left_as_is:
             order_sums_in_place(gm, self.config)
             return
         report = rewrite_in_place(gm, self.config, inputs=name_inputs(gm, self.inputs))
@@ -55,7 +65,7 @@ class SequenceParallelPass(CustomGraphPass):
         """Everything a rewritten graph follows from; the rank is not among it, for graphs do not hold it."""
         group = collectives.group_name(self.config.group)
         world = (group, collectives.group_size(group))
-        inputs = [(name, layout.value) for name, layout in self.inputs]
+        inputs = [(name, layout.value) for name, layout, *_ in self.inputs]
         text = f"{_key(self.config)} {world} {inputs}"
         return get_hash_for_files(_SOURCES, extra=hashlib.sha256(text.encode()).hexdigest())
 
@@ -79,4 +89,5 @@ class _Recorder(CustomGraphPass):
 def inductor_options(config: SequenceParallel) -> dict[str, Any]:
     """torch.compile(model, options=inductor_options(config)); the pass is under "post_grad_custom_pre_pass"."""
     sequence_parallel = SequenceParallelPass(config)
-    return {"pre_grad_custom_pass": _Recorder(sequence_parallel), "post_grad_custom_pre_pass": sequence_parallel}
+    passes = {"pre_grad_custom_pass": _Recorder(sequence_parallel), "post_grad_custom_pre_pass": sequence_parallel}
+    return passes | rounding(config)

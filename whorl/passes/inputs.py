@@ -1,7 +1,7 @@
 """Where the inputs of a captured graph live: by their placement, by name, or by comparing them on all ranks."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,15 @@ from whorl import collectives
 from . import agree
 from .config import SequenceParallel
 from .layout import Layout
-from .pipeline import matches
+from .pipeline import matches, warn_of_unmatched
 
-Input = tuple[str, Layout]  # what the model calls it, and where it lives
+
+class Input(NamedTuple):
+    """What the model calls an input, and where it lives; unproven: it had one repeated value when it was compared."""
+
+    name: str
+    layout: Layout
+    unproven: bool = False
 
 
 def input_layouts(gm: GraphModule, config: SequenceParallel) -> list[Input]:
@@ -37,7 +43,10 @@ def input_layouts(gm: GraphModule, config: SequenceParallel) -> list[Input]:
         else:
             found[node.name] = Layout.REPLICATED
     found |= agree.probe(tensors, group) if config.probe else {}
-    return [(_source_name(node.meta.get("grapharg"), node), found[node.name]) for node in placeholders]
+    names = {node.name: _source_name(node.meta.get("grapharg"), node) for node in placeholders}
+    warn_of_unmatched(config, list(names.values()))
+    unproven = {n for n, x in tensors.items() if found[n] is Layout.VARYING and agree.is_one_value(x)}
+    return [Input(name, found[node], node in unproven) for node, name in names.items()]
 
 
 def _source_name(argument: Any, node: Node) -> str:
@@ -64,8 +73,9 @@ def name_inputs(gm: GraphModule, inputs: list[Input]) -> dict[str, Layout]:
     for i, node in enumerate(placeholders):
         index = _input_index(node.meta.get("desc"))
         index = i if index is None and len(placeholders) == len(inputs) else index
-        name, layout = inputs[index] if index is not None and index < len(inputs) else (node.name, Layout.VARYING)
-        node.meta["whorl_name"] = name
+        unknown = Input(node.name, Layout.VARYING)
+        name, layout, unproven = Input(*inputs[index]) if index is not None and index < len(inputs) else unknown
+        node.meta["whorl_name"], node.meta["whorl_unproven"] = name, unproven
         found[node.name] = Layout.VARYING if i in mutated else layout
     return found
 

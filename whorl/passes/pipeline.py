@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from whorl import collectives
 
@@ -14,14 +15,15 @@ from . import agree
 from .cleanup import check, cleanup, outputs_of, write_report
 from .config import SequenceParallel
 from .editor import Editor, copied
-from .layout import ALL_GATHERS, ALL_REDUCES, Layout, c10d, group_of, ours
-from .report import Report
-from .rows import product, same, value
+from .layout import ALL_GATHERS, ALL_REDUCES, Layout, group_of, ours
+from .report import Report, place
+from .rows import example, label, product, same, value
 from .sequence_parallel import (
     Rewrite,
     eliminate_noops,
     fold,
     infer_layouts,
+    order_sum,
     place_gathers,
     quantize_gathers,
     split_all_reduces,
@@ -90,7 +92,9 @@ def rewrite_in_place(
     group = collectives.group_name(config.group)
     size = collectives.group_size(group)
     tokens = tokens_of(gm, group)
-    report = Report(group=group, size=size, tokens=_hint(tokens), min_tokens=config.min_tokens)
+    report = Report(group=group, size=size, tokens=example(tokens), min_tokens=config.min_tokens)
+    report.is_ordered = config.ordered
+    report.unproven = [label(n) for n in gm.graph.nodes if n.meta.get("whorl_unproven")]
     gm.meta["report"], gm.meta["tokens"] = report, tokens
     if size == 1:
         return report
@@ -132,18 +136,8 @@ def order_sums_in_place(gm: GraphModule, config: SequenceParallel) -> int:
     group = collectives.group_name(config.group)
     if not config.ordered or collectives.group_size(group) == 1:
         return 0
-    editor, count = Editor(gm), 0
-    for node in list(gm.graph.nodes):
-        is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and group_of(node) == group
-        if not is_sum or [u.target for u in node.users] != [c10d.wait_tensor.default]:
-            continue
-        (wait,) = node.users
-        with gm.graph.inserting_before(wait):
-            ordered = editor.call(ours.ordered_all_reduce.default, node.args[0], group, like=node)
-        wait.replace_all_uses_with(ordered)
-        gm.graph.erase_node(wait)
-        gm.graph.erase_node(node)
-        count += 1
+    editor = Editor(gm)
+    count = sum(order_sum(editor, node, group) for node in list(gm.graph.nodes))
     gm.recompile()
     return count
 
@@ -154,7 +148,10 @@ def tokens_of(gm: GraphModule, group: str) -> Any:
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target not in ALL_REDUCES | ALL_GATHERS or group_of(node) != group:
             continue
-        rows = product(value(node).shape[:-1])
+        shape = value(node).shape
+        rows = product(shape[:-1]) if node.target in ALL_REDUCES else shape[0]
+        if free_unbacked_symbols(rows):  # only data can say: no call could be judged by it
+            continue
         known = next((c for c in counts if same(c[0], rows)), None)
         if known is None:
             counts.append([rows, 1])
@@ -178,11 +175,21 @@ def _inputs(gm: GraphModule, config: SequenceParallel, given: Mapping[str, Layou
     unknown = [name for name in given if name not in names]
     if unknown:
         raise ValueError(f"rewrite: inputs has {unknown}; the graph's are {names}")
+    if not given:  # else they were matched with the model's names
+        warn_of_unmatched(config, names)
     return {name: Layout.VARYING for name in names if matches(name, config.sharded)} | dict(given)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(p in name.split(".") or fnmatch.fnmatch(name, p) for p in patterns)
+
+
+def warn_of_unmatched(config: SequenceParallel, names: Sequence[str]) -> None:
+    """A misspelt declaration would make a weight equal on all ranks that is not."""
+    wrong = [p for p in config.sharded if not any(matches(name, (p,)) for name in names)]
+    if wrong:
+        text = f"SequenceParallel: sharded has {wrong}, which match no input of the graph; its inputs are {list(names)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _dump(folder: str | Path | None, name: str, gm: GraphModule) -> None:
@@ -191,17 +198,14 @@ def _dump(folder: str | Path | None, name: str, gm: GraphModule) -> None:
         (Path(folder) / f"{name}.txt").write_text(f"{gm.graph}\n")
 
 
-def _hint(count: Any) -> int:
-    return int(count) if isinstance(count, int) else int(count.node.hint or 0)
-
-
 def _nothing_done(gm: GraphModule, report: Report) -> str:
     if report.collectives:
-        nearest = report.collectives[0]
-        where = " ".join(p for p in (nearest.module, nearest.source) if p)
+        reducing = [c for c in report.collectives if c.kind in ("all_reduce", "all_gather")]
+        nearest = (reducing or report.collectives)[0]
+        proof = f". {report.what_is_unproven()}" if report.unproven else ""
         return (
             f"sequence parallelism is on and rewrote none of {len(report.collectives)} collectives. "
-            f"Nearest miss: {nearest.kind} {nearest.shape} {where}: {nearest.reason}"
+            f"Nearest miss: {nearest.kind} {nearest.shape} {place(nearest)}: {nearest.reason}{proof}"
         )
     others = sorted({str(group_of(n)) for n in gm.graph.nodes if _is_sum(n)})
     found = f"; it has all-reduces over {others}" if others else ""

@@ -78,6 +78,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(statically_known_true(a == b))
 
 
+def example(count: Any) -> int:
+    """A count, or what a symbol was when captured; 0 where only data can say."""
+    return int(count) if isinstance(count, int) else int(count.node.hint or 0)
+
+
 def product(sizes: Sequence[Any]) -> Any:
     return math.prod(sizes)
 

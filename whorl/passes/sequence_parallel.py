@@ -15,11 +15,11 @@ from whorl import collectives
 from . import layout, masks, noop
 from .config import SequenceParallel
 from .editor import Editor
-from .layout import ALL_REDUCES, Layout, c10d, group_of, ours
+from .layout import ALL_REDUCES, REDUCE_SCATTERS, Layout, c10d, group_of, ours
 from .noop import has_shape_of
 from .placement import Region, find_region, minimum_cut, row_bytes, why_cut
 from .report import Collective, Report, module_path, source_line
-from .rows import CHUNKS, Features, Rows, label, product, same, value
+from .rows import CHUNKS, Features, Rows, example, label, product, same, value
 
 aten = torch.ops.aten
 MIN_QUANTIZED = 64  # features of a row; shorter rows gain nothing beside their scale and a message
@@ -89,20 +89,47 @@ def _waited(node: Node) -> Node | None:
     return waits[0] if len(waits) == 1 and len(node.users) == 1 else None
 
 
-def _describe(state: Rewrite, node: Node, kind: str, *, rewritten: bool, reason: str) -> Collective:
-    found = value(node)
-    lead = max(found.dim() - 1, 0)
+def order_sum(editor: Editor, node: Node, group: str) -> bool:
+    """torch's sum over the group becomes one in rank order; a scalar's has no rows to share and stays."""
+    is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and group_of(node) == group
+    out = _waited(node) if is_sum else None
+    if out is None or not value(out).dim():
+        return False
+    with editor.graph.inserting_before(out):
+        ordered = editor.call(ours.ordered_all_reduce.default, node.args[0], group, like=node)
+    out.replace_all_uses_with(ordered)
+    editor.graph.erase_node(out)
+    editor.graph.erase_node(node)
+    return True
+
+
+def other_rows(rows: Any, tokens: Any, size: int) -> int | None:
+    """How many rows there were when captured, where they are not the graph's tokens, filled up or not."""
+    pairs = ((rows, tokens), (tokens, rows))
+    is_filled = any(same(a, size * collectives.rows_per_rank(b, size)) for a, b in pairs)
+    return None if is_filled or same(rows, tokens) else example(rows)
+
+
+def _describe(
+    state: Rewrite, node: Node, kind: str, *, rewritten: bool, reason: str, lead: int | None = None
+) -> Collective:
+    """lead: dims of rows; by default all but the last, or the one there is."""
+    found = value(node.args[0]) if kind in ("reduce_scatter", "all_to_all") else value(node)
+    lead = max(found.dim() - 1, min(found.dim(), 1)) if lead is None else lead
+    rows, tokens, group = product(found.shape[:lead]), state.gm.meta["tokens"], group_of(node)
     # A gather of features has the tokens once for every rank.
-    is_of_features = same(product(found.shape[:lead]), state.size * state.gm.meta["tokens"])
-    times = state.size if kind == "all_gather" and is_of_features else 1
+    times = state.size if kind == "all_gather" and same(rows, state.size * tokens) else 1
+    features = product(found.shape[lead:])
     return Collective(
         kind=kind,
         module=module_path(node),
         source=source_line(node),
         shape=str(list(found.shape)),
-        row_bytes=times * row_bytes(node, lead) if isinstance(found.shape[-1:].numel(), int) else 0,
+        row_bytes=times * features * found.element_size() if isinstance(features, int) else 0,
         rewritten=rewritten,
         reason=reason,
+        rows=None if times > 1 else other_rows(rows, tokens, state.size),
+        size=None if group in (None, state.group) else collectives.group_size(str(group)),
     )
 
 
@@ -116,7 +143,16 @@ def split_all_reduces(state: Rewrite) -> int:
             count += _split(state, node)
         elif node.target in (c10d.all_gather_into_tensor.default, ours.all_gather.default):
             _adopt_gather(state, node)
+        elif node.target in _OTHERS:
+            kind, reason = _OTHERS[node.target]
+            state.left_alone.append(_describe(state, node, kind, rewritten=False, reason=reason))
     return count
+
+
+_OTHERS: dict[Any, tuple[str, str]] = {
+    **dict.fromkeys(REDUCE_SCATTERS, ("reduce_scatter", "it is the model's own, and each rank has its rows behind it")),
+    c10d.all_to_all_single.default: ("all_to_all", "it moves rows between ranks: neither a sum nor a gather of rows"),
+}
 
 
 def _refusal(state: Rewrite, node: Node, out: Node | None) -> str | None:
@@ -130,6 +166,14 @@ def _refusal(state: Rewrite, node: Node, out: Node | None) -> str | None:
         return f"its result has the shape {list(value(out).shape)}: no rows of features"
     if not isinstance(value(out).shape[-1], int):
         return "its feature dim is not a known number"
+    return _refused_rows(state, product(value(out).shape[:-1]))
+
+
+def _refused_rows(state: Rewrite, tokens: Any) -> str | None:
+    if not state.editor.knows(tokens):
+        return f"its number of rows, {tokens}, is known only from data"
+    if not state.config.pad and isinstance(tokens, int) and tokens % state.size:
+        return f"{state.size} ranks do not share {tokens} rows evenly, and pad is off"
     return None
 
 
@@ -138,6 +182,8 @@ def _split(state: Rewrite, node: Node) -> int:
     reason = _refusal(state, node, out)
     if reason is not None or out is None:
         state.left_alone.append(_describe(state, node, "all_reduce", rewritten=False, reason=reason or ""))
+        if state.config.ordered:
+            order_sum(state.editor, node, state.group)
         return 0
     source: Any = node.args[0]
     shape, edit = value(out).shape, state.editor
@@ -161,11 +207,11 @@ def _adopt_gather(state: Rewrite, node: Node) -> None:
     is_ours = node.target is ours.all_gather.default
     out = node if is_ours else _waited(node)
     shard: Any = node.args[0]
-    if group_of(node) != state.group or out is None or value(shard).dim() < 2 or shard in state.roots:
+    if shard in state.roots:
         return
-    if not all(isinstance(size, int) for size in value(shard).shape[1:]):
-        reason = "it gathers no rows: what stands behind its first dim are not known numbers"
-        state.left_alone.append(_describe(state, out, "all_gather", rewritten=False, reason=reason))
+    reason = _refused_gather(state, node, out)
+    if reason is not None or out is None:
+        state.left_alone.append(_describe(state, node, "all_gather", rewritten=False, reason=reason or "", lead=1))
         return
     if is_ours:
         state.roots[node], state.kinds[node] = shard, "all_gather"
@@ -179,6 +225,18 @@ def _adopt_gather(state: Rewrite, node: Node) -> None:
             old.replace_all_uses_with(root)
             state.graph.erase_node(old)
     state.roots[root], state.kinds[root] = shard, "all_gather"
+
+
+def _refused_gather(state: Rewrite, node: Node, out: Node | None) -> str | None:
+    if group_of(node) != state.group:
+        return f"it is over group {group_of(node)!r}, asked for {state.group!r}"
+    if out is None:
+        return "its result is not waited for once"
+    if value(out).dim() < 2:
+        return f"its result has the shape {list(value(out).shape)}: no rows of features"
+    if not all(isinstance(size, int) for size in value(out).shape[1:]):
+        return "it gathers no rows: what stands behind its first dim are not known numbers"
+    return _refused_rows(state, value(out).shape[0])
 
 
 def _trimmed(out: Node, rows: Any, size: int) -> Node | None:

@@ -15,7 +15,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from .conversation import Conversation
-from .thinking import ThinkingSplitter
+from .tools import END_THINK, THINK, Parts, ReplyParser
 
 # A model may write what steers a terminal; only line breaks and tabs get through.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -52,24 +52,27 @@ class Screen:
 class Answer:
     """Shows an answer on the screen as it comes; what was thought is set off from what is said."""
 
-    def __init__(self, screen: Screen, prompt: str) -> None:
-        self._screen, self._splitter = screen, ThinkingSplitter.after(prompt)
-        self._was_thinking = False
+    def __init__(self, screen: Screen, conversation: Conversation) -> None:
+        may_think = conversation.tokenizer.token_id(END_THINK) is not None
+        is_thinking = may_think and conversation.prompt.rstrip().endswith(THINK)  # some templates open it themselves
+        self._parser = ReplyParser(may_think=may_think, is_thinking=is_thinking, has_tools=False)
+        self._screen, self._has_thought = screen, False
 
     def add(self, text: str) -> None:
-        self._show(self._splitter.add(text))
+        self._show(self._parser.add(text))
 
     def finish(self) -> None:
-        self._show(self._splitter.finish())
+        self._show(self._parser.add("", is_last=True))
         self._screen.end_line()
 
-    def _show(self, pieces: list[tuple[bool, str]]) -> None:
-        for is_thinking, text in pieces:
-            if self._was_thinking and not is_thinking:
-                self._screen.end_line()
-                self._screen.write("\n")
-            self._was_thinking = is_thinking
-            self._screen.write(text, dim=is_thinking)
+    def _show(self, parts: Parts) -> None:
+        self._screen.write(parts.reasoning, dim=True)
+        self._has_thought |= bool(parts.reasoning)
+        if parts.content and self._has_thought:
+            self._has_thought = False
+            self._screen.end_line()
+            self._screen.write("\n")
+        self._screen.write(parts.content)
 
 
 @contextmanager
@@ -131,7 +134,7 @@ def describe_limit(llm: LLM, seq: Sequence) -> str | None:
     if not speed or (share := roofline.share(model, speed, context=len(seq.token_ids))) is None:
         return None
     read = roofline.step_bytes(model, context=len(seq.token_ids)) / 1e6
-    return f"{share:.0%} of the roofline: {read:.3f} MB a token at a copy's speed would be {speed / share:.1f} tok/s"
+    return f"{share:.0%} of the roofline: {read:.3g} MB a token at a copy's speed would be {speed / share:.1f} tok/s"
 
 
 def read_line(prompt: str) -> str:
@@ -188,7 +191,7 @@ class Chat:
 
     def answer(self, text: str) -> None:
         seq = self.conversation.ask(text, self.params, fit=True)
-        shown = Answer(self._screen, self.conversation.prompt)
+        shown = Answer(self._screen, self.conversation)
         late: list[str] = []
         stream(self.conversation.llm, seq, shown.add if self._is_streaming else late.append)
         shown.add("".join(late))
@@ -232,6 +235,7 @@ class Chat:
         if argument not in choices:
             raise ValueError(f"/think {argument}: expected on, off or auto")
         self.conversation.enable_thinking = choices[argument]
+        self._screen.note(f"(thinking: {argument})")
 
     def _save(self, argument: str) -> None:
         if not argument:
@@ -242,8 +246,13 @@ class Chat:
         as_text = "\n\n".join(f"{message['role']}:\n{message['content']}" for message in messages)
         as_json = json.dumps(messages, indent=2, ensure_ascii=False)
         path = Path(argument).expanduser()
-        with path.open("x", encoding="utf-8") as file:
-            file.write(f"{as_json if path.suffix == '.json' else as_text}\n")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(f"{as_json if path.suffix == '.json' else as_text}\n")
+        except FileExistsError:
+            raise ValueError(f"/save {path}: is there already; choose another name") from None
+        except OSError as error:
+            raise ValueError(f"/save {path}: {error.strerror}") from error
         self._screen.note(f"({len(messages)} messages written to {path})")
 
     def _stats(self, argument: str) -> None:

@@ -60,7 +60,9 @@ class Options:
         """What contradicts itself or cannot be done is refused before anything is loaded."""
         self.check_drafting()
         if self.prompt is None and not self.interactive:
-            raise ValueError("nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive")
+            raise ValueError(
+                "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive, or pipe a text in"
+            )
         if self.prompt is not None and self.interactive:
             raise ValueError("--prompt and --interactive: say one of them")
         if not self.chat and (self.system is not None or self.think is not None):
@@ -130,8 +132,8 @@ def load(options: Options) -> "LLM":
         max_model_len=options.max_seq,
         max_num_seqs=1,
         tp=options.tp,
-        sp=str(options.sp),  # type: ignore[arg-type]
-        sp_quantize=str(options.sp_quantize) if options.sp_quantize else None,  # type: ignore[arg-type]
+        sp=options.sp,  # type: ignore[arg-type]
+        sp_quantize=options.sp_quantize,  # type: ignore[arg-type]
     )
 
 
@@ -173,7 +175,7 @@ def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence"
 
     from .chat import Answer, Screen, describe, stream
 
-    answer = Answer(Screen(), conversation.prompt)
+    answer = Answer(Screen(), conversation)
     is_live = options.stream and not options.as_json
     stream(conversation.llm, seq, answer.add if is_live else lambda text: None)
     if options.as_json:
@@ -202,13 +204,20 @@ def _document(seq: "Sequence") -> dict[str, Any]:
     }
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str | None:
-    """--prompt, or what is in --prompt-file; `-` is standard input."""
+def read_prompt(prompt: str | None, file: str | None, *, or_pipe: bool = False) -> str | None:
+    """--prompt, or what is in --prompt-file, to the letter; `-` is standard input.
+
+    or_pipe: without either, what is piped in, without the line break that `echo` ends it with.
+    """
     if prompt is not None and file is not None:
         raise ValueError("--prompt and --prompt-file: say one of them")
+    if prompt is None and file is None and or_pipe and sys.stdin is not None and not sys.stdin.isatty():
+        return sys.stdin.read().removesuffix("\n") or None
     if file is None:
         return prompt
     try:
         return sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompt-file {file}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--prompt-file {file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {file}: is not UTF-8 text: {error}") from error

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .thinking import END as END_THINK
-from .thinking import START as THINK
-from .tools import WHITESPACE
+from .tools import END_THINK, THINK, WHITESPACE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

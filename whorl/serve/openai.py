@@ -5,6 +5,7 @@ FastAPI and what comes with it are imported inside: without the extra, this modu
 
 import importlib.util
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,11 +90,15 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors(), error.body).response()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        what = {
+            404: "no such address; GET /openapi.json lists those there are",
+            405: f"this address takes {(error.headers or {}).get('Allow', 'another method')}",
+        }.get(error.status_code, error.detail)
+        message = f"{request.method} {request.url.path}: {what}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     for kind in (ApiError, ValueError, RuntimeError, TimeoutError):
@@ -155,6 +160,7 @@ def prepare(
     """
     need_extra()
     chosen = Settings(names=tuple(names) or _names(model), **settings)
+    _check_address(host, port)  # before minutes of loading
     if llm is None:
         import torch
 
@@ -204,6 +210,16 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> None:
     server.run()
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure
+
+
+def _check_address(host: str, port: int) -> None:
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"serve: cannot listen on {host}, port {port}: {error.strerror}") from error
 
 
 def _names(model: str | Path | None) -> tuple[str, ...]:

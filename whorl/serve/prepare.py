@@ -10,9 +10,7 @@ from whorl.engine.sequence import SamplingParams
 from .gate import ApiError
 from .grammar import Grammars
 from .schemas import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling, Tool
-from .thinking import END as END_THINK
-from .thinking import START as THINK
-from .tools import CALL, call_grammar
+from .tools import CALL, END_THINK, THINK, call_grammar
 
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer

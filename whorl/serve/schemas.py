@@ -122,7 +122,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format: type json_schema and a field json_schema go together")
+            raise ValueError("type json_schema and a field json_schema go together")
         return self
 
 

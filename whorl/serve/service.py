@@ -18,7 +18,7 @@ from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .stream import EventStream, unless_gone
-from .thinking import END as END_THINK
+from .tools import END_THINK
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM

@@ -7,12 +7,12 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .schemas import NamedTool, Tool
-from .thinking import END as END_THINK
-from .thinking import START as THINK
+if TYPE_CHECKING:  # a chat in a terminal takes replies apart, too, and does not need pydantic
+    from .schemas import NamedTool, Tool
 
+THINK, END_THINK = "<think>", "</think>"
 CALL, _END_CALL = "<tool_call>", "</tool_call>"
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end to it a weak model finds none
 
@@ -130,19 +130,19 @@ def _parse(body: str) -> Call | None:
     return Call(found["name"], arguments)
 
 
-def call_grammar(tools: Sequence[Tool], choice: NamedTool | str, *, is_parallel: bool, has_tokens: bool) -> str:
+def call_grammar(tools: "Sequence[Tool]", choice: "NamedTool | str", *, is_parallel: bool, has_tokens: bool) -> str:
     """A grammar, in llguidance's Lark, of which every sentence is a call of one of the tools.
 
     has_tokens: the tags are tokens of their own; such a token has no text that a quoted string would match.
     """
-    chosen = [t for t in tools if not isinstance(choice, NamedTool) or t.function.name == choice.function.name]
+    chosen = [t for t in tools if isinstance(choice, str) or t.function.name == choice.function.name]
     calls = {"anyOf": [_call_schema(tool) for tool in chosen], "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    more = r' ("\n" call)*' if is_parallel and not isinstance(choice, NamedTool) else ""
+    more = r' ("\n" call)*' if is_parallel and isinstance(choice, str) else ""
     begin, end = (CALL, _END_CALL) if has_tokens else (f'"{CALL}"', f'"{_END_CALL}"')
     return f'start: call{more}\ncall: {begin} "\\n" body "\\n" {end}\nbody: %json {json.dumps(calls)}\n'
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _call_schema(tool: "Tool") -> dict[str, Any]:
     arguments = tool.function.parameters or {"type": "object"}
     return {
         "type": "object",

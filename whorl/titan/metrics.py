@@ -32,6 +32,7 @@ NAMES = {
     "validation_metrics/loss": "validation_loss",
 }
 A100 = 312e12  # what TorchTitan takes for a device that it does not know
+V_SHAPED = ("dualpipev", "zbvzerobubble")
 ASCEND_A3 = 376e12  # of a die, bf16, dense; `whorl.titan.plan` counts with it
 
 
@@ -74,6 +75,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
+    """The first that knows the loss. A V ends on the rank where it begins, which TorchTitan knows of one schedule."""
+    is_v = job_config.parallelism.pipeline_parallel_schedule.lower() in V_SHAPED
+    return 0 if is_v else _get_metrics_rank(parallel_dims, job_config)
+
+
 class WhorlMetrics(MetricsProcessor):
     """TorchTitan's, with the lines of JSON and what the model says of its indexers."""
 
@@ -83,7 +90,7 @@ class WhorlMetrics(MetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self._steps = 0  # since the last log
-        if torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
+        if torch.distributed.get_rank() == metrics_rank(parallel_dims, job_config):
             self._add_lines()
 
     def _add_lines(self) -> None:

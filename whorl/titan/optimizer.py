@@ -26,6 +26,7 @@ def build_optimizers(
     ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
     """As TorchTitan's `build_optimizers_with_moe_load_balancing`; frozen parameters have no state."""
+    _check_learns(model_parts)
     swap = getattr(optimizer_config, "swap", False)
     if swap:
         _check_swap(optimizer_config, ft_manager)
@@ -38,6 +39,16 @@ def build_optimizers(
     if getattr(optimizer_config, "watch", True) and dist.get_backend() != "fake":
         Watch.attach(optimizers, can_replay=not parallel_dims.pp_enabled)
     return optimizers
+
+
+def _check_learns(model_parts: list[nn.Module]) -> None:
+    for part in model_parts:
+        if not any(p.requires_grad for p in part.parameters()):
+            found = ", ".join(name for name, module in part.named_children() if any(True for _ in module.parameters()))
+            raise ValueError(
+                f"a pipeline stage ({found}) has nothing that learns: in warm-up only indexers do. Give every stage a "
+                "layer: fewer stages, or set parallelism.module_fqns_per_model_part"
+            )
 
 
 def _check_swap(config: OptimizerConfig, ft_manager: FTManager | None) -> None:

@@ -1,6 +1,6 @@
 """The places where we hold on to TorchTitan, as they are in the version we are written for; `drift()` compares.
 
-A name is here because something under whorl/titan imports, extends, calls or replaces it; a test sees to that.
+A name is here because something under whorl/titan imports, extends, calls, reads or replaces it; tests see to that.
 """
 
 import ast
@@ -20,13 +20,24 @@ SIGNATURES = {
         "(self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter,"
         " base_folder=, ft_manager=)"
     ),
+    "torchtitan.components.checkpoint:CheckpointManager._create_checkpoint_id": "(self, step, folder=)",
+    "torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints": "(self)",
+    "torchtitan.components.checkpoint:CheckpointManager._should_save": "(self, curr_step, last_step=)",
     "torchtitan.components.checkpoint:CheckpointManager.close": "(self)",
+    "torchtitan.components.checkpoint:CheckpointManager.dcp_load": (
+        "(self, state_dict, checkpoint_id, from_hf, from_quantized)"
+    ),
+    "torchtitan.components.checkpoint:CheckpointManager.dcp_save": (
+        "(self, state_dict, checkpoint_id, async_mode, enable_garbage_collection=, to_hf=)"
+    ),
     "torchtitan.components.checkpoint:CheckpointManager.load": "(self, step=)",
     "torchtitan.components.checkpoint:CheckpointManager.save": "(self, curr_step, last_step=)",
+    "torchtitan.components.dataloader:BaseDataLoader.__iter__": "(self)",
     "torchtitan.components.ft:FTManager.__init__": "(self, ft_config)",
     "torchtitan.components.loss:build_cross_entropy_loss": "(job_config, **kwargs)",
     "torchtitan.components.loss:cross_entropy_loss": "(pred, labels)",
     "torchtitan.components.lr_scheduler:build_lr_schedulers": "(optimizers, lr_scheduler_config, training_steps)",
+    "torchtitan.components.metrics:BaseLogger.close": "(self)",
     "torchtitan.components.metrics:BaseLogger.log": "(self, metrics, step)",
     "torchtitan.components.metrics:LoggerContainer.add_logger": "(self, logger_instance)",
     "torchtitan.components.metrics:MetricsProcessor.__init__": "(self, job_config, parallel_dims, tag=)",
@@ -43,6 +54,9 @@ SIGNATURES = {
     "torchtitan.components.optimizer:build_optimizers_with_moe_load_balancing": (
         "(model_parts, optimizer_config, parallel_dims, ft_manager=)"
     ),
+    "torchtitan.components.tokenizer:BaseTokenizer.__init__": "(self)",
+    "torchtitan.components.tokenizer:BaseTokenizer.decode": "(self, *args, **kwargs)",
+    "torchtitan.components.tokenizer:BaseTokenizer.encode": "(self, *args, **kwargs)",
     "torchtitan.components.tokenizer:BaseTokenizer.get_vocab_size": "(self)",
     "torchtitan.components.tokenizer:build_hf_tokenizer": "(job_config)",
     "torchtitan.config.manager:ConfigManager.parse_args": "(self, args=)",
@@ -64,6 +78,17 @@ SIGNATURES = {
     ),
     "torchtitan.distributed.tensor_parallel:maybe_enable_async_tp": "(job_config, tp_mesh)",
     "torchtitan.distributed:NoParallel.__init__": ("(self, *, input_layout=, output_layout=, use_local_output=)"),
+    "torchtitan.distributed:NoParallel._apply": "(self, module, device_mesh)",
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter.__init__": (
+        "(self, model_args, hf_assets_path)"
+    ),
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter.from_hf": (
+        "(self, hf_state_dict)"
+    ),
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter.get_hf_storage_reader": (
+        "(self, path, from_quantized=)"
+    ),
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter.to_hf": "(self, state_dict)",
     "torchtitan.models.moe.kernels:generate_permute_indices": (
         "(tokens_per_expert_group, experts_per_rank, num_ranks, max_len, alignment, use_cpu=)"
     ),
@@ -71,6 +96,8 @@ SIGNATURES = {
     "torchtitan.models.moe.moe:GroupedExperts.__init__": "(self, dim, hidden_dim, num_experts, use_grouped_mm)",
     "torchtitan.models.moe.moe:MoE.__init__": "(self, moe_args, dim, hidden_dim)",
     "torchtitan.models.moe.moe:MoE.init_weights": "(self, init_std, buffer_device)",
+    "torchtitan.models.moe.moe:TokenChoiceTopKRouter._debug_force_load_balance_routing": "(self, scores)",
+    "torchtitan.models.moe.moe:TokenChoiceTopKRouter._get_node_limited_routing_scores": "(self, scores_for_choice)",
     "torchtitan.models.moe.moe:build_moe": "(args, dim, hidden_dim, moe_impl=)",
     "torchtitan.models.utils:trunc_normal_": "(tensor, mean=, std=, a=, b=)",
     "torchtitan.protocols.model:BaseModelArgs.get_nparams_and_flops": "(self, model, seq_len)",
@@ -111,6 +138,7 @@ FIELDS = {
         "tensor_parallel_degree pipeline_parallel_degree pipeline_parallel_schedule context_parallel_degree"
         " context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree"
         " expert_parallel_comm_backend fsdp_reshard_after_forward disable_loss_parallel"
+        " pipeline_parallel_expert_parallel_overlap"
     ),
     "torchtitan.config.job_config:Training": (
         "local_batch_size global_batch_size seq_len steps dtype mixed_precision_param mixed_precision_reduce"
@@ -126,6 +154,23 @@ FIELDS = {
     ),
 }
 
+# What their methods set on self and ours read.
+ATTRIBUTES = {
+    "torchtitan.components.checkpoint:CheckpointManager": "enable keep_latest_k purge_queue sd_adapter states",
+    "torchtitan.components.metrics:MetricsProcessor": (
+        "device_memory_monitor job_config logger model_parts parallel_dims"
+    ),
+    "torchtitan.models.moe.moe:TokenChoiceTopKRouter": (
+        "_debug_force_load_balance gate num_expert_groups num_experts route_norm route_scale score_func top_k"
+    ),
+    "torchtitan.models.moe.moe:TokenReorderer": "num_experts",
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter": "model_args",
+    "torchtitan.train:Trainer": (
+        "checkpointer dataloader job_config lr_schedulers model_args model_parts optimizers parallel_dims pp_schedule"
+        " step train_spec"
+    ),
+}
+
 CONSTANTS = {
     "torchtitan.components.checkpoint:DATALOADER": "dataloader",
     "torchtitan.components.checkpoint:LR_SCHEDULER": "lr_scheduler",
@@ -138,10 +183,8 @@ CONSTANTS = {
 # Only have to be there.
 NAMES = [
     "torchtitan.components.checkpoint:AsyncMode",
-    "torchtitan.components.dataloader:BaseDataLoader",
     "torchtitan.components.loss:LossFunction",
     "torchtitan.config:TORCH_DTYPE_MAP",
-    "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter",
     "torchtitan.protocols.model_converter:_registry_model_converter_cls",
     "torchtitan.protocols.train_spec:ParallelizeFunction",
     "torchtitan.protocols.train_spec:_extra_train_specs",
@@ -152,6 +195,7 @@ NAMES = [
 
 # What we do in another way: when the code changes, ours has to be looked at again.
 SOURCES = {
+    "torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints": "fdc0bb37bc45",
     "torchtitan.components.metrics:_get_metrics_rank": "48f8e522d285",
     "torchtitan.distributed.expert_parallel:ReordererSequenceParallel._prepare_inputput_fn": "26f12e079e1c",
     "torchtitan.distributed.expert_parallel:ReordererSequenceParallel._prepare_output_fn": "3464b11be000",
@@ -180,6 +224,11 @@ def resolve(point: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
+
+
+def owner(point: str) -> Any:
+    """Of a method, its class; None for what is in no class."""
+    return resolve(point.rpartition(".")[0]) if "." in point.partition(":")[2] else None
 
 
 def signature(function: Callable[..., Any]) -> str:
@@ -235,6 +284,25 @@ def _fields_problem(expected: str) -> Callable[[Any], str | None]:
     return compare
 
 
+def set_on_self(cls: type) -> set[str]:
+    """Attributes that the methods of a class assign, those of its bases in TorchTitan too."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] == cls.__module__.split(".")[0]:
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+    return found
+
+
+def _attributes_problem(expected: str) -> Callable[[Any], str | None]:
+    def compare(found: Any) -> str | None:
+        missing = set(expected.split()) - set_on_self(found)
+        return f"does not set {', '.join(sorted(missing))} any more" if missing else None
+
+    return compare
+
+
 def _constant_problem(expected: object) -> Callable[[Any], str | None]:
     return lambda found: None if found == expected else f"is {found!r}, expected {expected!r}"
 
@@ -252,6 +320,7 @@ def drift() -> list[str]:
     looks: list[tuple[str, Callable[[Any], str | None]]] = []
     looks += [(point, _signature_problem(expected)) for point, expected in SIGNATURES.items()]
     looks += [(point, _fields_problem(expected)) for point, expected in FIELDS.items()]
+    looks += [(point, _attributes_problem(expected)) for point, expected in ATTRIBUTES.items()]
     looks += [(point, _constant_problem(expected)) for point, expected in CONSTANTS.items()]
     looks += [(point, _source_problem(expected)) for point, expected in SOURCES.items()]
     looks += [(point, lambda found: None) for point in NAMES]

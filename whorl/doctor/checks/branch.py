@@ -114,7 +114,7 @@ def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[
         expected="position_embedding_type=rope, or the switch off",
         why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table "
         "made from a sequence length and knows nothing of position axes.",
-        fix=("remove --use-fused-rotary-pos-emb",),
+        fix=(launch.removal("use_fused_rotary_pos_emb"),),
     )
 
 

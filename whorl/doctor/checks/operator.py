@@ -117,7 +117,7 @@ def mindspeed_partial_fused(launch: Launch, path: RotaryPath) -> Iterator[Proble
         found="use_partial_rope with use_fused_rotary_pos_emb",
         expected="one of them",
         why="MindSpeed-LLM raises AssertionError: fused rotary embedding is not supported in partial rope.",
-        fix=("remove --use-fused-rotary-pos-emb",),
+        fix=(launch.removal("use_fused_rotary_pos_emb"),),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._op import Values, is_readable, operator, widen
+from . import attention_torch_npu
 
 CHUNK = 2**27  # elements of the largest tensor that a reference makes at a time
 LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # what the kernels hold
@@ -226,7 +227,8 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         dlse,
         scale=args["scale"],
         deterministic=args["deterministic"] or torch.are_deterministic_algorithms_enabled(),
-        backend=args["backend"],
+        # torch_npu gives lse and takes no gradient of it: whoever forced it there gets the reference here.
+        backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
     )
     return {"q": dq, "kv": dkv}
 
@@ -261,3 +263,7 @@ def _(dout, q, kv, indices, out, lse, dlse, scale, deterministic):  # type: igno
     from .launch import backward
 
     return backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic)
+
+
+sparse_attention.impl("torch_npu", accepts=attention_torch_npu.reason)(attention_torch_npu.forward)
+sparse_attention_backward.impl("torch_npu", accepts=attention_torch_npu.backward_reason)(attention_torch_npu.backward)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._op import Values, operator
+from .._op import Values, is_readable, operator
 from .indexer import check_bounds, check_indexer, chunks, full_bounds, index_scores, visible_keys, wide_dtype
 
 
@@ -23,10 +23,14 @@ def _check_attention(name: str, q: Tensor, lse: Tensor) -> None:
         raise ValueError(f"{name}: lse is {list(lse.shape)} {lse.dtype}, expected {list(q.shape[:2])} torch.float32")
 
 
-def _check_indices(name: str, indices: Tensor, num_queries: int) -> None:
+def _check_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) -> None:
     if indices.dim() != 2 or indices.shape[0] != num_queries or indices.dtype != torch.int32:
         raise ValueError(
             f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{num_queries}, K] torch.int32"
+        )
+    if is_readable(indices) and indices.numel() and (int(indices.max()) >= num_keys or int(indices.min()) < -1):
+        raise ValueError(
+            f"{name}: indices go from {int(indices.min())} to {int(indices.max())}, expected -1 to {num_keys - 1}"
         )
 
 
@@ -37,7 +41,7 @@ def _check_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: flo
     _check_attention("indexer_target", q, lse)
     if k.dim() != 3 or k.shape[1:] != (1, q.shape[2]) or k.dtype != q.dtype:
         raise ValueError(f"indexer_target: k is {list(k.shape)} {k.dtype}, expected [S, 1, {q.shape[2]}] {q.dtype}")
-    _check_indices("indexer_target", indices, q.shape[0])
+    _check_indices("indexer_target", indices, q.shape[0], k.shape[0])
 
 
 def _fake_target(q: Tensor, indices: Tensor, **_: object) -> Tensor:
@@ -155,7 +159,7 @@ def _check_kl(
     deterministic: bool,
 ) -> None:
     check_indexer("indexer_kl", q, k, weights)
-    _check_indices("indexer_kl", indices, q.shape[0])
+    _check_indices("indexer_kl", indices, q.shape[0], k.shape[0])
     if target.shape != indices.shape or target.dtype != wide_dtype(q):
         raise ValueError(
             f"indexer_kl: target is {list(target.shape)} {target.dtype}, expected {list(indices.shape)} {wide_dtype(q)}"
@@ -190,8 +194,8 @@ def indexer_kl(
     K] fp32, not negative, of any sum. Returns loss [T] fp32 and the derivatives of grad_scale * loss.sum(): dq and
     dweights like q and weights, dk [S, D] fp32, left wide because sums over more queries may follow. Scores, softmax
     and sums in fp32; the derivative by a product q . k is rounded to q's dtype before it is multiplied again. A query
-    without keys, or whose target is all zero, has loss 0 and no gradient. `deterministic` adds dk in a fixed order,
-    at the price of a pass over all keys.
+    without keys, or whose target is all zero, has loss 0 and no gradient; an absent key is not read. `deterministic`
+    adds dk in a fixed order, at the price of a pass over all keys.
     """
     wide = wide_dtype(q)
     loss = torch.empty(q.shape[0], dtype=wide, device=q.device)
@@ -384,8 +388,8 @@ def _make_target(
 
 def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
     values = _make_target(**case)
-    tokens, heads = values["q"].shape[:2]
-    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * heads**-0.5
+    tokens, heads, dim = values["q"].shape
+    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * (heads * dim) ** -0.5
     target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
     target = target.masked_fill(values["indices"] < 0, 0)
     options = {"grad_scale": grad_scale, "deterministic": deterministic}
@@ -423,7 +427,7 @@ def _make_dense_target(key_heads: int = 1, **case: Any) -> Values:
 def _make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
     q, k = values["q"], values["k"][:, 0]
-    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
+    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * (q.shape[1] * q.shape[2]) ** -0.5
     target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
     visible = visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
     target = target.masked_fill(~visible, 0)

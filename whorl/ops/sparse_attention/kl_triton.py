@@ -126,7 +126,8 @@ def _gather_scores(
     indices = tl.load(indices_ptr + slots, mask=slots < length, other=-1)
     channels = tl.arange(0, BLOCK_D)
     k_at = k_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * k_stride + channels[None, :]
-    k = tl.load(k_at, mask=(channels < D)[None, :], other=0.0)
+    # An absent key is zeros: the first one's NaN, read in its place, would come back as 0 * NaN.
+    k = tl.load(k_at, mask=(indices >= 0)[:, None] & (channels < D)[None, :], other=0.0)
     dots = dot(k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_H), tl.float32), WIDEN)
     scores = tl.sum(tl.maximum(dots, 0.0) * weights[None, :], 1)
     return slots, indices, k, dots, scores

@@ -191,7 +191,8 @@ class _Backward:
     def _tokens_at_a_time(self) -> int:
         """As many as the scratch memory holds, in whole waves of the first pass."""
         scores = 2 * self.heads * self.pitch * self.q.element_size()
-        shares = self.topk * self.dim * 4 if self.deterministic else 0
+        # In a fixed order: the shares of a token, and where it lists each of all keys.
+        shares = 4 * max(self.topk * self.dim, self.num_keys) if self.deterministic else 0
         tokens = max(1, SCRATCH // max(scores, shares, 1))
         wave = max(1, multiprocessors(self.q.device) // ceil_div(self.heads, 64))
         return min(self.count, tokens // wave * wave or tokens)

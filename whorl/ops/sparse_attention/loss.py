@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import kl_torch_npu
 from .indexer import chunks, full_bounds
 from .kl import dense_indexer_kl, dense_indexer_target, indexer_kl, indexer_target
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T], dq, dk, dweights
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T] or [1], dq, dk, dweights
 Reduction = Literal["mean", "sum"]
 When = Literal["forward", "backward"]
 Reduce = Callable[[Tensor], Tensor]
@@ -63,6 +64,14 @@ def _factor(name: str, coefficient: float, reduction: str, when: str, num_querie
     return coefficient / max(1, num_queries) if reduction == "mean" else coefficient
 
 
+def _check_sizes(name: str, q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor) -> None:
+    if q.shape[:1] + k.shape[:1] != main_q.shape[:1] + main_k.shape[:1]:
+        raise ValueError(
+            f"{name}: q and k are of {len(q)} queries and {len(k)} keys, main_q and main_k of {len(main_q)} and "
+            f"{len(main_k)}, expected the same"
+        )
+
+
 def indexer_kl_loss(
     q: Tensor,
     k: Tensor,
@@ -93,11 +102,15 @@ def indexer_kl_loss(
     fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum [T, K],
     for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
     """
+    _check_sizes("indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
 
     def compute(
         q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor
     ) -> Results:
+        given = (q, k, weights, indices, main_q, main_k, lse)
+        if reduce_target is None and not deterministic and kl_torch_npu.takes(*given):
+            return kl_torch_npu.gradients(*given, scale, factor)
         target = indexer_target(main_q, main_k, indices, lse, scale)
         target = target if reduce_target is None else reduce_target(target)
         return indexer_kl(q, k, weights, indices, target, grad_scale=factor, deterministic=deterministic)
@@ -129,11 +142,17 @@ def dense_indexer_kl_loss(
     main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go
     through in chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
     """
+    _check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("dense_indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
+
+    is_causal = ends is None
 
     def compute(
         q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor, *bounds: Tensor
     ) -> Results:
+        given = (q, k, weights, main_q, main_k, lse)
+        if reduce_target is None and is_causal and kl_torch_npu.takes_dense(*given):
+            return kl_torch_npu.dense_gradients(*given, scale, factor)
         starts, ends, *positions = bounds
         parts, dk = [], torch.zeros(k.shape, dtype=lse.dtype, device=k.device)
         for rows in chunks(q.shape[0], k.shape[0]):

@@ -68,6 +68,29 @@ def new_log(device: torch.device | None = None) -> Tensor:
     return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
 
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.log = log
+        return weights.view_as(weights), log.view_as(log)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.log.grad = grads[1] if ctx.log.grad is None else ctx.log.grad + grads[1]
+        return grads[0], None
+
+
+def count_with(weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, unchanged: what comes back for `log` is counted when `weights` get their gradient.
+
+    A pipeline schedule that splits backward (zero bubble, DualPipeV) asks for gradients of inputs, then for those of
+    parameters, and never for a log's; a node that both need runs twice. The indexer's weights lead to parameters only:
+    their gradient is computed once, in every schedule. torch.compile has no write in backward: there `log` gets its
+    gradient as a leaf does.
+    """
+    return (weights, log) if torch.compiler.is_compiling() else _Count.apply(weights, log)
+
+
 def pop_log(log: Tensor) -> Tensor:
     """What was added up since the last time; [1]."""
     found = torch.zeros_like(log) if log.grad is None else log.grad
@@ -79,7 +102,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
         ctx.shapes = [source.shape for source in sources]
-        return value.view_as(value)
+        return value.clone()  # no view: a pipeline that splits backward detaches it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,6 +178,7 @@ class SmallOps(Core):
         seen = visible(q.shape[1], q_positions, k_positions, q)
         wide = torch.promote_types(q.dtype, torch.float32)
         dots = torch.einsum("bshd,btd->bsht", index_q.to(wide), index_k.to(wide)).relu()
+        index_weights, log = count_with(index_weights, self.log_on(q.device))
         scores = torch.einsum("bsht,bsh->bst", dots, index_weights.to(wide))
         if settings.stage == "warmup":
             chosen, q, k, v = seen, q.detach(), k.detach(), v.detach()
@@ -166,7 +190,7 @@ class SmallOps(Core):
         if not torch.is_grad_enabled() or not settings.coefficient:
             return out
         loss = self._divergence(weights.detach().sum(1), scores, chosen)
-        return attach_loss(out, loss.float().reshape(1), self.log_on(out.device))
+        return attach_loss(out, loss.float().reshape(1), log)
 
     def _choose(self, scores: Tensor, seen: Tensor) -> Tensor:
         """The highest of those seen; equal scores go to the lowest index."""

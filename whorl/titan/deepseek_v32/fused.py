@@ -24,7 +24,7 @@ from whorl.ops.sparse_attention import (
 from whorl.ops.sparse_attention.indexer import chunks, visible_keys
 from whorl.ops.sparse_attention.masked import WORD, num_words
 
-from .core import Core
+from .core import Core, count_with
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -111,8 +111,9 @@ class FusedDSA(Core):
         sees = Sees.of(batch, q_positions, k_positions)
         main = [x.to(q_nope.dtype) for x in (q_nope, q_pe, kv, k_pe)]  # autocast may leave some wide
         q_nope, q_pe, kv, k_pe = (x.flatten(0, 1) for x in main)
+        index_weights, log = count_with(index_weights, self.log_on(q_nope.device))
         index = (index_q.flatten(0, 1), index_k.flatten(0, 1).to(index_q.dtype), index_weights.flatten(0, 1))
-        weight, log = wkv_b.to(q_nope.dtype), self.log_on(q_nope.device)
+        weight = wkv_b.to(q_nope.dtype)
         if self.settings.stage == "warmup":
             q = torch.cat((q_nope, q_pe), -1).detach()
             out = _Dense.apply(q, kv, k_pe, weight, *index, log, self, sees)

@@ -198,7 +198,7 @@ def _added_up(
 def _figures(table: list[list[float]], steps: int, coefficients: tuple[float, float]) -> dict[str, float]:
     *layers, (further, *_) = table
     figures: dict[str, float] = {}
-    # Nothing is logged where a schedule takes gradients of parameters alone (zero bubble): then nothing is said.
+    # Without a backward since the last call there is nothing to say.
     if coefficients[0] and any(loss for loss, *_ in layers):
         losses = [loss / steps / coefficients[0] for loss, *_ in layers]
         figures["indexer_kl"] = sum(losses) / max(1, len(losses))
