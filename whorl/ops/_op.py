@@ -72,7 +72,7 @@ class Op:
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
         self.make: Callable[..., Values] = _no_cases
-        self.bytes = bytes or _all_bytes
+        self.bytes = bytes or all_bytes
         self.flops = flops
         self._fake = fake or reference
         self._gradient: Gradient | None = None
@@ -487,7 +487,7 @@ def _differentiate(
     return dict(zip(wanted, got, strict=True))
 
 
-def _all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     tensors = [v for v in (*values.values(), *outputs) if isinstance(v, Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import permute_torch_npu
-from ._op import Values, is_readable, narrow, operator, widen
+from ._op import Values, all_bytes, is_readable, narrow, operator, widen
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -143,7 +143,12 @@ def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tens
     return _collect(rows, places.long(), probs)
 
 
-@operator(check=_check_unpermute_backward, absent={1: "probs"})
+def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    """Without probs the rows are not read."""
+    return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
+
+
+@operator(check=_check_unpermute_backward, absent={1: "probs"}, bytes=_unpermute_backward_bytes)
 def unpermute_backward(
     dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
