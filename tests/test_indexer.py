@@ -240,23 +240,25 @@ def test_the_last_chunk_may_be_short(monkeypatch: pytest.MonkeyPatch, device: st
             assert torch.equal(got, right), backend
 
 
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements of the largest tensor that is made in the block."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, out.numel() if isinstance(out, Tensor) else 0)
+        return out
+
+
 def test_scores_of_a_chunk_are_all_that_is_in_memory() -> None:
     """On the meta device every allocation is seen: none may have a row for each query and a column for each key."""
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
-            return out
-
     values = made(4096, 65536, 4, 32, 64, device="meta")
-    with Watch(), pytest.MonkeyPatch.context() as patch:
+    with LargestTensor() as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexer_triton.top_k_triton, "select", lambda *_: None)
         patch.setattr(indexer_triton, "_scores_kernel", _Ignore())
         indexer_triton.lightning_indexer(**values, starts=None, ends=None, key_positions=None, k_scale=None)
-    assert 2**20 < largest <= 2**25
+    assert 2**20 < seen.elements <= 2**25
 
 
 class _Ignore:

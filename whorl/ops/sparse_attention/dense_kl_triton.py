@@ -145,13 +145,12 @@ def _rows_kernel(
     log_total = tl.log(tl.maximum(tl.sum(total * tl.exp(top - highest), 0), 1e-37))
     all_mass = tl.sum(mass, 0)
     has_mass = tl.where(all_mass > 0, 1.0, 0.0)
-    divisor = tl.where(all_mass > 0, all_mass, 1.0)
+    inverse = tl.div_rn(has_mass, tl.where(all_mass > 0, all_mass, 1.0))
     loss = tl.zeros((TILE,), tl.float32)
     for tile in range(0, S, TILE):
         at, visible = _visible(positions_ptr, tile, S, first, stop, HAS_POSITIONS, TILE)
         log_q = tl.load(scores_ptr + at, mask=at < S, other=0.0) - highest - log_total
-        found = tl.load(target_ptr + at, mask=at < S, other=0.0)
-        p = tl.div_rn(found, tl.broadcast_to(divisor, found.shape))
+        p = tl.load(target_ptr + at, mask=at < S, other=0.0) * inverse
         loss += tl.where(visible & (p > 0), p * (tl.log(tl.where(p > 0, p, 1.0)) - log_q), 0.0)
         dscores = tl.where(visible, tl.exp(tl.where(visible, log_q, 0.0)) - p, 0.0) * has_mass
         tl.store(scores_ptr + at, dscores, mask=at < S)

@@ -388,8 +388,8 @@ def _make_target(
 
 def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
     values = _make_target(**case)
-    tokens, heads, dim = values["q"].shape
-    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * (heads * dim) ** -0.5
+    tokens, heads = values["q"].shape[:2]
+    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * heads**-0.5
     target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
     target = target.masked_fill(values["indices"] < 0, 0)
     options = {"grad_scale": grad_scale, "deterministic": deterministic}
@@ -427,7 +427,7 @@ def _make_dense_target(key_heads: int = 1, **case: Any) -> Values:
 def _make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
     q, k = values["q"], values["k"][:, 0]
-    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * (q.shape[1] * q.shape[2]) ** -0.5
+    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
     target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
     visible = visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
     target = target.masked_fill(~visible, 0)

@@ -188,7 +188,7 @@ def _kl_kernel(
         top = new_top
     log_total = tl.log(tl.maximum(total, 1e-37))
     has_mass = tl.where(mass > 0, 1.0, 0.0)
-    divisor = tl.where(mass > 0, mass, 1.0)
+    inverse = tl.div_rn(has_mass, tl.where(mass > 0, mass, 1.0))
 
     loss = tl.zeros((), tl.float32)
     dq = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
@@ -198,8 +198,7 @@ def _kl_kernel(
             q, k_ptr, weights, indices_ptr, start, length, k_stride, D, BLOCK_H, BLOCK_D, BLOCK_K, WIDEN
         )
         valid = indices >= 0
-        found = tl.load(target_ptr + slots, mask=valid, other=0.0)
-        p = tl.div_rn(found, tl.broadcast_to(divisor, found.shape))  # of one key exactly 1, so that its loss is 0
+        p = tl.load(target_ptr + slots, mask=valid, other=0.0) * inverse
         log_q = tl.where(valid, scores - top - log_total, 0.0)
         loss += tl.sum(tl.where(p > 0, p * (tl.log(tl.where(p > 0, p, 1.0)) - log_q), 0.0), 0)
         dscores = tl.where(valid, tl.exp(log_q) - p, 0.0) * has_mass
