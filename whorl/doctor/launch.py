@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from whorl.doctor.inputs import OTHER_TOWERS, BadInput, Inputs, Setting
-from whorl.rope_config import RopeConfig
+from whorl.rope_config import RopeConfig, UnknownFamilyWarning
 
 FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan")
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
@@ -45,6 +45,7 @@ class Launch:
     rope: RopeConfig | None
     rope_problem: str | None
     rope_warnings: tuple[str, ...] = ()
+    unknown_family: str | None = None
     scope: str = ""
 
     def find(self, key: str) -> Setting | None:
@@ -193,7 +194,8 @@ def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: 
         text=text,
         rope=rope,
         rope_problem=problem,
-        rope_warnings=warned,
+        rope_warnings=tuple(str(w.message) for w in warned if w.category is not UnknownFamilyWarning),
+        unknown_family=next((str(w.message) for w in warned if w.category is UnknownFamilyWarning), None),
     )
 
 
@@ -265,13 +267,13 @@ def as_sections(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if whole else None
 
 
-def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, tuple[str, ...]]:
+def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:
     """RopeConfig of the text model, why its sections were refused if they were, and what RopeConfig warned of.
 
     A config with refused sections is read again without them: the checks need the rotary size to say what is wrong.
     """
     if text is None:
-        return None, None, ()
+        return None, None, []
     entries = {key: value for key, value in rope_entries(text).items() if key != "mrope_section"}
     spelling = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
     problem = None
@@ -279,10 +281,10 @@ def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                return _main_rope(attempt), problem, tuple(str(warning.message) for warning in caught)
+                return _main_rope(attempt), problem, caught
             except ValueError as error:
                 problem = problem or str(error)
-    return None, problem, ()
+    return None, problem, []
 
 
 def _main_rope(text: Mapping[str, Any]) -> RopeConfig:

@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .frequencies import FREQUENCIES, yarn_mscale
-from .hugging_face import DEFAULT_BASE, SCALING_KEYS, keywords
+from .hugging_face import DEFAULT_BASE, SCALING_KEYS, UnknownFamilyWarning, keywords
+
+__all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "UnknownFamilyWarning"]
 
 Array = TypeVar("Array")
 
@@ -61,6 +63,8 @@ class RopeConfig:
     style: str = "half"
     pairs_out: str = "pairs"
     where: str = "leading"
+    # 1, or -1 for a model that turns the other way round (nanochat): its frequencies are negative.
+    direction: int = 1
     sections: tuple[int, ...] | None = None
     layout: str | None = None
     # Multiplies cos and sin. longrope may use another one past the original length: see `attention_factor_at`.
@@ -96,6 +100,7 @@ class RopeConfig:
         style: str = "half",
         pairs_out: str = "pairs",
         where: str = "leading",
+        direction: int = 1,
         layout: str | None = None,
         chunk_size: int | None = None,
         local_size: int | None = None,
@@ -121,6 +126,7 @@ class RopeConfig:
             style=style,
             pairs_out=pairs_out,
             where=where,
+            direction=direction,
             sections=sections,
             layout=layout,
             chunk_size=chunk_size,
@@ -133,7 +139,8 @@ class RopeConfig:
         """Read a Hugging Face configuration: a mapping (config.json) or an object, old or new spelling.
 
         `layer_type` picks one of several rotary embeddings: "full_attention" or "sliding_attention" (Gemma-3),
-        "main" or "compress" (DeepSeek-V4), "indexer" (DeepSeek-V3.2, GLM-MoE-DSA).
+        "main" or "compress" (DeepSeek-V4), "indexer" (DeepSeek-V3.2, GLM-MoE-DSA). A model_type that is not known to
+        rotate as Llama does is read so with an `UnknownFamilyWarning` that names it.
         """
         return cls.from_keywords(**keywords(config, layer_type))
 
@@ -183,7 +190,7 @@ class RopeConfig:
 
     def frequencies(self, seq_len: int | None = None) -> NDArray[np.float32]:
         """Inverse frequencies [R/2], computed in float64. `seq_len` matters to longrope and dynamic alone."""
-        return FREQUENCIES[self.rope_type](self, seq_len).astype(np.float32)
+        return self.direction * FREQUENCIES[self.rope_type](self, seq_len).astype(np.float32)
 
     def dual_chunk_positions(self, positions: Array) -> DualChunkPositions[Array]:
         """The five positions of dual chunk attention; `positions` is an integer numpy array or torch tensor."""
@@ -222,6 +229,8 @@ def _check(config: RopeConfig) -> None:
     _check_choice("style", config.style, STYLES)
     _check_choice("pairs_out", config.pairs_out, STYLES[::-1])
     _check_choice("where", config.where, WHERE)
+    if config.direction not in (1, -1):
+        raise ValueError(f"RopeConfig: direction must be 1 or -1, found {config.direction!r}")
     if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
         raise ValueError(
             f"RopeConfig: rotary_dim must be even and at most head_dim {config.head_dim}, found {config.rotary_dim}"

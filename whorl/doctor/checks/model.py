@@ -1,5 +1,6 @@
 """The model's own config: what cannot be read, and the style of the sparse-attention indexer."""
 
+import warnings
 from collections.abc import Iterator
 
 from whorl.contracts import interleaved_range_reason
@@ -41,10 +42,12 @@ def _readable_without_rope(launch: Launch) -> bool:
     if rope_entries(launch.text).get("rope_type") == "axial":
         return False  # a vision tower by itself
     plain = {**(launch.text or {}), "rope_parameters": None, "rope_scaling": None}
-    try:
-        RopeConfig.from_hf(plain, layer_type="full_attention")
-    except ValueError:
-        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said once, where the launch was read
+        try:
+            RopeConfig.from_hf(plain, layer_type="full_attention")
+        except ValueError:
+            return False
     return True
 
 
@@ -69,6 +72,19 @@ def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         )
 
 
+@rule("rope-family-unknown", "note")
+def family_not_known(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.unknown_family is None:
+        return
+    yield Problem(
+        where=launch.inputs.model_where,
+        found=launch.unknown_family,
+        expected="a model_type whose rotation is known",
+        why="Which channels pair up, and in which direction they turn, is the model's code and not in its config.",
+        fix=("compare one rotated query with the model's own code; what follows here assumes Llama's rotation",),
+    )
+
+
 @rule("indexer-style")
 def indexer_rotates_otherwise(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     launched = launch.find("indexer_rope_interleave")
@@ -90,7 +106,9 @@ def indexer_rotates_otherwise(launch: Launch, path: RotaryPath) -> Iterator[Prob
 
 
 def _indexer_style(text: dict[str, object]) -> str | None:
-    try:
-        return RopeConfig.from_hf(text, layer_type="indexer").style
-    except ValueError:
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return RopeConfig.from_hf(text, layer_type="indexer").style
+        except ValueError:
+            return None
