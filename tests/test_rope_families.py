@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from whorl.rope_config import RopeConfig, UnknownFamilyWarning
-from whorl.rope_config.hugging_face import LIKE_LLAMA, MODELS
+from whorl.rope_config.hugging_face import MODELS
 from whorl.rope_table import get_rope
 
 TOKENS = 7
@@ -42,8 +42,8 @@ COMPLETED: dict[str, dict[str, Any]] = {
 }
 # Annotated with the text model's configuration, built with those of the speech parts, which are unknown here.
 SPEECH = {"Qwen3OmniMoeRotaryEmbedding"}
-# transformers turns the two channels of a pair by different axes (see tests/test_rope_table.py): compared on text alone,
-# where all axes are equal.
+# transformers turns the two channels of a pair by different axes (see tests/test_rope_table.py): compared on text
+# alone, where all axes are equal.
 ON_TEXT = {"hunyuan_vl_text"}
 # Known families that no module of transformers rotates: remote code, and functions of sin and cos alone.
 ELSEWHERE = {"chatglm", "kimi_k2", "ernie4_5_moe_vl", "gptj", "codegen"}
@@ -166,7 +166,7 @@ def judge(family: Family) -> Iterator[tuple[str, str]]:
         rotary = family.rotary(config)
     except (AttributeError, KeyError, TypeError):  # its own default configuration is not enough for it
         name = family.config_class.model_type
-        known = name.removesuffix("_text") in MODELS.keys() | LIKE_LLAMA
+        known = name.removesuffix("_text") in MODELS
         yield name, "known, and cannot be checked" if known else "warns"
         return
     for layer in layer_types(rotary):
@@ -218,7 +218,7 @@ def test_no_family_is_taken_for_llama_in_silence() -> None:
     agreed = {name for name, found in judged.items() if "agrees" in found}
     assert len(agreed) > 120, "the sweep found few families: has transformers moved its modules?"
     in_transformers = {name.removesuffix("_text") for name in CONFIG_MAPPING}
-    unproven = ((MODELS.keys() | LIKE_LLAMA) & in_transformers) - agreed - ELSEWHERE - NO_TEXT
+    unproven = (MODELS.keys() & in_transformers) - agreed - ELSEWHERE - NO_TEXT
     assert unproven == set(), "families listed as known that nothing here compared"
 
 
@@ -245,9 +245,7 @@ def test_an_unknown_family_is_named() -> None:
 
 def test_defaults_that_are_not_held_must_be_given() -> None:
     values = {"model_type": "gemma4_text", "head_dim": 256, "max_position_embeddings": 128}
-    with pytest.raises(
-        ValueError, match="default frequencies of 'gemma4_text' are not known here; .* needs rope_parameters"
-    ):
+    with pytest.raises(ValueError, match=r"frequencies of 'gemma4_text' are not known here; .* needs rope_parameters"):
         RopeConfig.from_hf(values, layer_type="full_attention")
 
 

@@ -1,9 +1,9 @@
 """Hugging Face configurations, old and new spelling, as keyword arguments of `RopeConfig.from_keywords`.
 
 A configuration says less than a model does: which channels pair up, in which order they are written back and which
-base is meant when none is given follow from `model_type`. `MODELS` holds that for the types that differ from Llama,
-`LIKE_LLAMA` names those that do not. tests/test_rope_families.py compares every one of them with transformers' own code;
-any other type is read as Llama's with an `UnknownFamilyWarning`.
+base is meant when none is given follow from `model_type`. `MODELS` holds that for every type that
+tests/test_rope_families.py has compared with transformers' own code; any other type is read as Llama's with an
+`UnknownFamilyWarning`.
 """
 
 import warnings
@@ -67,6 +67,14 @@ def _each(names: str, model: Model) -> dict[str, Model]:
 
 
 MODELS: dict[str, Model] = {
+    **_each("afmoe arcee aria beam chameleon deepseek_ocr2 dia_decoder diffllama doge dots1 esm esmc eurobert", _LLAMA),
+    **_each("exaone4 exaone_moe falcon falcon_h1 flint gemma gemma2 gpt_neox_japanese gradium_phonon_tts", _LLAMA),
+    **_each("granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm", _LLAMA),
+    **_each("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hyperclovax idefics jais2 jetmoe kolibri1", _LLAMA),
+    **_each("kyutai_speech_to lasr_encoder llama mimi ministral mistral molmo2 moshi muse_glimmer neucodec", _LLAMA),
+    **_each("olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts pocket_tts_audio_tokenizer qwen2", _LLAMA),
+    **_each("qwen2_5_omni_dit qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 step3p5 t5_gemma_module", _LLAMA),
+    **_each("timesfm2_5 unlimited_ocr vaultgemma xcodec2 zamba2", _LLAMA),
     **_each("gptj codegen cohere2 cohere2_moe", _PAIRS),
     **_each("moonshine_streaming", replace(_PAIRS, partial=0.8)),
     **_each("pe_audio_encoder pe_audio_video_encoder pe_video_encoder", replace(_PAIRS, base=20000.0)),
@@ -107,23 +115,9 @@ MODELS: dict[str, Model] = {
     **_each("apertus", Model(base=1.2e7)),
     **_each("gpt_oss", Model(base=150000.0)),
     **_each("hy_v3", Model(base=11158840.0)),
-    **_each("minimax_m2", Model(base=5e6)),
+    **_each("minimax_m2 minimax_m3_vl", Model(base=5e6)),
     **_each("smollm3", Model(base=2e6)),
 }
-
-
-# Those that rotate as Llama does, defaults included.
-LIKE_LLAMA = frozenset(
-    """
-    afmoe arcee aria beam chameleon deepseek_ocr2 dia_decoder diffllama doge dots1 esm esmc eurobert exaone4
-    exaone_moe falcon falcon_h1 flint gemma gemma2 gpt_neox_japanese gradium_phonon_tts granite granite_swa
-    granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl
-    hyperclovax idefics jais2 jetmoe kolibri1 kyutai_speech_to lasr_encoder llama mimi minimax_m3_vl ministral
-    mistral molmo2 moshi muse_glimmer neucodec olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts
-    pocket_tts_audio_tokenizer qwen2 qwen2_5_omni_dit qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 step3p5
-    t5_gemma_module timesfm2_5 unlimited_ocr vaultgemma xcodec2 zamba2
-    """.split()
-)
 
 
 def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict
 def _model(model_type: str | None) -> Model:
     """What the family decides. A configuration without a model_type is taken at its word: it names no other family."""
     name = str(model_type).removesuffix("_text")
-    if model_type is not None and name not in MODELS and name not in LIKE_LLAMA:
+    if model_type is not None and name not in MODELS:
         warnings.warn(
             f"RopeConfig: model_type {model_type!r} is not known here; read as Llama's rotation (halves, all channels "
             f"unless the configuration says otherwise). Compare with the model's own code before trusting it",
@@ -194,8 +188,8 @@ def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) 
     new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     if model.explicit and not new:
         raise ValueError(
-            f"RopeConfig: the default frequencies of {values.get('model_type')!r} are not known here; the configuration "
-            f"needs rope_parameters, found {_some(values)}"
+            f"RopeConfig: the default frequencies of {values.get('model_type')!r} are not known here; "
+            f"the configuration needs rope_parameters, found {_some(values)}"
         )
     if any(isinstance(value, Mapping) for value in new.values()):
         rope = _pick_layer(new, layer_type)
