@@ -232,6 +232,24 @@ def test_the_platform_is_asked_only_where_order_does_not_matter(alone: str) -> N
     assert not fused.has_symmetric_memory(alone)
 
 
+@pytest.mark.parametrize(
+    ("backends", "asks"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_symmetric_memory_where_nccl_serves_the_device(
+    alone: str, monkeypatch: pytest.MonkeyPatch, backends: str, asks: bool
+) -> None:
+    """The engine's groups have a backend for the host, too."""
+    from torch.distributed import _symmetric_memory
+
+    asked: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(_symmetric_memory, "get_symm_mem_workspace", lambda group, min_size: asked.append(group))
+    fused.has_symmetric_memory.cache_clear()
+    assert fused.has_symmetric_memory(alone) == asks
+    assert asked == [alone] * asks
+    fused.has_symmetric_memory.cache_clear()
+
+
 TAKEN = {"shape": (1024, 512), "weight_shape": (512, 4096), "dtype": "bfloat16", "world": 8}
 REFUSED = [
     ({"dtype": "float32"}, "input must be one of float16, bfloat16"),

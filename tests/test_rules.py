@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "titan": {"models", "nn", "ops", "passes", "device", "rope_config", "positions", "selftest"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "bench"},
+    "selftest_ranks": None,
     "bench": None,
     "cli": None,
 }

@@ -263,16 +263,40 @@ def selftest(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes. Default: 1 on a CPU, up to 8 to compile kernels for others.")
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Check what N processes do together instead, one card each."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run every operator's cases in every backend of this machine; the report can go into a bug report."""
+    """Run every operator's cases in every backend of this machine; the report can go into a bug report.
+
+    With --ranks N: collectives, sequence and tensor parallelism, and every way of sharding a training step, over this
+    machine's own collectives (NCCL, HCCL; gloo on a CPU), against one rank.
+    """
     need_torch()
     from whorl import selftest as tests
     from whorl.device import default_device, require
 
     with asking():
         chosen = require(device.value if device else default_device())
+    if ranks is not None:
+        _selftest_ranks(ranks, chosen, as_json)
     report = tests.run(chosen, jobs=jobs or tests.default_jobs(chosen))
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print(tests.render(report))
+    sys.exit(0 if report.passed else 1)
+
+
+def _selftest_ranks(ranks: int, device: str, as_json: bool) -> None:
+    from whorl import selftest_ranks as tests
+
+    with asking():
+        report = tests.run(
+            ranks, device, tell=lambda outcome: print(f"{outcome.name}: {outcome.status}", file=sys.stderr)
+        )
     if as_json:
         print_json(report.as_dict())
     else:

@@ -57,7 +57,8 @@ def _uses_symmetric_memory(x: Tensor, group: str) -> bool:
 @functools.cache
 def has_symmetric_memory(group: str) -> bool:
     """Whether the ranks of a group can map each other's memory; tried once, with the workspace that is used later."""
-    if dist.get_backend(collectives.process_group(group)) != "nccl":
+    # A group that also has a backend for the host is not called "nccl", but by each device's backend.
+    if f"{CUDA}:nccl" not in dist.get_backend_config(collectives.process_group(group)):
         return False
     from torch.distributed import _symmetric_memory
 

@@ -1,0 +1,56 @@
+"""One process of a check: runs it, and writes down what came of it."""
+
+import datetime
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from .checks import CHECKS, Skipped
+
+_LIMIT = datetime.timedelta(seconds=240)  # of a collective; less than a whole check has
+
+
+def main(name: str, device: str, ranks: str, folder: str) -> int:
+    rank = int(os.environ["RANK"])
+    status, detail = "passed", ""
+    try:
+        detail = _run(name, device, int(ranks), rank)
+    except Skipped as reason:
+        status, detail = "skipped", str(reason)
+    except BaseException as error:  # whatever a vendor's library raises belongs in the report
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first = (str(error).strip().splitlines() or [""])[0]
+        status, detail = "failed", f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
+    done = Path(folder) / f"rank{rank}.json"
+    done.with_suffix(".part").write_text(json.dumps({"rank": rank, "status": status, "detail": detail}))
+    done.with_suffix(".part").rename(done)
+    return int(status == "failed")
+
+
+def _run(name: str, device: str, ranks: int, rank: int) -> str:
+    check = CHECKS[name]
+    if check.starts_ranks:
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(variable, None)  # the engine starts ranks of its own
+        return check.run(device, ranks)
+    import torch
+    from torch import distributed
+
+    from whorl.device import collective_backend, use_device
+
+    use_device(device, int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(collective_backend(device), timeout=_LIMIT)
+    torch.manual_seed(rank)
+    try:
+        return check.run(device, ranks)
+    finally:
+        if sys.exc_info()[0] is None:  # with a lost rank this would wait for it
+            distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a thread of a broken collective may hold a normal exit
