@@ -59,7 +59,7 @@ def test_close_and_same_see_a_difference() -> None:
     x = torch.ones(4)
     with pytest.raises(AssertionError, match="here: 1 of 4 elements"):
         checks.same(torch.tensor([1.0, 1.0, 1.0, 2.0]), x, "here")
-    with pytest.raises(AssertionError, match="here: off by 1.0e-01"):
+    with pytest.raises(AssertionError, match=r"here: off by 1\.0e-01"):
         checks.close(x * 1.1, x, "here", 1e-3)
     with pytest.raises(AssertionError, match="off by nan"):
         checks.close(x * float("nan"), x, "here", 1e-3)

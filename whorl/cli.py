@@ -281,22 +281,11 @@ def selftest(
     with asking():
         chosen = require(device.value if device else default_device())
     if ranks is not None:
-        _selftest_ranks(ranks, chosen, as_json)
+        from whorl.selftest_ranks.command import run_and_print
+
+        with asking():
+            run_and_print(ranks, chosen, as_json)
     report = tests.run(chosen, jobs=jobs or tests.default_jobs(chosen))
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        print(tests.render(report))
-    sys.exit(0 if report.passed else 1)
-
-
-def _selftest_ranks(ranks: int, device: str, as_json: bool) -> None:
-    from whorl import selftest_ranks as tests
-
-    with asking():
-        report = tests.run(
-            ranks, device, tell=lambda outcome: print(f"{outcome.name}: {outcome.status}", file=sys.stderr)
-        )
     if as_json:
         print_json(report.as_dict())
     else:

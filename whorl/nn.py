@@ -309,6 +309,9 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 # ---- attention
 
 
+LONGEST = 1 << 24  # tokens of a sequence: beyond all models, and a table of them is 8 GiB
+
+
 class Rope:
     """The rotary table of a model, long enough for `max_length` tokens, and its rows for a step.
 
@@ -319,6 +322,14 @@ class Rope:
     def __init__(self, config: RopeConfig, max_length: int | None = None) -> None:
         if config.is_dual_chunk:
             raise ValueError("dual chunk attention is not supported: remove dual_chunk_attention_config to run without")
+        limit = config.table_rows
+        if max_length is not None and max_length > limit and not config.depends_on_length:
+            raise ValueError(
+                f"sequences of {max_length} tokens were asked for, and the model was made for {limit}: ask for at most "
+                f"{limit}, or give config.json a rope scaling (YaRN) that reaches further"
+            )
+        if (max_length or limit) > LONGEST:
+            raise ValueError(f"config.json: {limit} positions; ask for a maximum length of at most {LONGEST}")
         self.table: RopeTable = get_rope(config, rows=max_length)
         self.max_length = self.table.rows
         self._cos_sin: Tensor | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 8  # arrays in arrays; files in use have none
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -18,6 +19,7 @@ class Cursor:
         self.data, self.at = data, 0
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        self._check(count)
         layout = struct.Struct(f"<{count}{code}")
         values = layout.unpack_from(self.data, self.at)
         self.at += layout.size
@@ -30,14 +32,22 @@ class Cursor:
             raise struct.error("the file ends inside a string")
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def _check(self, count: int) -> None:
+        """No value is smaller than a byte: a count that the file cannot hold is damage, not work."""
+        if count > len(self.data) - self.at:
+            raise struct.error(f"{count} values are announced, and {len(self.data) - self.at} bytes are left")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             (inner,), (count,) = self.scalars("I", 1), self.scalars("Q", 1)
+            self._check(count)
             if inner in _SCALARS:
                 return list(self.scalars(_SCALARS[inner], count))
-            return [self.value(inner) for _ in range(count)]
+            if depth == _DEEPEST:
+                raise struct.error(f"arrays are nested more than {_DEEPEST} deep")
+            return [self.value(inner, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise struct.error(f"value type {kind} is unknown")
         return self.scalars(_SCALARS[kind], 1)[0]

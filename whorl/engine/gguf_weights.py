@@ -46,8 +46,15 @@ NAMES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+# Whole numbers of the metadata that the configuration is made of.
+_COUNTS = (
+    *("block_count", "embedding_length", "context_length", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "expert_count", "expert_used_count"),
+    *("expert_feed_forward_length", "rope.scaling.original_context_length"),
+)
 # Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_MOST_DIMS = 4  # of a tensor, as llama.cpp has it
 Array = np.ndarray[Any, Any]
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
 
@@ -115,11 +122,15 @@ def _read_header(path: Path) -> Header:
         tensors = []
         for _ in range(num_tensors):
             name, (num_dims,) = cursor.string(), cursor.scalars("I", 1)
+            if not 1 <= num_dims <= _MOST_DIMS:
+                raise struct.error(f"tensor {name} has {num_dims} dims")
             dims, (kind,), (offset,) = cursor.scalars("Q", num_dims), cursor.scalars("I", 1), cursor.scalars("Q", 1)
             tensors.append((name, dims, kind, offset))
     except struct.error as error:
         raise ValueError(f"{path}: the GGUF header is cut off or damaged: {error}") from error
     alignment = metadata.get("general.alignment", 32)
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path}: general.alignment is {alignment!r}, expected a number of bytes, 1 or more")
     return Header(metadata=metadata, tensors=tensors, start=-(-cursor.at // alignment) * alignment, data=data)
 
 
@@ -129,7 +140,12 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
 
     found, cut = {}, []
     for name, dims, number, offset in header.tensors:
-        shape, kind = tuple(reversed(dims)), GGMLQuantizationType(number)
+        shape = tuple(reversed(dims))
+        if number not in set(GGMLQuantizationType):
+            raise ValueError(f"{path}: {name} is of type {number}, which the gguf package does not know")
+        kind = GGMLQuantizationType(number)
+        if 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(f"{path}: {name} is {list(shape)}, which is no whole number of blocks of {kind.name}")
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row = shape[-1] // block * block_bytes
         count, start = prod(shape[:-1]) * row, header.start + offset
@@ -179,6 +195,10 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
     missing += [name for name in ("token_embd.weight",) if name not in stored]
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing")
+    for key in _COUNTS:
+        value = values.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (key in needed)):
+            raise ValueError(f"{path}: {arch}.{key} is {str(value)[:60]}, expected one whole number for all layers")
     name, model_type = ARCHITECTURES[arch]
     num_experts = values.get("expert_count", 0)
     if bool(num_experts) != (arch == "qwen3moe"):

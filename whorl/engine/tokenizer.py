@@ -141,13 +141,31 @@ class Detokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, too
         raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object with names and values, found {type(found).__name__}")
+    return found
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else value
+def _end_ids(path: Path, values: Mapping[str, Any]) -> list[int]:
+    value = values.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{path}: eos_token_id is {value!r}, expected an id or a list of ids")
+    return ids
+
+
+def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
+    """What the model's makers sample with; nothing where they say that it is greedy."""
+    if not generation.get("do_sample", False):
+        return {}
+    found = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path}: {name} is {value!r}, expected a number")
+    return found
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -158,25 +176,42 @@ def _from_json(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
-    tokens = {name: config.get(name) for name in _ROLES}
-    # In older files a token is a dictionary with its flags.
-    roles = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
-    eos_ids = _as_ids(generation.get("eos_token_id")) or _as_ids(_read_json(folder / "config.json").get("eos_token_id"))
+    roles = _roles(folder / "tokenizer_config.json", config)
+    eos_ids = _end_ids(folder / "generation_config.json", generation)
+    eos_ids = eos_ids or _end_ids(folder / "config.json", _read_json(folder / "config.json"))
     if "eos_token" in roles and (eos_id := backend.token_to_id(roles["eos_token"])) is not None:
         eos_ids = [*eos_ids, eos_id]
-    can_sample = generation.get("do_sample", False)
-    sampling = {name: generation[name] for name in _SAMPLING if can_sample and generation.get(name) is not None}
+    sampling = _sampling(folder / "generation_config.json", generation)
     return Tokenizer(backend, eos_ids=eos_ids, roles=roles, templates=_templates(folder, config), sampling=sampling)
+
+
+def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by what they are for; in older files a token is a dictionary with its flags."""
+    tokens = {name: config[name] for name in _ROLES if config.get(name)}
+    roles: dict[str, Any] = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    for name, token in roles.items():
+        if not isinstance(token, str):
+            raise ValueError(f"{path}: {name} is {tokens[name]!r}, expected a token's text")
+    return roles
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`chat_template.jinja` wins over the tokenizer's configuration, where a list holds several by name."""
-    own = config.get("chat_template") or {}
-    templates = {"default": own} if isinstance(own, str) else {t["name"]: t["template"] for t in own}
+    own = config.get("chat_template") or []
+    named = [{"name": "default", "template": own}] if isinstance(own, str) else own
+    if not isinstance(named, list) or not all(_is_template(entry) for entry in named):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts"
+        )
+    templates = {entry["name"]: entry["template"] for entry in named}
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _is_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 # ---- GGUF
@@ -224,13 +259,15 @@ def _from_gguf(path: Path) -> Tokenizer:
     if missing := [key for key in ("tokens", "token_type", "merges") if key not in found]:
         raise ValueError(f"{path}: the metadata has no tokenizer.ggml.{missing[0]}")
     tokens, types = found["tokens"], found["token_type"]
+    _check_vocabulary(path, tokens, types, found["merges"])
     while types and types[-1] == _UNUSED:  # padding of the embedding table
         tokens, types = tokens[: len(types) - 1], types[:-1]
     bos_id, ids = found.get("bos_token_id"), [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    if bad := [i for i in (bos_id, *ids) if i is not None and i >= len(tokens)]:
+    padding = found.get("padding_token_id")
+    if bad := [i for i in (bos_id, padding, *ids) if i is not None and not _is_id(i, len(tokens))]:
         raise ValueError(f"{path}: special token ids {bad} are outside the vocabulary of {len(tokens)}")
     ends = [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS]
-    named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": found.get("padding_token_id")}
+    named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": padding}
     backend = _bpe(tokens, found["merges"], found.get("pre"), path)
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         chosen = [token for token, role in zip(tokens, types, strict=True) if role == kind]
@@ -246,17 +283,35 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
 
 
+def _is_id(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+def _check_vocabulary(path: Path, tokens: Any, types: Any, merges: Any) -> None:
+    for name, values, kind in (("tokens", tokens, str), ("token_type", types, int), ("merges", merges, str)):
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise ValueError(f"{path}: tokenizer.ggml.{name} is not a list of {kind.__name__}")
+    if not tokens or len(tokens) != len(types):
+        raise ValueError(f"{path}: {len(tokens)} tokens and {len(types)} types of tokens; expected one type for each")
+
+
 def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
     named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
-    return named | ({"default": metadata[key]} if key in metadata else {})
+    found = named | ({"default": metadata[key]} if key in metadata else {})
+    if wrong := [name for name, text in found.items() if not isinstance(text, str)]:
+        raise ValueError(f"tokenizer.chat_template: {wrong} are not texts")
+    return found
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: Path) -> Backend:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # Llama 3: a word that is a token is one, whatever the merges say.
-    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
+    try:
+        backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: the merges do not fit the vocabulary: {error}") from error
     backend.pre_tokenizer = _pre_tokenizer(kind, path)
     backend.decoder = decoders.ByteLevel()
     if kind == "qwen2":

@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be converted, and their bytes
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 _HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another layout
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 log = logging.getLogger(__name__)
 
 
@@ -69,9 +69,10 @@ def load_model(
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
-        model = build(checkpoint.config, device=device, dtype=kind, tp=tp, max_length=max_length)
-        fill(model, checkpoint, progress=progress)
-    return model
+        model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
+        check_fit(model, checkpoint)  # before memory is taken for what config.json says
+        fill(model.to_empty(device=device), checkpoint, progress=progress)
+    return model  # type: ignore[no-any-return]
 
 
 def build(
@@ -84,8 +85,12 @@ def build(
 ) -> Any:
     """The model of a config.json, its weights allocated and not set."""
     model_class = models.find(config)
-    with torch.device("meta"):
-        model = model_class(model_class.config_class.from_hf(config), ranks=tp or ONE, max_length=max_length)
+    values = model_class.config_class.from_hf(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(values, ranks=tp or ONE, max_length=max_length)
+    except RuntimeError as error:  # of torch: products of sizes that no computer has
+        raise ValueError(f"config.json: the sizes make no model: {error}") from error
     return model.to(dtype).to_empty(device=device).eval()
 
 
@@ -123,12 +128,20 @@ def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: t
 # ---- from checkpoint to model
 
 
-def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
-    """Copy every tensor into its slot, in the slot's dtype. Names and shapes are checked before anything is read."""
+def check_fit(model: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose names, shapes or dtypes are not the model's; the model may be on "meta"."""
     wanted = slots(model)
-    copies = _copies(model, wanted)
-    sources = {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored)}
-    _check(checkpoint.path, sources, wanted, copies)
+    _check(checkpoint.path, _sources(model, checkpoint), wanted, _copies(wanted))
+
+
+def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
+    return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored)}
+
+
+def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+    """Copy every tensor of a checkpoint that fits into its slot, in the slot's dtype."""
+    wanted, sources = slots(model), _sources(model, checkpoint)
+    copies = _copies(wanted)
     conversion = _conversion(sources.values(), model)
     with torch.inference_mode(), _bar(conversion, _total(sources.values()), progress) as advance:
         for name, source in sources.items():
@@ -144,7 +157,7 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
     log.info("%s: %d tensors, %s", checkpoint.path, len(sources), conversion)
 
 
-def _copies(model: Any, wanted: Mapping[str, Slot]) -> dict[str, Slot]:
+def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
     """What a checkpoint may hold a second time: the head of a model that uses the embedding for it."""
     return {} if "lm_head.weight" in wanted else {"lm_head.weight": wanted["model.embed_tokens.weight"]}
 
@@ -255,17 +268,23 @@ def _from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": [*_HUB_FILES], "ignore_patterns": [*_HUB_LEFT]}
-    try:
-        return Path(snapshot_download(name, **wanted))
-    except Exception as error:  # no network, no such model, not allowed, proxy, ...: the cache may have it
+    def bring(*patterns: str) -> Path:
+        wanted: dict[str, Any] = {"revision": revision, "allow_patterns": [*patterns], "ignore_patterns": [*_HUB_LEFT]}
         try:
-            return Path(snapshot_download(name, **wanted, local_files_only=True))
-        except LocalEntryNotFoundError:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ValueError(
-                f"{name}: no such folder, not in the Hugging Face cache, and the hub did not give it: {reason}"
-            ) from error
+            return Path(snapshot_download(name, **wanted))
+        except Exception as error:  # no network, no such model, not allowed, full disk, ...: the cache may have it
+            try:
+                return Path(snapshot_download(name, **wanted, local_files_only=True))
+            except LocalEntryNotFoundError:
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise ValueError(
+                    f"{name}: no such folder, not in the Hugging Face cache, and the hub did not give it: {reason}"
+                ) from error
+
+    folder = bring("config.json")
+    if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
+        models.find(_read_config(folder))
+    return bring(*_HUB_FILES)
 
 
 @contextmanager
@@ -274,15 +293,26 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
     if path.suffix == ".gguf":
         from whorl.engine.gguf_weights import open_gguf
 
-        yield open_gguf(path)
+        yield _counted(open_gguf(path))
         return
     config = _read_config(path)
+    models.find(config)
     with ExitStack() as stack:
-        yield Checkpoint(path=path, config=config, sources=_open_safetensors(path, torch.device(device), stack))
+        sources = _open_safetensors(path, torch.device(device), stack)
+        yield _counted(Checkpoint(path=path, config=config, sources=sources))
+
+
+def _counted(checkpoint: Checkpoint) -> Checkpoint:
+    """Layers and experts are at most as many as tensors: a model is not even laid out for more."""
+    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
+        value, most = checkpoint.config.get(name), len(checkpoint.sources)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
+    return checkpoint
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = _json(folder / "config.json")
+    config = _object(folder / "config.json")
     if "auto_map" in config:
         log.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", folder)
     if quantised := config.get("quantization_config"):
@@ -291,11 +321,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _json(path: Path) -> Any:
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON file's object."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object with names and values, found {type(found).__name__}")
+    return found
 
 
 def _open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
@@ -340,7 +374,9 @@ def _files(folder: Path) -> list[Path]:
                 f"are refused: convert them to safetensors with save_pretrained of transformers"
             )
         raise ValueError(f"{folder}: no *.safetensors found beside config.json: the weights are missing")
-    by_name: dict[str, str] = _json(index)["weight_map"]
+    by_name = _object(index).get("weight_map")
+    if not isinstance(by_name, dict) or not by_name or not all(isinstance(file, str) for file in by_name.values()):
+        raise ValueError(f"{index}: weight_map is {str(by_name)[:60]}, expected the file of each tensor by its name")
     names = sorted(set(by_name.values()))
     for name in names:
         if Path(name).name != name:

@@ -14,8 +14,8 @@ ARCHITECTURES = {
 def find(values: Mapping[str, Any]) -> Any:
     """The class of a model, from the values of its config.json."""
     names = values.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(":")
             return getattr(import_module(module), class_name)
     raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}")

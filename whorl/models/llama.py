@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from whorl import ops
+from whorl.models.fields import count, flag, number
 from whorl.nn import ONE, CacheSpec, KVCache, Linear, Ranks, RMSNorm, Rope, Rows, Step, Vocabulary, attend
 from whorl.rope_config import RopeConfig
 
@@ -40,23 +41,21 @@ class LlamaConfig:
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields above, with what Hugging Face's class fills in."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        missing = [name for name in sizes if not values.get(name)]
-        if missing:
-            raise ValueError(f"config.json: {', '.join(missing)} missing; found {sorted(values)}")
+        found = {name: count(values, name) for name in sizes}
         if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
-        heads = values["num_attention_heads"]
-        kv_heads = values.get("num_key_value_heads") or heads
+        heads = found["num_attention_heads"]
+        kv_heads = count(values, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(f"config.json: {heads} query heads cannot share {kv_heads} key heads evenly")
-        return {name: values[name] for name in sizes} | {
+        return found | {
             "num_key_value_heads": kv_heads,
-            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
-            "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+            "head_dim": count(values, "head_dim", found["hidden_size"] // heads),
+            "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
             "rope": RopeConfig.from_hf(values),
-            "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-            "attention_bias": bool(values.get("attention_bias", False)),
-            "mlp_bias": bool(values.get("mlp_bias", False)),
+            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+            "attention_bias": flag(values, "attention_bias"),
+            "mlp_bias": flag(values, "mlp_bias"),
         }
 
     def window(self, layer: int) -> int | None:

@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from whorl import ops
 from whorl.models import llama
+from whorl.models.fields import count, flag
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Rows, Step
 
 
@@ -43,29 +44,33 @@ class Qwen3Config(llama.LlamaConfig):
 
 def _windows(values: Mapping[str, Any], is_sparse: bool) -> tuple[int | None, ...]:
     """Layers from max_window_layers on have the window, or those layer_types names; the sparse model's all have it."""
-    count, size = values["num_hidden_layers"], values.get("sliding_window")
-    if not values.get("use_sliding_window") or not size:
-        return (None,) * count
+    layers = count(values, "num_hidden_layers")
+    if not flag(values, "use_sliding_window") or not values.get("sliding_window"):
+        return (None,) * layers
+    size = count(values, "sliding_window")
     first = 0 if is_sparse else values.get("max_window_layers", 28)
     kinds = None if is_sparse else values.get("layer_types")
-    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
-    if len(kinds) != count or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types is {kinds}, expected {count} of sliding_attention, full_attention")
+    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise ValueError(f"config.json: layer_types is {kinds}, expected {layers} of sliding_attention, full_attention")
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
-    num_experts = values.get("num_experts") or values.get("num_local_experts") or 0
-    sizes = {name: values.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
-    if not all(sizes.values()) or not num_experts:
-        raise ValueError(f"config.json: qwen3_moe needs num_experts and {', '.join(sizes)}; found {sorted(values)}")
-    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
-    count = values["num_hidden_layers"]
+    name = "num_local_experts" if values.get("num_experts") is None else "num_experts"
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"config.json: mlp_only_layers is {dense!r}, expected numbers of layers")
+    step, layers = count(values, "decoder_sparse_step", 1), range(count(values, "num_hidden_layers"))
+    num_experts, chosen = count(values, name), count(values, "num_experts_per_tok")
+    if chosen > num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok is {chosen}, and there are {num_experts} experts")
     return ExpertsConfig(
         num_experts=num_experts,
-        norm_topk_prob=bool(values.get("norm_topk_prob", False)),
-        layers=tuple(i for i in range(count) if i not in dense and (i + 1) % step == 0),
-        **sizes,  # type: ignore[arg-type]
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=count(values, "moe_intermediate_size"),
+        norm_topk_prob=flag(values, "norm_topk_prob"),
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
     )
 
 

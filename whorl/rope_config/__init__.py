@@ -110,6 +110,7 @@ class RopeConfig:
         unknown = sorted(set(scaling) - SCALING_KEYS)
         if unknown:
             raise ValueError(f"RopeConfig: unknown keywords {unknown}; known scaling keys are {sorted(SCALING_KEYS)}")
+        _check_types(scaling)
         rope_type = _rope_type(scaling)
         _require(rope_type, scaling)
         _check_positive("head_dim", head_dim)
@@ -297,6 +298,25 @@ def _check_dual_chunk(config: RopeConfig) -> None:
             f"RopeConfig: dual chunk goes with plain positions and rope_type 'default', "
             f"found rope_type {config.rope_type!r}, sections {config.sections}"
         )
+
+
+def _check_types(scaling: Mapping[str, Any]) -> None:
+    """Of what stands in a file: names are text, sections and factors lists of numbers, switches true or false."""
+    for name, value in scaling.items():
+        if value is None or (name in ("mrope_interleaved", "truncate") and isinstance(value, bool)):
+            continue
+        if name in ("rope_type", "type"):
+            is_right, expected = isinstance(value, str), "a name"
+        elif name in ("short_factor", "long_factor", "mrope_section", "xdrope_section"):
+            is_right, expected = isinstance(value, list | tuple) and all(map(_is_number, value)), "a list of numbers"
+        else:
+            is_right, expected = _is_number(value), "a number"
+        if not is_right:
+            raise ValueError(f"RopeConfig: {name} is {value!r}, expected {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _rope_type(scaling: Mapping[str, Any]) -> str:

@@ -185,7 +185,10 @@ def _of_layer(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
 
 def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) -> dict[str, Any]:
     """The one rope dict that holds for `layer_type`, with rope_theta and partial_rotary_factor filled in."""
-    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    new, old = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    for name, found in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(found, Mapping):
+            raise ValueError(f"RopeConfig: {name} is {found!r}, expected an object with names and values")
     if model.explicit and not new:
         raise ValueError(
             f"RopeConfig: the default frequencies of {values.get('model_type')!r} are not known here; "
@@ -207,7 +210,7 @@ def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) 
         base = model.base
     theta = _first(rope.get("rope_theta"), values.get("rope_theta"), values.get("rotary_emb_base"), base)
     # ChatGLM stretches the base instead of scaling positions.
-    rope["rope_theta"] = float(theta) * float(values.get("rope_ratio") or 1)
+    rope["rope_theta"] = _real("rope_theta", theta) * _real("rope_ratio", values.get("rope_ratio") or 1)
     partial = _first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), values.get("rotary_pct"))
     rope["partial_rotary_factor"] = partial
     # Phi-3 keeps the original length outside the rope dict, and there it wins.
@@ -278,9 +281,9 @@ def _whole(rotary: int | None) -> dict[str, Any]:
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:
-    given = _first(*(values.get(key) for key in ("head_dim", "attention_head_dim", "kv_channels")))
-    if given is not None:
-        return int(given)
+    for name in ("head_dim", "attention_head_dim", "kv_channels"):
+        if values.get(name) is not None:
+            return _whole_number(name, values[name])
     hidden, heads = _number(values, "hidden_size", "n_embd"), _number(values, "num_attention_heads", "n_head")
     if hidden % heads:
         raise ValueError(f"RopeConfig: no head_dim, and hidden_size {hidden} is not a multiple of {heads} heads")
@@ -307,10 +310,23 @@ def _dual_chunk(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:
-    value = _first(*(values.get(name) for name in names))
-    if value is None:
+    name = next((name for name in names if values.get(name) is not None), None)
+    if name is None:
         raise ValueError(f"RopeConfig: the configuration needs {' or '.join(names)}, found {_some(values)}")
+    return _whole_number(name, values[name])
+
+
+def _whole_number(name: str, value: Any) -> int:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or value < 1:
+        raise ValueError(f"RopeConfig: {name} is {value!r}, expected a whole number, 1 or more")
     return int(value)
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"RopeConfig: {name} is {value!r}, expected a number")
+    return float(value)
 
 
 def _some(names: Iterable[str]) -> list[str]:

@@ -119,7 +119,9 @@ def symmetric_memory(device: str, ranks: int) -> str:
     if device != HOME["triton"]:
         raise Skipped("symmetric memory belongs to CUDA")
     if not has_symmetric_memory(collectives.group_name(None)):
-        raise AssertionError("the cards cannot map each other's memory: products and collectives overlap in chunks only")
+        raise AssertionError(
+            "the cards cannot map each other's memory: products and collectives overlap in chunks only"
+        )
     return "every rank maps every other's memory"
 
 
@@ -207,7 +209,10 @@ def _engine(device: str, ranks: int, **options: Any) -> str:
 
     wide: dict[str, Any] = {"hidden_size": 32 * ranks, "intermediate_size": 32 * ranks}
     wide |= {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks}
-    configs = {"Llama": Llama.tiny(**wide, head_dim=16), "Qwen3-MoE": Qwen3.tiny(**wide, num_experts=8, norm_topk_prob=True)}
+    configs = {
+        "Llama": Llama.tiny(**wide, head_dim=16),
+        "Qwen3-MoE": Qwen3.tiny(**wide, num_experts=8, norm_topk_prob=True),
+    }
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
     prompts: Any = [[3, 5, 8], [1, 2] * 9, [9] * 5]
     for name, config in configs.items():
