@@ -229,32 +229,9 @@ def chat(
 def ops(as_json: Json = False) -> None:
     """List the operators and, for each backend, whether it runs here or why not."""
     need_torch()
-    from whorl.device import BACKENDS, default_device, device_name
-    from whorl.ops import OPS
+    from whorl.ops import availability
 
-    device = default_device()
-    found = {name: op.availability(device) for name, op in OPS.items()}
-    if as_json:
-        operators = [
-            {
-                "name": name,
-                "schema": f"whorl::{name}{OPS[name].schema}",
-                "backends": {b: {"available": why is None, "reason": why} for b, why in found[name].items()},
-            }
-            for name in OPS
-        ]
-        print_json({"device": device, "device_name": device_name(device), "operators": operators})
-        return
-    cells = {name: [_availability(found[name], b) for b in BACKENDS] for name in OPS}
-    rows = [(name, *row) for name, row in {"operator": BACKENDS, **cells}.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print(f"device {device}: {device_name(device)}\n")
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _availability(found: dict[str, str | None], backend: str) -> str:
-    return (found[backend] or "yes") if backend in found else "-"
+    print(availability.as_json() if as_json else availability.as_table())
 
 
 @app.command()

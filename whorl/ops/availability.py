@@ -1,0 +1,27 @@
+"""`whorl ops`: every operator and, for each backend, whether it runs on this machine or why not."""
+
+import json
+
+from whorl.device import BACKENDS, default_device, device_name
+
+from . import OPS
+
+
+def as_json() -> str:
+    device = default_device()
+    operators = []
+    for name, op in OPS.items():
+        backends = {b: {"available": why is None, "reason": why} for b, why in op.availability(device).items()}
+        operators.append({"name": name, "schema": f"whorl::{name}{op.schema}", "backends": backends})
+    return json.dumps({"device": device, "device_name": device_name(device), "operators": operators}, indent=2)
+
+
+def as_table() -> str:
+    device = default_device()
+    rows = [("operator", *BACKENDS)]
+    for name, op in OPS.items():
+        found = op.availability(device)
+        rows.append((name, *((found[b] or "yes") if b in found else "-" for b in BACKENDS)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join([f"device {device}: {device_name(device)}", "", *cells])
