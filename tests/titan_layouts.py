@@ -27,6 +27,7 @@ class Layout:
     etp: int = 1
     replicate: int = 1
     schedule: str = "1F1B"
+    reshard: str = "default"  # FSDP2's parameters after a forward
     balancer: str | None = "headtail"
     checkpointing: str = "none"
     loss_parallel: bool = True
@@ -58,6 +59,7 @@ def job(layout: Layout) -> Any:
     parallelism.pipeline_parallel_degree = layout.pp
     parallelism.pipeline_parallel_schedule = layout.schedule
     parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs streams
+    parallelism.fsdp_reshard_after_forward = layout.reshard
     parallelism.expert_parallel_degree = layout.ep
     parallelism.expert_tensor_parallel_degree = layout.etp
     parallelism.data_parallel_replicate_degree = layout.replicate

@@ -92,6 +92,12 @@ def _check_split(job_config: JobConfig) -> None:
             "twice: a compiled one is gone after its first use. Compile the loss alone (compile.components), or take "
             "1F1B or Interleaved1F1B"
         )
+    if job_config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward is 'always' and the pipeline schedule, {name}, splits backward: "
+            "torch looks for the parameters of a stage when they are given back, and leaves out their gradients. Set "
+            "it to default or never, or take 1F1B or Interleaved1F1B"
+        )
 
 
 def _forget_first_counts(part: nn.Module) -> None:
