@@ -377,7 +377,6 @@ def _refused(layout: Layout, length: int) -> str:
         (Layout(cp=2, balancer="ptrr"), LENGTH, "expected 'headtail'"),
         (dataclasses.replace(SPLIT, checkpointing="full"), LENGTH, "activation_checkpoint.mode is 'full'"),
         (dataclasses.replace(SPLIT, compiled=True), LENGTH, "DualPipeV, splits backward"),
-        (dataclasses.replace(SPLIT, reshard="always"), LENGTH, "fsdp_reshard_after_forward is 'always'"),
         (dataclasses.replace(SPLIT, stage="warmup"), LENGTH, "a pipeline stage (norm, output"),
     ],
 )

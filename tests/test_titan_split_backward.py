@@ -1,0 +1,103 @@
+"""Schedules that split backward, with FSDP2: gradients of one rank, whenever parameters are given back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import shared
+from titan_layouts import TIMEOUT, TOLERANCE, Layout, Result, batch, build, check, collect, dims, job, wanted
+from torch import nn
+
+# Three stages on one rank and two micro-batches. A forward comes between the parts of a backward, another micro-batch's
+# part between them too, and parts for the parameters follow on each other.
+ORDER = "0F0,1F0,2F0,2I0,0F1,1F1,2F1,1I0,2W0,2I1,1I1,0I0,2W1,1W0,1W1,0W0,0I1,0W1"
+WHOLE = "0F0,1F0,2F0,2B0,0F1,1F1,2F1,1B0,2B1,1B1,0B0,0B1"
+STAGES = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm", "output"]]
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+FOUR_LAYERS = (("n_layers", 4),)
+
+
+def _gathered(part: nn.Module) -> bool:
+    """Whether any of its parameters are; without tensor parallelism what is a whole tensor is no DTensor."""
+    return any(not hasattr(p, "placements") for p in part.parameters())
+
+
+def _on_one(csv: str, layout: Layout) -> Result:
+    """A pipeline whose stages are all on one rank, so that two ranks are enough for FSDP2 over them."""
+    from whorl.titan.cpu import install
+
+    install()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.components.loss import cross_entropy_loss
+
+    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from whorl.titan.pipeline import pipeline_deepseek_v32
+
+    parallel_dims, config = dims(layout), job(layout)
+    meshes = {"pp": init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))["pp"]}
+    get_mesh = parallel_dims.get_mesh  # knows of no pipeline of one rank
+    parallel_dims.get_mesh = lambda name: meshes[name] if name == "pp" else get_mesh(name)
+    tokens, labels = (t.chunk(2)[torch.distributed.get_rank()] for t in batch())
+    config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size = len(tokens), 2
+    config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"  # how stages are dealt out
+    config.parallelism.pipeline_parallel_schedule_csv = csv
+    config.parallelism.module_fqns_per_model_part = STAGES
+    model: Any = build(config)
+    schedule, parts, _, _ = pipeline_deepseek_v32(
+        model,
+        parallel_dims,
+        config,
+        torch.device("cpu"),
+        model.model_args,
+        parallelize_deepseek_v32,
+        cross_entropy_loss,
+    )
+    others: list[bool] = []
+    for part in parts:
+        rest = [p for p in parts if p is not part]
+        part.register_forward_pre_hook(lambda *_, rest=rest: others.append(any(map(_gathered, rest))))
+    schedule.step(tokens, target=labels, losses=[], return_outputs=False)
+    # Those of the step; before them come the forwards by which stages find out their shapes.
+    return {**collect(parts), "others": others[-ORDER.count("F") :]}
+
+
+def _run(tmp_path: Path, order: str, layout: Layout) -> Result:
+    csv = tmp_path / "order.csv"
+    csv.write_text(order + "\n")
+    return shared(2).run(_on_one, str(csv), layout, timeout=TIMEOUT)[0]
+
+
+def _worst(got: Result, want: Result) -> tuple[float, str]:
+    assert got["gradients"].keys() == want["gradients"].keys()
+    assert not [name for name, gradient in got["gradients"].items() if gradient is None]
+    return max(
+        (float((got["gradients"][name] - gradient).abs().max() / gradient.abs().max()), name)
+        for name, gradient in want["gradients"].items()
+    )
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_parts_of_backward_with_others_between(reshard: str, ep: int, tmp_path: Path) -> None:
+    got = _run(tmp_path, ORDER, Layout(reshard=reshard, ep=ep))
+    worst, name = _worst(got, wanted(2))
+    assert worst < TOLERANCE, name
+    assert any(got["others"]) == (reshard == "never"), "a stage is gathered while it computes, and only then"
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_parts_are_added_up_in_fp32(reshard: str, tmp_path: Path) -> None:
+    """As whole backwards are, when parameters and so their gradients are bfloat16."""
+    layout = Layout(reshard=reshard, dtype="bfloat16")
+    got, want = _run(tmp_path, ORDER, layout), _run(tmp_path, WHOLE, layout)
+    worst, name = _worst(got, want)
+    assert worst < TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("reshard", ["always", "never", "default"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_and_policy(schedule: str, reshard: str, ep: int) -> None:
+    check(4, Layout(pp=2, ep=ep, schedule=schedule, reshard=reshard, model=FOUR_LAYERS))
