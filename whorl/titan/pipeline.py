@@ -73,14 +73,21 @@ def pipeline_deepseek_v32(
 
 
 def _forget_first_counts(part: nn.Module) -> None:
-    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases."""
+    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases.
+
+    That run has a backward, in which activation checkpointing chooses and counts again: forget when the second begins.
+    """
+    runs = 0
 
     def forget(*_: Any) -> None:
-        handle.remove()
-        for moe in (m for m in part.modules() if isinstance(m, MoE)):
-            moe.tokens_per_expert.zero_()
+        nonlocal runs
+        runs += 1
+        if runs == 2:
+            handle.remove()
+            for moe in (m for m in part.modules() if isinstance(m, MoE)):
+                moe.tokens_per_expert.zero_()
 
-    handle = part.register_forward_hook(forget)
+    handle = part.register_forward_pre_hook(forget)
 
 
 def set_num_tokens(schedule: _PipelineSchedule, num_tokens: Tensor | float) -> None:
