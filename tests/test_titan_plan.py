@@ -117,8 +117,7 @@ def _taken_by_torch(stages: int, microbatches: int) -> bool:
     try:
         Schedule1F1B(stage, microbatches, scale_grads=False)
     except ValueError as error:
-        assert "Number of microbatches" in str(error)
-        return False
+        return "Number of microbatches" not in str(error)  # for another reason: taken, and so not equal
     return True
 
 

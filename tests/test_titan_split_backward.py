@@ -1,9 +1,12 @@
 """Schedules that split backward, with FSDP2: gradients of one rank, whenever parameters are given back."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import titan_job
 import torch
 from ranks import shared
 from titan_layouts import TIMEOUT, TOLERANCE, Layout, Result, batch, build, check, collect, dims, job, wanted
@@ -15,7 +18,29 @@ ORDER = "0F0,1F0,2F0,2I0,0F1,1F1,2F1,1I0,2W0,2I1,1I1,0I0,2W1,1W0,1W1,0W0,0I1,0W1
 WHOLE = "0F0,1F0,2F0,2B0,0F1,1F1,2F1,1B0,2B1,1B1,0B0,0B1"
 STAGES = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm", "output"]]
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
-FOUR_LAYERS = (("n_layers", 4),)
+FOUR_LAYERS, SIX_LAYERS = (("n_layers", 4),), (("n_layers", 6),)
+CONVERTERS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
+# With parameters that are given back after forward, on four ranks, two of them for a stage.
+OTHERS: dict[str, Layout] = {}
+for each in SCHEDULES[3:]:
+    base = Layout(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
+    OTHERS |= {
+        f"{each}, cp": dataclasses.replace(base, cp=2),
+        f"{each}, cp x ep": dataclasses.replace(base, cp=2, ep=2),
+        f"{each}, ep, every converter": dataclasses.replace(base, ep=2, converters=CONVERTERS),
+        f"{each}, warm-up": dataclasses.replace(base, model=SIX_LAYERS, stage="warmup"),
+    }
+    if each != "DualPipeV":  # which wants four micro-batches at a time
+        OTHERS[f"{each}, accumulating"] = dataclasses.replace(base, micro_batches=2)
+for each in ("1F1B", "Interleaved1F1B"):
+    base = Layout(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
+    OTHERS |= {
+        f"{each}, cp": dataclasses.replace(base, cp=2),
+        f"{each}, accumulating": dataclasses.replace(base, micro_batches=2),
+        f"{each}, compiled": dataclasses.replace(base, compiled=True),
+        f"{each}, selective checkpointing": dataclasses.replace(base, checkpointing="selective"),
+        f"{each}, ep, checkpointing": dataclasses.replace(base, ep=2, checkpointing="full"),
+    }
 
 
 def _gathered(part: nn.Module) -> bool:
@@ -101,3 +126,40 @@ def test_parts_are_added_up_in_fp32(reshard: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_and_policy(schedule: str, reshard: str, ep: int) -> None:
     check(4, Layout(pp=2, ep=ep, schedule=schedule, reshard=reshard, model=FOUR_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[None]:
+    yield
+    shared(8).stop()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_ranks")
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "ep": 4}, {"replicate": 2}, {"cp": 2}], ids=str)
+def test_products_of_three(degrees: dict[str, Any]) -> None:
+    """A pipeline, FSDP2, and others."""
+    check(8, Layout(pp=2, schedule="ZBVZeroBubble", reshard="always", model=FOUR_LAYERS, **degrees))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_parameters_given_back_and_others(name: str) -> None:
+    check(4, OTHERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES[3:])
+def test_trained_weights_are_those_of_parameters_that_stay(schedule: str, tmp_path: Path) -> None:
+    """Through the trainer, several steps: when parameters are gathered does not change a bit of them."""
+    flags = [
+        *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", schedule),
+        *("--parallelism.expert_parallel_degree", "2", "--model.flavor", "deeper", "--training.steps", "3"),
+        *("--training.local_batch_size", "4", "--training.mixed_precision_param", "bfloat16"),
+    ]
+    weights = []
+    for reshard in ("always", "never"):
+        policy = ("--parallelism.fsdp_reshard_after_forward", reshard)
+        told = titan_job.run([*flags, *policy, "--job.dump_folder", str(tmp_path / reshard)], size=4)
+        weights.append([t.answer for t in told])
+    assert weights[0] == weights[1]

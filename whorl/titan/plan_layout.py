@@ -67,9 +67,9 @@ def powers(limit: int) -> list[int]:
 
 
 def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layout]:
-    """Those that divide evenly, as TorchTitan asks, with a layer and, as torch's 1F1B asks, a microbatch for each stage.
+    """Those that divide evenly, as TorchTitan asks, with a layer for each stage.
 
-    A microbatch is one sequence.
+    And with a microbatch, which is one sequence, for each stage: torch refuses 1F1B with fewer.
     """
     for pp in powers(ranks):
         if not all(stages(model, pp)):
