@@ -14,7 +14,7 @@ from torchtitan.protocols.train_spec import BaseModelArgs, ParallelizeFunction
 
 from whorl.device import HOST
 
-from .split_backward import check_split, gather_for_split, splits_backward
+from .stage_backward import check_split, shard_backward, splits_backward
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -66,7 +66,7 @@ def pipeline_deepseek_v32(
     built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss)
     if splits_backward(built[0]):
         check_split(job_config)
-        gather_for_split(built[0], job_config)
+    shard_backward(built[0], job_config)
     for part in built[1]:
         _forget_first_counts(part)
     return built

@@ -1,14 +1,18 @@
-"""Pipeline schedules that take gradients of inputs and of parameters apart, on stages that FSDP2 shards.
+"""The backward of pipeline stages that FSDP2 shards: whole, or with gradients of inputs and of parameters apart.
 
-torch asks a stage for its parameters as either part begins and looks for them in the graph of the forward, which has
-those that FSDP2 had gathered. Where it has given them back since, what a stage answers are the shards, which no graph
-has seen: torch takes them for unused, and their gradients are left out without a word.
+Of parts: torch asks a stage for its parameters as either begins and looks for them in the graph of the forward, which
+has those that FSDP2 had gathered. Where it has given them back since, what a stage answers are the shards, which no
+graph has seen: torch takes them for unused, and their gradients are left out without a word.
+
+Of giving back: torch's pipelines keep what backward has gathered, and gradients unsharded, to the end of the step.
+Where parameters are to be given back after forward, which is to save memory, we reduce with every micro-batch.
 """
 
 from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSchedule
 from torchtitan.config import JobConfig
 
@@ -18,6 +22,8 @@ class Stage(Protocol):
 
     submod: nn.Module
     backward_maybe_with_nosync: Any
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
 
 
 def splits_backward(schedule: _PipelineSchedule) -> bool:
@@ -45,27 +51,38 @@ def check_split(job_config: JobConfig) -> None:
         )
 
 
-class GatheredBackward:
+class ShardedBackward:
     """In place of a stage's `backward_maybe_with_nosync`, where torch has full, input and weight gradients computed.
 
-    gives_back: also free parameters after each of them, as FSDP2 does after the forward.
+    gives_back: reduce gradients and free parameters in each of them.
     """
 
     def __init__(self, stage: Stage, *, gives_back: bool) -> None:
-        self.backward = stage.backward_maybe_with_nosync
+        self.stage, self.backward = stage, stage.backward_maybe_with_nosync
         self.units = [m for m in stage.submod.modules() if isinstance(m, FSDPModule)]
         self.gives_back = gives_back
 
-    def __call__(self, kind: str, *args: Any, **more: Any) -> Any:
-        if kind != "full":  # where FSDP2's own hooks gather one unit after another
-            self._gather()
-        answer = self.backward(kind, *args, **more)
-        if kind == "weight":
+    def __call__(self, kind: str, given: dict[str, Any], last_backward: bool = False) -> Any:
+        if kind == "full":
+            return self._unit_by_unit(given) if self.gives_back else self.backward(kind, given, last_backward)
+        self._gather()
+        answer = self.backward(kind, given, last_backward)
+        if kind == "weight" and self.gives_back:
+            self.stage.perform_reduce_grad(1)
+        elif kind == "weight":
             self._add_up()
-        if self.gives_back:
+        elif self.gives_back:
             for unit in self.units:
                 unit.reshard()
         return answer
+
+    def _unit_by_unit(self, given: dict[str, Any]) -> Any:
+        """As torch does it, but for FSDP2's hooks, which gather, reduce and free a unit as backward passes it."""
+        root = self.units[0]
+        root.set_is_last_backward(False)  # there is nothing to wait for: the schedule does at the end
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        return stage_backward(given["stage_output"], given["output_grads"], given["input_values"]), None
 
     def _gather(self) -> None:
         handles = [unit.unshard(async_op=True) for unit in self.units]
@@ -86,9 +103,11 @@ class GatheredBackward:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def gather_for_split(schedule: Any, job_config: JobConfig) -> None:
-    """For each stage of a schedule that splits backward; stages that FSDP2 does not shard have nothing to gather."""
+def shard_backward(schedule: Any, job_config: JobConfig) -> None:
+    """For each stage that FSDP2 shards, where torch's backward alone does not do: of parts, or of giving back."""
     gives_back = job_config.parallelism.fsdp_reshard_after_forward == "always"
-    for stage in schedule._stages:
+    if not gives_back and not splits_backward(schedule):
+        return
+    for stage in schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]:
         if isinstance(stage.submod, FSDPModule):
-            stage.backward_maybe_with_nosync = GatheredBackward(stage, gives_back=gives_back)
+            stage.backward_maybe_with_nosync = ShardedBackward(stage, gives_back=gives_back)
