@@ -39,6 +39,7 @@ TWO_RANKS = {
     "tp x ep": Layout(tp=2, ep=2),
     "tp x ep, every converter": Layout(tp=2, ep=2, converters=CONVERTERS),
     "ep, selective checkpointing": Layout(ep=2, checkpointing="selective"),
+    "pp, selective checkpointing": Layout(pp=2, checkpointing="selective"),
     "pp, interleaved": Layout(pp=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
     "pp, DualPipeV": Layout(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
 }
@@ -52,6 +53,7 @@ MORE_ON_TWO_RANKS = {
     "tp x ep, warm-up": Layout(tp=2, ep=2, stage="warmup"),
     "ep, predicting further": Layout(ep=2, model=(("n_mtp_layers", 1),)),
     "pp, warm-up": Layout(pp=2, stage="warmup"),
+    "pp, checkpointing": Layout(pp=2, checkpointing="full"),
     "pp, zero bubble": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),)),
     "pp, zero bubble, every converter": Layout(
         pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),), converters=CONVERTERS

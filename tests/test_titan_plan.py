@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import titan_bytes
 import titan_job
 
 from whorl.titan.model_shape import DEEPSEEK_V32, ModelShape
-from whorl.titan.plan_layout import Layout, Settings, stages
+from whorl.titan.plan_layout import Layout, Settings, layouts, stages
 from whorl.titan.plan_memory import GB, memory_of, stage_memory
 
 # The planner leaves out the norm before the head; nothing else differs.
@@ -106,3 +107,25 @@ def test_stages_are_torchtitans(layers: int) -> None:
         parts = pipeline.generate_llm_fqn_per_model_part(pp, layers)
         theirs = [[int(name.split(".")[1]) for name in part if name.startswith("layers.")] for part in parts]
         assert [list(mine) for mine in cut] == theirs
+
+
+def _taken_by_torch(stages: int, microbatches: int) -> bool:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    stage: Any = SimpleNamespace(num_stages=stages, is_first=True, is_last=False, has_backward=False, group=None)
+    stage.group_rank, stage.group_size = 0, stages
+    try:
+        Schedule1F1B(stage, microbatches, scale_grads=False)
+    except ValueError as error:
+        return "Number of microbatches" not in str(error)  # for another reason: taken, and so not equal
+    return True
+
+
+@pytest.mark.parametrize("batch", [4, 8, 32])
+def test_microbatches_are_enough_for_torchs_schedule(batch: int) -> None:
+    ranks = 32
+    of_many = {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, Settings(seq=4096, batch=ranks * ranks))}
+    whole = {(pp, dp) for pp, dp in of_many if batch % dp == 0}
+    taken = {(pp, dp) for pp, dp in whole if pp == 1 or _taken_by_torch(pp, batch // dp)}
+    assert {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, Settings(seq=4096, batch=batch))} == taken
+    assert (taken < whole) == (batch < ranks)

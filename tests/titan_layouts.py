@@ -27,6 +27,7 @@ class Layout:
     etp: int = 1
     replicate: int = 1
     schedule: str = "1F1B"
+    reshard: str = "default"  # FSDP2's parameters after a forward
     balancer: str | None = "headtail"
     checkpointing: str = "none"
     loss_parallel: bool = True
@@ -35,7 +36,7 @@ class Layout:
     core: str = "small"  # or a path of the fused one
     converters: tuple[str, ...] = ()
     dtype: str = "float32"  # of FSDP2's parameters in use
-    micro_batches: int = 1  # gradient accumulation; of a pipeline, its own
+    micro_batches: int = 1  # gradient accumulation; a pipeline cuts each into its own
     model: tuple[tuple[str, Any], ...] = ()
 
 
@@ -58,6 +59,7 @@ def job(layout: Layout) -> Any:
     parallelism.pipeline_parallel_degree = layout.pp
     parallelism.pipeline_parallel_schedule = layout.schedule
     parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs streams
+    parallelism.fsdp_reshard_after_forward = layout.reshard
     parallelism.expert_parallel_degree = layout.ep
     parallelism.expert_tensor_parallel_degree = layout.etp
     parallelism.data_parallel_replicate_degree = layout.replicate
@@ -167,7 +169,7 @@ def run(layout: Layout) -> Result:
     data = parallel_dims.dp_replicate * parallel_dims.dp_shard
     rank = parallel_dims.get_mesh("batch").get_local_rank() if data > 1 else 0
     tokens, labels = (t.chunk(data)[rank] for t in batch())
-    micro_batches = 1 if layout.pp > 1 else layout.micro_batches
+    micro_batches = layout.micro_batches
     config.training.local_batch_size = tokens.shape[0] // micro_batches
     model = build(config, **dict(layout.model))
     if layout.core != "small":

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSchedule
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.components.loss import LossFunction
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -13,6 +13,8 @@ from torchtitan.models.moe import MoE
 from torchtitan.protocols.train_spec import BaseModelArgs, ParallelizeFunction
 
 from whorl.device import HOST
+
+from .stage_backward import check_split, shard_backward, splits_backward
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -63,46 +65,29 @@ def pipeline_deepseek_v32(
     loss = PipelineLoss(loss_fn, labels_in_step(job_config, parallel_dims))
     built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss)
     if splits_backward(built[0]):
-        _check_split(job_config)
+        check_split(job_config)
+    shard_backward(built[0], job_config)
     for part in built[1]:
         _forget_first_counts(part)
     return built
 
 
-def splits_backward(schedule: _PipelineSchedule) -> bool:
-    """Whether it takes gradients of inputs and of parameters apart, as zero bubble and DualPipeV do."""
-    orders = getattr(schedule, "pipeline_order", {}).values()
-    kinds = {action.computation_type for order in orders for action in order if action is not None}
-    return _ComputationType.BACKWARD_WEIGHT in kinds
-
-
-def _check_split(job_config: JobConfig) -> None:
-    """torch runs a stage's backward once for its inputs, then from each product on for its parameters."""
-    name = job_config.parallelism.pipeline_parallel_schedule
-    mode, compiles = job_config.activation_checkpoint.mode, job_config.compile.enable
-    if mode != "none":
-        raise ValueError(
-            f"activation_checkpoint.mode is {mode!r} and the pipeline schedule, {name}, splits backward: each part of "
-            "it would compute the layer again, and experts would be counted as often. "
-            "Set the mode to none, or take 1F1B or Interleaved1F1B"
-        )
-    if compiles and "model" in job_config.compile.components:
-        raise ValueError(
-            f"compile.enable is set and the pipeline schedule, {name}, splits backward, for which torch needs a graph "
-            "twice: a compiled one is gone after its first use. Compile the loss alone (compile.components), or take "
-            "1F1B or Interleaved1F1B"
-        )
-
-
 def _forget_first_counts(part: nn.Module) -> None:
-    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases."""
+    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases.
+
+    That run has a backward, in which activation checkpointing chooses and counts again: forget when the second begins.
+    """
+    runs = 0
 
     def forget(*_: Any) -> None:
-        handle.remove()
-        for moe in (m for m in part.modules() if isinstance(m, MoE)):
-            moe.tokens_per_expert.zero_()
+        nonlocal runs
+        runs += 1
+        if runs == 2:
+            handle.remove()
+            for moe in (m for m in part.modules() if isinstance(m, MoE)):
+                moe.tokens_per_expert.zero_()
 
-    handle = part.register_forward_hook(forget)
+    handle = part.register_forward_pre_hook(forget)
 
 
 def set_num_tokens(schedule: _PipelineSchedule, num_tokens: Tensor | float) -> None:

@@ -210,7 +210,7 @@ def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
     if not rows:
         raise ValueError(
             f"{model.name} on {cluster.ranks} ranks: no layout divides {model.heads} heads, {settings.seq} tokens and "
-            f"{settings.batch} sequences evenly"
+            f"{settings.batch} sequences evenly, with a sequence of each data-parallel rank for each pipeline stage"
         )
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_card if row.fits else row.memory.total))
     problem = _problem(model, cluster, settings, rows)

@@ -67,7 +67,10 @@ def powers(limit: int) -> list[int]:
 
 
 def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layout]:
-    """Those that divide evenly, as TorchTitan asks, with a layer for each stage."""
+    """Those that divide evenly, as TorchTitan asks, with a layer for each stage.
+
+    And with a microbatch, which is one sequence, for each stage: torch refuses 1F1B with fewer.
+    """
     for pp in powers(ranks):
         if not all(stages(model, pp)):
             continue
@@ -76,7 +79,7 @@ def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layou
                 dp = ranks // pp // tp // cp
                 if model.heads % tp or (model.kv_heads and model.kv_heads % tp):
                     continue
-                if settings.seq % (tp * 2 * cp if cp > 1 else tp) or settings.batch % dp:
+                if settings.seq % (tp * 2 * cp if cp > 1 else tp) or settings.batch % dp or settings.batch // dp < pp:
                     continue
                 for ep in powers(tp * cp * dp) if model.experts else [1]:
                     if ep == 1 or model.experts % ep == 0:

@@ -29,7 +29,8 @@ def assumptions(plan: Plan) -> list[str]:
     )
     return [
         f"weights, gradients and both moments in {settings.states}, {settings.compute} bytes for what is computed; "
-        "FSDP shards all of them over a stage's ranks and gathers a block again in backward, the next ahead of time",
+        "FSDP shards all of them over a stage's ranks and gathers a block again in backward, the next ahead of time; "
+        "with a pipeline that takes fsdp_reshard_after_forward always",
         f"{kept}; backward frees layer after layer; gradients all the time where a rank has several microbatches; "
         f"cross entropy {'of all' if not settings.chunk else settings.chunk} tokens at once",
         f"1F1B, {settings.batch} sequences a step, one in a microbatch; {attention}; q/kv down-projections, router and "
