@@ -245,7 +245,7 @@ SURFACE = {
     ],
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
     "whorl ops": ["--json"],
-    "whorl selftest": ["--device", "--jobs", "--json"],
+    "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
     "whorl train": sorted(
         {"--plan", "--cards", "--dies", "--memory", "--seq", "--batch", "--hardware", "--efficiency", "--link"}
         | {"--network", "--host", "--imbalance", "--top", "--json", "--states", "--checkpointing", "--no-checkpointing"}

@@ -18,7 +18,7 @@ def as_json() -> str:
 
 def as_table() -> str:
     device = default_device()
-    rows = [("operator", *BACKENDS)]
+    rows: list[tuple[str, ...]] = [("operator", *BACKENDS)]
     for name, op in OPS.items():
         found = op.availability(device)
         rows.append((name, *((found[b] or "yes") if b in found else "-" for b in BACKENDS)))
