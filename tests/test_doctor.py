@@ -18,8 +18,8 @@ import yaml
 
 from whorl.doctor import check
 from whorl.doctor.command import run
-from whorl.doctor.log import SYMPTOMS
 from whorl.doctor.rules import RULES, Problem, rule
+from whorl.doctor.symptoms import SYMPTOMS
 
 HERE = Path(__file__).parent / "doctor"
 EXAMPLES = Path(__file__).parent.parent / "examples"

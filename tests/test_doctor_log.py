@@ -13,8 +13,9 @@ import yaml
 
 from whorl.doctor import BadInput, check
 from whorl.doctor.command import run
-from whorl.doctor.log import SYMPTOMS, explain
+from whorl.doctor.log import explain
 from whorl.doctor.paths import OPERATORS
+from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
 
 HERE = Path(__file__).parent / "doctor"
@@ -26,12 +27,13 @@ LOGS: dict[str, str] = {item["line"]: item["code"] for item in yaml.safe_load((H
 def test_log_is_explained(line: str) -> None:
     findings = explain(f"Traceback (most recent call last):\n  File x\n{line}\nmore", "job.log")
     assert [finding.code for finding in findings] == [LOGS[line]]
-    assert findings[0].found in line
-    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(findings[0].found))}"
+    found = findings[0].found.split(" (in ")[0]
+    assert found in line
+    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(found))}"
 
 
 def test_every_symptom_has_a_line() -> None:
-    unused = [s.pattern for s in SYMPTOMS if not any(re.search(s.pattern, line) for line in LOGS)]
+    unused = [s.text for s in SYMPTOMS if not any(s.cause == f.why for line in LOGS for f in explain(line, "log"))]
     assert unused == []
 
 
@@ -198,3 +200,23 @@ def test_bad_gzip(tmp_path: Path) -> None:
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(BadInput, match="export_chrome_trace"):
         check(None, trace=tmp_path / "t.json.gz")
+
+
+# Logs of public threads.
+
+REAL: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "real_logs.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_log(name: str) -> None:
+    findings = explain(REAL[name]["log"], "job.log")
+    assert [finding.code for finding in findings if finding.severity != "note"] == REAL[name]["codes"]
+    assert bool(REAL[name]["codes"]) != name.startswith("healthy_")
+
+
+def test_half_of_the_real_logs_are_healthy() -> None:
+    real = [name for name, case in REAL.items() if case["source"].startswith("https://github.com/")]
+    healthy = [name for name in real if name.startswith("healthy_")]
+    assert len(healthy) >= 15
+    assert len(real) - len(healthy) >= 20
+    assert {case["source"] for name, case in REAL.items() if name not in real} == {"made"}
