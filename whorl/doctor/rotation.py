@@ -145,6 +145,20 @@ def rotated(model: Any, batch: Any) -> "list[Tensor]":
     return found or [output]
 
 
+@contextlib.contextmanager
+def in_dtype(model: Any, dtype: Any) -> Iterator[None]:
+    """The model's weights in another dtype for the time of the block; frequencies stay as they are."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    before = [(tensor, tensor.data) for name, tensor in named if tensor.is_floating_point() and "inv_freq" not in name]
+    try:
+        for tensor, data in before:
+            tensor.data = data.to(dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
 def first_tensor(output: Any) -> "Tensor":
     import torch
 

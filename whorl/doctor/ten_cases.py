@@ -22,6 +22,7 @@ from whorl.doctor.rotation import (
     PositionsTravel,
     angles_of,
     half_width,
+    in_dtype,
     plainly,
     reference,
     replaced,
@@ -270,7 +271,7 @@ def _numbers_of_the_model(subject: Subject) -> Answer:
     found = []
     for dtype in DTYPES:
         kind = getattr(torch, dtype)
-        with torch.autocast(_device(subject), dtype=kind):
+        with in_dtype(subject.model, kind):
             distance = _distance(rotated(subject.model, subject.batch), _without(subject))
         found.append((dtype, distance, ROUNDINGS * torch.finfo(kind).eps))
     text = ", ".join(f"{dtype} off by {distance:.2g} of the largest" for dtype, distance, _ in found)
