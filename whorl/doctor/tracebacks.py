@@ -40,6 +40,7 @@ MARKS: Final = re.compile(r"[\s~^]+$|\[Previous line repeated ")
 NAME: Final = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Warning|Interrupt|Exit|Timeout|Iteration|Unsupported)"
 EXCEPTION: Final = re.compile(rf"(?P<name>{NAME})(?:\([\w.]+\))?(?::\s?(?P<message>.*))?$")
 LIBRARY: Final = re.compile(r"[/\\](?:torch|torch_npu)[/\\]|[/\\](?:contextlib|functools|runpy)\.py$|^<frozen ")
+MOST_PREFIXES: Final = 12  # of one line: timestamp, level, source, rank and the like
 LONGEST_MESSAGE: Final = 16  # lines; what follows is taken for other output
 LONGEST_GAP: Final = 60  # lines without a frame after which a traceback is taken for cut off
 
@@ -116,8 +117,8 @@ def _undecorated(raw: str) -> tuple[str, bool, str]:
     """Whose line it is, whether a logger wrote it, and the line itself."""
     line = ANSI.sub("", raw).rstrip().rstrip(BOX).rstrip()
     owner, decorated, start = "", False, 0
-    while True:
-        at = start + len(line[start:]) - len(line[start:].lstrip())
+    for _ in range(MOST_PREFIXES):
+        at = len(line) - len(line[start:].lstrip())
         if found := OWNER.match(line, at):
             owner += found.group()
         elif found := DECORATION.match(line, at):
