@@ -18,8 +18,8 @@ import yaml
 
 from whorl.doctor import check
 from whorl.doctor.command import run
-from whorl.doctor.log import SYMPTOMS
 from whorl.doctor.rules import RULES, Problem, rule
+from whorl.doctor.symptoms import SYMPTOMS
 
 HERE = Path(__file__).parent / "doctor"
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -46,7 +46,11 @@ REQUIRED = [
     "config-overrides-argument",
     "hccl-algorithm",
 ]
-CASES: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "cases.yaml").read_text())
+CASES: dict[str, dict[str, Any]] = {
+    name: case
+    for file in ("cases.yaml", "real_launches.yaml")
+    for name, case in yaml.safe_load((HERE / file).read_text()).items()
+}
 
 
 def lay_out(case: dict[str, Any], folder: Path) -> Path:

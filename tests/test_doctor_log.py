@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from whorl.doctor import BadInput, check
 from whorl.doctor.command import run
-from whorl.doctor.log import SYMPTOMS, explain
+from whorl.doctor.log import explain
 from whorl.doctor.paths import OPERATORS
+from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
+from whorl.doctor.tracebacks import read_failures
 
 HERE = Path(__file__).parent / "doctor"
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -26,12 +30,13 @@ LOGS: dict[str, str] = {item["line"]: item["code"] for item in yaml.safe_load((H
 def test_log_is_explained(line: str) -> None:
     findings = explain(f"Traceback (most recent call last):\n  File x\n{line}\nmore", "job.log")
     assert [finding.code for finding in findings] == [LOGS[line]]
-    assert findings[0].found in line
-    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(findings[0].found))}"
+    found = findings[0].found.split(" (in ")[0]
+    assert found in line
+    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(found))}"
 
 
 def test_every_symptom_has_a_line() -> None:
-    unused = [s.pattern for s in SYMPTOMS if not any(re.search(s.pattern, line) for line in LOGS)]
+    unused = [s.text for s in SYMPTOMS if not any(s.cause == f.why for line in LOGS for f in explain(line, "log"))]
     assert unused == []
 
 
@@ -198,3 +203,91 @@ def test_bad_gzip(tmp_path: Path) -> None:
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(BadInput, match="export_chrome_trace"):
         check(None, trace=tmp_path / "t.json.gz")
+
+
+# Logs of public threads.
+
+REAL: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "real_logs.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_log(name: str) -> None:
+    findings = explain(REAL[name]["log"], "job.log")
+    assert [finding.code for finding in findings if finding.severity != "note"] == REAL[name]["codes"]
+    assert bool(REAL[name]["codes"]) != name.startswith("healthy_")
+
+
+def test_half_of_the_real_logs_are_healthy() -> None:
+    real = [name for name, case in REAL.items() if case["source"].startswith("https://github.com/")]
+    healthy = [name for name in real if name.startswith("healthy_")]
+    assert len(healthy) >= 15
+    assert len(real) - len(healthy) >= 20
+    assert {case["source"] for name, case in REAL.items() if name not in real} == {"made"}
+
+
+# Reading tracebacks.
+
+
+def test_every_exception_of_a_chain_has_frames_of_its_own() -> None:
+    text = """
+Traceback (most recent call last):
+  File "/a/rotary_embedding.py", line 1, in forward
+    cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
+ValueError: not this one
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/a/loader.py", line 2, in load
+    return rows[index]
+IndexError: index 9 is out of bounds for dimension 0 with size 9
+"""
+    failures, _ = read_failures(text)
+    assert [failure.text.split(":")[0] for failure in failures] == ["ValueError", "IndexError"]
+    assert [failure.origin.function for failure in failures if failure.origin] == ["forward", "load"]
+    assert [finding.code for finding in explain(text, "log")] == ["log-not-recognised"]
+
+
+def test_ranks_that_print_at_once_are_told_apart() -> None:
+    lines = ["Traceback (most recent call last):", '  File "/a.py", line 1, in f{0}', "    g()", "ValueError: of {0}"]
+    mixed = ((rank, line.format(rank)) for line in lines for rank in range(3))
+    text = "\n".join(f"2026-01-0{rank + 1} 00:00:0{rank} [rank{rank}]: {line}" for rank, line in mixed)
+    failures, _ = read_failures(text)
+    assert [(failure.text, failure.frames[0].function) for failure in failures] == [
+        (f"ValueError: of {rank}", f"f{rank}") for rank in range(3)
+    ]
+    assert [failure.lines for failure in failures] == [(10,), (11,), (12,)]
+
+
+def test_the_frame_that_raised_is_not_inside_torch() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/v/mrope.py", line 9, in forward_native\n'
+        "    cos_sin = self.cos_sin_cache[positions]\n"
+        '  File "/site-packages/torch/nn/modules/module.py", line 1, in __getattr__\n    return x\n'
+        "IndexError: index 70000 is out of bounds for dimension 0 with size 65536\n"
+    )
+    (finding,) = explain(text, "log")
+    assert finding.code == "table-too-short"
+    assert finding.found.endswith("(in forward_native, /v/mrope.py:9)")
+
+
+def test_a_warning_in_quoted_source_is_not_a_warning() -> None:
+    warned = 'warnings.warn("apply_rope_fusion does not support mRoPE in bshd format when bs > 1.")'
+    text = f'Traceback (most recent call last):\n  File "/a.py", line 1, in f\n    {warned}\nOSError: disk\n'
+    assert [finding.code for finding in explain(text, "log")] == ["log-not-recognised"]
+
+
+PARTS = [
+    "Traceback (most recent call last):", '  File "/rope.py", line 3, in forward', "    x[i]", "    ~^^", "|", "",
+    "IndexError: a", "AssertionError", "[rank0]: ", "(W pid=1) ERROR 01-01 00:00:00 [a.py:1] ",
+    "During handling of the above exception",
+]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=12), st.text(max_size=3))
+def test_any_log_can_be_read(parts: list[str], glue: str) -> None:
+    for text in ("\n".join(parts), glue.join(parts)):
+        failures, lines = read_failures(text)
+        assert len(lines) == len(text.splitlines())
+        assert all(1 <= number <= len(lines) for failure in failures for number in failure.lines)

@@ -23,13 +23,13 @@ NOT_SETTINGS: Final = re.compile(
 READ_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml", ".sh", ".bash", ".slurm", ".args", ".txt", ".env", ".log")
 OTHER_TOWERS: Final = ("vision_config", "audio_config")
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "head_dim")
-COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*"
+COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
 # A variable of these names holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 TRACEBACK: Final = "Traceback (most recent call last)"
 PACKAGES: Final = (
-    "cann", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_mm", "torch_npu", "torchtitan", "transformers",
-    "triton_ascend", "verl", "vllm", "vllm_ascend",
+    "cann", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_llm", "mindspeed_mm", "torch_npu", "torchtitan",
+    "transformers", "triton_ascend", "verl", "vllm", "vllm_ascend",
 )  # fmt: skip
 LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are far smaller
 

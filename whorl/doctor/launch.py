@@ -17,9 +17,10 @@ DEVICES: Final = ("cuda", "npu")
 # The first framework one of whose signs appears among the settings; each sign is matched against path=value.
 SIGNS: Final = (
     ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
-    ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm)=.*"),
+    ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm|MM_TOOL_PATH)=.*|command .*mindspeed_mm/.*"),
     ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
-    ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed)=.*"),
+    ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed|mindspeed_llm)=.*"),
+    ("mindspeed", r"spec=mindspeed_llm\..*|rope_scaling_(type|mscale|mscale_all_dim)=.*"),
     ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
     ("vllm", r"command vllm.*"),
     ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
@@ -153,12 +154,23 @@ class Launch:
         named = self.framework == "mindspeed" or bool(self.has("mindspeed"))
         return named or self.find("use_fused_rotary_pos_emb") is not None
 
+    @property
+    def uses_mindspeed_llm(self) -> bool:
+        """MindSpeed-LLM has rotary flags of its own, and multi-latent attention reads them, not Megatron's."""
+        if not self.uses_mindspeed:
+            return False
+        own = ("rope_scaling_type", "rope_scaling_mscale", "rope_scaling_mscale_all_dim")
+        named = str(self.get("spec")).startswith("mindspeed_llm.") or self.get("tokenizer_type") == "PretrainedFromHF"
+        return named or bool(self.has("mindspeed_llm")) or any(self.find(key) is not None for key in own)
+
     def parts(self) -> tuple["Launch", ...]:
         """What runs on its own: for verl the actor and the rollout, else the launch itself."""
         if self.framework != "verl":
             return (self,)
-        megatron = self.get("strategy") == "megatron" or any(".megatron." in s.path for s in self.inputs.settings)
-        actor = self._part("actor", "bridge" if megatron else "hf", train=True)
+        actor = self._part("actor", "hf", train=True)
+        settings = actor.inputs.settings
+        if actor.get("strategy") == "megatron" or any(".megatron." in s.path for s in settings):
+            actor = replace(actor, framework="bridge")
         return (actor, self._part("rollout", "vllm", train=False))
 
     def _part(self, scope: str, framework: str, *, train: bool) -> "Launch":
@@ -167,8 +179,16 @@ class Launch:
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
 
 
+# Groups of verl's settings that describe other models than the one trained: their ranks and lengths are their own.
+VERL_OTHER_MODELS: Final = ("critic", "reward_model", "reward", "distillation", "teacher")
+VERL_ROLES: Final = ("actor", "rollout", "ref")
+
+
 def _of_another_role(path: str, scope: str) -> bool:
-    roles = [part for part in path.lstrip("+").split(".") if part in ("actor", "rollout", "ref", "critic")]
+    parts = path.lstrip("+~").split(".")
+    if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
+        return True
+    roles = [part for part in parts if part in VERL_ROLES]
     return bool(roles) and roles[0] != scope
 
 

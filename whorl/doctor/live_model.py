@@ -65,7 +65,7 @@ def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "r
     """
     if action not in ("raise", "warn"):
         raise ValueError(f"guard: action must be 'raise' or 'warn', got {action!r}")
-    owners = list(_owners(model, args))
+    owners = list(rotary_owners(model, args))
     findings = [finding for live in owners for check in BUILD_CHECKS for finding in check(live)]
     findings += list(_low_precision(model))
     report = _report(model, findings)
@@ -75,7 +75,7 @@ def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "r
     return report
 
 
-def _owners(model: Any, args: Any) -> Iterator[Live]:
+def rotary_owners(model: Any, args: Any) -> Iterator[Live]:
     """Modules with a rotary object, under any of the names frameworks give it."""
     for name, module in model.named_modules():
         for attribute in ("rotary_pos_emb", "rotary_emb"):
@@ -100,7 +100,7 @@ def _mrope_fix(live: Live) -> tuple[str, ...]:
     return mrope_settings(sections, mindspeed=live.switch("use_fused_rotary_pos_emb"))
 
 
-def _branch_and_class(live: Live) -> Iterator[Finding]:
+def branch_and_class(live: Live) -> Iterator[Finding]:
     kind = type(live.rotary).__name__
     if live.branch is None or live.is_mrope_class == (live.branch == "mrope"):
         return
@@ -131,7 +131,7 @@ def _branch_and_class(live: Live) -> Iterator[Finding]:
         )
 
 
-def _config_and_module(live: Live) -> Iterator[Finding]:
+def config_and_module(live: Live) -> Iterator[Finding]:
     wanted = getattr(live.config, "position_embedding_type", None)
     if wanted is None or live.branch is None or wanted == live.branch:
         return
@@ -187,7 +187,7 @@ def _section_sum(live: Live) -> Iterator[Finding]:
         )
 
 
-BUILD_CHECKS: Final[tuple[LiveCheck, ...]] = (_branch_and_class, _config_and_module, _fused_switches, _section_sum)
+BUILD_CHECKS: Final[tuple[LiveCheck, ...]] = (branch_and_class, config_and_module, _fused_switches, _section_sum)
 
 
 def _low_precision(model: Any) -> Iterator[Finding]:
@@ -251,13 +251,13 @@ def _first_call(live: Live, given: dict[str, Any]) -> Iterator[Finding]:
         return
     # Megatron's classes take position_ids first; vLLM's and transformers' accept plain positions as well.
     if next(iter(given)) == "position_ids":
-        yield from _position_shape(live, tuple(shape))
-    yield from _position_values(live, positions)
-    yield from _packed(live, given.get("packed_seq_params"))
+        yield from position_shape(live, tuple(shape))
+    yield from position_values(live, positions)
+    yield from packed_twice(live, given.get("packed_seq_params"))
     yield from _fused_batch(live, tuple(shape), given.get("packed_seq_params"))
 
 
-def _position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
+def position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
     axes = len(live.sections or (0, 0, 0))
     if len(shape) == 3 and shape[0] == axes:
         return
@@ -275,7 +275,7 @@ def _position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
     )
 
 
-def _position_values(live: Live, positions: Any) -> Iterator[Finding]:
+def position_values(live: Live, positions: Any) -> Iterator[Finding]:
     on_npu = str(getattr(positions, "device", "")).startswith("npu")
     if on_npu and not positions.is_contiguous():
         why = "npu_mrope's callers copy positions first; a slice of a larger buffer is a strided view."
@@ -303,7 +303,7 @@ def _position_values(live: Live, positions: Any) -> Iterator[Finding]:
         )
 
 
-def _packed(live: Live, packed: Any) -> Iterator[Finding]:
+def packed_twice(live: Live, packed: Any) -> Iterator[Finding]:
     group = getattr(live.rotary, "cp_group", None)
     ranks = group.size() if group is not None else 1
     if packed is None or ranks == 1 or getattr(live.rotary, "is_thd_format", None) is not False:

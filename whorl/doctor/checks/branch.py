@@ -121,22 +121,30 @@ def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[
 @rule("rope-fusion-with-mrope")
 def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     branch, _ = branch_of(launch)
-    if not launch.uses_megatron or branch != "mrope" or not launch.on("apply_rope_fusion"):
+    on_mindspeed_mm = launch.framework == "mindspeed-mm" and launch.is_mrope
+    in_branch = launch.uses_megatron and branch == "mrope"
+    if not (in_branch or on_mindspeed_mm) or not launch.on("apply_rope_fusion"):
         return
-    if not launch.uses_bridge and not is_packed(launch):
+    refuses = launch.uses_bridge or on_mindspeed_mm
+    if not refuses and not is_packed(launch):
         return  # Megatron Core fuses a batch of 1; mrope-batch-unfused says what it does with more
-    asserts = "Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
+    owner = (
+        "MindSpeed-MM's mcore models use an apply_rotary_pos_emb_absolute that"
+        if on_mindspeed_mm
+        else ("Bridge's apply_rotary_pos_emb_absolute")
+    )
+    asserts = f"{owner} asserts that apply_rope_fusion is off."
     offsets = (
         "Megatron Core's unfused THD code gives every packed sequence its own rows of the merged frequencies; the "
         "fused call passes them on without those offsets."
     )
     yield Problem(
         where=launch.where("apply_rope_fusion"),
-        found="apply_rope_fusion=True in the mrope branch" + ("" if launch.uses_bridge else " with packed sequences"),
+        found="apply_rope_fusion=True in the mrope branch" + ("" if refuses else " with packed sequences"),
         expected="apply_rope_fusion=False",
-        why=asserts if launch.uses_bridge else offsets,
+        why=asserts if refuses else offsets,
         fix=("apply_rope_fusion=False (--no-rope-fusion)",),
-        severity="error" if launch.uses_bridge else "warning",
+        severity="error" if refuses else "warning",
     )
 
 

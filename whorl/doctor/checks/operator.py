@@ -204,6 +204,23 @@ def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     )
 
 
+@rule("operator-missing")
+def torch_npu_too_old(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    npu, package = launch.version("torch_npu"), launch.package("torch_npu")
+    if path.operator != "_npu_rotary_embedding" or npu is None or package is None:
+        return
+    if npu >= (2, 5, 1) and not str(package.value).startswith("2.5.1rc"):
+        return
+    yield Problem(
+        where=package.where,
+        found=f"{path.operator} on torch_npu {package.value}",
+        expected="torch_npu 2.5.1 or newer",
+        why="The operator came with torch_npu 2.5.1; 2.4 and 2.5.1rc1 have no such attribute (Ascend/pytorch#60, "
+        "vllm-project/vllm-ascend#379).",
+        fix=("upgrade torch_npu and CANN together",),
+    )
+
+
 @rule("cache-mode-missing")
 def cache_mode_too_new(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     npu, cann = launch.version("torch_npu"), launch.version("cann")

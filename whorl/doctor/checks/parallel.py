@@ -12,14 +12,18 @@ def heads_do_not_split(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     ranks, text = launch.number("tensor_parallel"), launch.text or {}
     heads = launch.number("num_attention_heads") or text.get("num_attention_heads")
     groups = launch.number("num_query_groups") or text.get("num_key_value_heads") or heads
-    if ranks is None or launch.is_mla or not isinstance(heads, int) or not isinstance(groups, int):
+    if ranks is None or not isinstance(heads, int) or not isinstance(groups, int):
         return
-    if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
-        return
+    if launch.is_mla:
+        groups = 1  # one latent key for all heads, which every rank keeps
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if ranks in fitting:
+        return
     yield Problem(
         where=launch.where("tensor_parallel"),
-        found=f"{heads} query and {groups} key/value heads over {ranks} ranks",
+        found=f"{heads} query heads over {ranks} ranks"
+        if launch.is_mla
+        else f"{heads} query and {groups} key/value heads over {ranks} ranks",
         expected=f"one of {fitting}",
         why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly "
         "or each be kept by the same number of ranks. Otherwise the framework refuses to start.",

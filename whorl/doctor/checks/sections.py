@@ -115,6 +115,25 @@ def section_runs_unfused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     )
 
 
+@rule("mrope-section-not-fused", "note")
+def section_needs_triton(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    sections = launch.sections
+    if launch.framework != "vllm" or launch.device != "npu" or path.operator != "triton_mrope" or sections is None:
+        return
+    if sections in FUSED_MROPE_SECTIONS:
+        return
+    named = launch.has("triton_ascend") is True
+    yield Problem(
+        where=_where(launch),
+        found=f"mrope_section {list(sections)}: npu_mrope does not serve it, vllm-ascend's Triton kernel does"
+        + ("" if named else ", if triton-ascend is installed"),
+        expected="nothing: the result is right" + ("" if named else ", only slower without triton-ascend"),
+        why=f"npu_mrope documents {DOCUMENTED} alone, and vllm-ascend calls it for [16, 24, 24]. Interleaved sections "
+        "go to Triton where triton-ascend is installed, else to plain torch.",
+        fix=("see with --trace that triton_mrope runs",) if named else ("install triton-ascend",),
+    )
+
+
 @rule("mrope-w-bound", "warning")
 def vendor_formula_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     sections = launch.sections

@@ -1,44 +1,17 @@
-"""Frequencies and tables: scaling that is not carried over, lengths past the table, low precision, other bases."""
+"""Frequencies and tables: scaling that is lost on the way, lengths past the table, low precision, other bases."""
 
 from collections.abc import Iterator
 from typing import Final
 
+from whorl.doctor.checks.yarn import YARN
 from whorl.doctor.launch import Launch
 from whorl.doctor.paths import branch_of
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
-YARN: Final = ("yarn", "deepseek_yarn")
 # Settings that name the precision of angles, frequencies or the buffers that hold them.
 ANGLE_DTYPES: Final = ("inv_freq_dtype", "rotary_dtype", "rope_dtype", "angle_dtype", "buffer_dtype")
 LOW: Final = ("bf16", "bfloat16", "fp16", "float16", "half", "torch.bfloat16", "torch.float16")
-
-
-@rule("yarn-factor-ignored")
-def yarn_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    rope = launch.rope
-    if (
-        not launch.uses_megatron
-        or rope is None
-        or rope.rope_type not in YARN
-        or launch.find("position_embedding_type") is None
-    ):
-        return
-    branch, because = branch_of(launch)
-    carried = launch.get("rope_scaling_type") == "yarn" or launch.get("yarn_rotary_scaling_factor") is not None
-    if branch == "yarn" or carried or (launch.is_mla and launch.get("rope_type", "yarn") == "yarn"):
-        return
-    where = launch.where("rope_type") if launch.is_mla else because
-    yield Problem(
-        where=where,
-        found=f"YaRN (factor {rope.factor:g}) in {launch.inputs.model_where}, none at launch",
-        expected="position_embedding_type=yarn with its factor" if not launch.is_mla else "rope_type=yarn",
-        why="Megatron builds its frequencies from launch settings alone: the model runs with unscaled frequencies "
-        "and without the attention factor.",
-        fix=("rope_type=yarn",)
-        if launch.is_mla
-        else ("position_embedding_type=yarn", f"yarn_rotary_scaling_factor={rope.factor:g}"),
-    )
 
 
 @rule("yarn-factor-ignored", "warning")

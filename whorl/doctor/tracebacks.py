@@ -1,0 +1,188 @@
+"""Tracebacks in a log: which exceptions were raised, and in which frames.
+
+A log mixes ranks, timestamps and everything that was printed. An exception is judged by its own text and its own
+frames alone; a config print or an argument dump beside it says nothing about its cause.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+ANSI: Final = re.compile(r"(?:\x1b|\^\[)\[[0-9;]*[A-Za-z]")
+BOX: Final = "\u2502\u2503"  # the vertical bars of rich's boxes
+# Of a line's start: whose line it is. Lines of one traceback carry the same ones.
+OWNER: Final = re.compile(
+    r"\[(?:rank|default)\d+\]:?"
+    r"|\((?=[^()]*\b(?:pid|rank|ip)=)[^()]*\)"
+    r"|(?:worker|node|rank)[-_ ]?\d+:"
+    r"|\d{1,5}:(?=\s)"
+)
+# Of a line's start: what a logger or a shell puts there and changes from line to line.
+DECORATION: Final = re.compile(
+    r"[\[\u3010]?\d{4}[-/]\d\d[-/]\d\d[ T_-]\d\d:\d\d:\d\d(?:[.,]\d+)*(?:Z|[+-]\d\d:?\d\d)?[\]\u3011]?"
+    r"|\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?"
+    r"|\d\d:\d\d:\d\d(?:[.,]\d+)?"
+    r"|\b(?:[A-Z]?RROR|ERROR|INFO|WARN|WARNING|CRITICAL|DEBUG|FATAL)\b(?::\w+)?:?(?!:)"
+    r"|\[?[\w./<>~-]+\.(?:py|cc|cpp):\d+(?:\]|:(?=\s))"
+    r"|\b(?:stderr|stdout)\b|[|>\u2502\u2503]|-(?=\s)"
+)
+HEADER: Final = re.compile(r"Traceback \(most recent call last\)")
+CHAIN: Final = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+FRAME: Final = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+# Notebooks write `File path:12, in f(x)` or `path in f(x)`, rich writes `path:12 in f`.
+OTHER_FRAME: Final = re.compile(
+    r"(?:File )?\[?(?P<file>(?:[A-Za-z]:)?[~/\\\w.-]*\.py|<ipython-input[^>]*>)(?::(?P<line>\d+))?\]?(?:\([^)]*\))?,? "
+    r"in (?P<function><?[\w.]+>?(?: line: ?\d+>)?)(?:\(.*\)?)?$"
+)
+MARKED_CODE: Final = re.compile(r"(?:-+>|\u2771)\s*(?P<line>\d+)\s*[\u2502|]?\s*(?P<code>.*)$")
+MARKS: Final = re.compile(r"[\s~^]+$|\[Previous line repeated ")
+NAME: Final = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Warning|Interrupt|Exit|Timeout|Iteration|Unsupported)"
+EXCEPTION: Final = re.compile(rf"(?P<name>{NAME})(?:\([\w.]+\))?(?::\s?(?P<message>.*))?$")
+LIBRARY: Final = re.compile(r"[/\\](?:torch|torch_npu)[/\\]|[/\\](?:contextlib|functools|runpy)\.py$|^<frozen ")
+MOST_PREFIXES: Final = 12  # of one line: timestamp, level, source, rank and the like
+LONGEST_MESSAGE: Final = 16  # lines; what follows is taken for other output
+LONGEST_GAP: Final = 60  # lines without a frame after which a traceback is taken for cut off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file} in {self.function}: {self.code}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One exception: `text` is its name and message, `lines` the lines of the log on which they stand."""
+
+    text: str
+    lines: tuple[int, ...]
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def origin(self) -> Frame | None:
+        """The frame that raised: the innermost one that is not inside torch."""
+        own = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
+        return own[-1] if own else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line of the log without its decoration. `is_code` marks source lines quoted by a traceback."""
+
+    number: int
+    text: str
+    is_code: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one rank or process is in the middle of printing."""
+
+    frames: list[Frame] = field(default_factory=list)
+    last_seen: int = 0
+    wants_code: bool = False
+    message: list[tuple[int, str]] = field(default_factory=list)
+    decorated: bool = False
+
+    def finish(self) -> Iterator[Failure]:
+        if self.message:
+            lines, texts = zip(*self.message, strict=True)
+            yield Failure(text="\n".join(texts), lines=lines, frames=tuple(self.frames))
+            self.frames, self.message, self.wants_code = [], [], False
+
+
+def read_failures(text: str) -> tuple[list[Failure], list[Line]]:
+    """The exceptions of a log in the order in which they end, and its lines without their decoration."""
+    streams: dict[str, _Stream] = {}
+    failures: list[Failure] = []
+    lines: list[Line] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        owner, decorated, body = _undecorated(raw)
+        stream = streams.setdefault(owner, _Stream())
+        ended, is_code = _take(stream, number, body, decorated)
+        failures += ended
+        lines.append(Line(number=number, text=body, is_code=is_code))
+    for stream in streams.values():
+        failures += stream.finish()
+    return sorted(failures, key=lambda failure: failure.lines), lines
+
+
+def _undecorated(raw: str) -> tuple[str, bool, str]:
+    """Whose line it is, whether a logger wrote it, and the line itself."""
+    line = ANSI.sub("", raw).rstrip().rstrip(BOX).rstrip()
+    owner, decorated, start = "", False, 0
+    for _ in range(MOST_PREFIXES):
+        at = len(line) - len(line[start:].lstrip())
+        if found := OWNER.match(line, at):
+            owner += found.group()
+        elif found := DECORATION.match(line, at):
+            decorated = True
+        else:
+            break
+        start = found.end()
+    body = line[start:]
+    return owner, decorated, body.removeprefix(" ") if start else body
+
+
+def _take(stream: _Stream, number: int, body: str, decorated: bool) -> tuple[list[Failure], bool]:
+    """One line of a stream: the exceptions it ends, and whether it is quoted source code."""
+    bare = body.strip()
+    frame = FRAME.match(bare) or OTHER_FRAME.match(bare)
+    if HEADER.search(bare) or CHAIN.search(bare) or frame:
+        ended = list(stream.finish())
+        if not frame or number - stream.last_seen > LONGEST_GAP:
+            stream.frames = []
+        if frame:
+            stream.frames.append(_frame(frame))
+        stream.last_seen, stream.wants_code = number, frame is not None
+        return ended, False
+    if MARKS.match(bare):
+        return [], True
+    if stream.frames and not stream.message and (marked := MARKED_CODE.match(bare)):
+        _quote(stream, marked["code"], int(marked["line"]))
+        return [], True
+    if found := EXCEPTION.match(bare):
+        return _exception(stream, number, bare, decorated, is_bare=found["message"] is None), False
+    if stream.message:
+        return _continue(stream, number, bare, decorated), False
+    if stream.wants_code and bare:
+        _quote(stream, bare, None)
+        return [], True
+    return [], False
+
+
+def _frame(found: re.Match[str]) -> Frame:
+    return Frame(file=found["file"], line=int(found["line"] or 0), function=(found["function"] or "").strip())
+
+
+def _quote(stream: _Stream, code: str, line: int | None) -> None:
+    last = stream.frames[-1]
+    stream.frames[-1] = Frame(file=last.file, line=line or last.line, function=last.function, code=code.strip())
+    stream.wants_code = False
+
+
+def _exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> list[Failure]:
+    """A name without a message counts only at the end of a traceback: alone it is a word of other output."""
+    if stream.message and stream.frames and decorated == stream.decorated:
+        stream.message.append((number, bare))  # the message goes on: it quotes another process's error
+        return []
+    ended = list(stream.finish())
+    if number - stream.last_seen > LONGEST_GAP:
+        stream.frames = []
+    if stream.frames or not is_bare:
+        stream.message, stream.decorated = [(number, bare)], decorated
+    return ended
+
+
+def _continue(stream: _Stream, number: int, bare: str, decorated: bool) -> list[Failure]:
+    """A line after an exception's first: part of its message, unless another writer begins."""
+    if not bare or decorated != stream.decorated or len(stream.message) == LONGEST_MESSAGE:
+        return list(stream.finish())
+    stream.message.append((number, bare))
+    return []
