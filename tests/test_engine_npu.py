@@ -29,8 +29,9 @@ CALLED = {
     "window": DENSE | CACHE | {"npu_mrope"},
     "experts": DENSE | CACHE | EXPERTS | {"npu_mrope"},
 }
-# Two arithmetics in bf16, in units of the logits' spread: observed 0.005 to 0.009; a mask that is off by one gives 0.1.
-ALLOWED = 0.02
+# Two arithmetics in bf16, in units of the logits' spread: observed up to 0.009. A mask that hides a query from itself
+# gives 0.25, a window that is one key short 0.016.
+ALLOWED = 0.0125
 
 
 # ---- what the device says
@@ -77,20 +78,9 @@ def prove(folder: Path, runs: tuple[str, ...]) -> dict[str, Any]:
     return run_proof(folder / "found.json", [str(folder), *runs], script=ENGINE, **environment)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return prove(tmp_path_factory.mktemp("engine"), RUNS)
-
-
-@pytest.mark.xdist_group("engine_npu")
-@pytest.mark.parametrize("run", RUNS)
-def test_the_engine_generates_on_an_npu_what_it_does_on_the_cpu(found: dict[str, Any], run: str) -> None:
-    judge(found[run], *run.split(":"))
-
-
-@pytest.mark.slow
-def test_the_engine_on_an_npu_with_every_model(tmp_path: Path) -> None:
-    for run, row in prove(tmp_path, MORE).items():
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_the_engine_generates_on_an_npu_what_it_does_on_the_cpu(tmp_path: Path, runs: tuple[str, ...]) -> None:
+    for run, row in prove(tmp_path, runs).items():
         judge(row, *run.split(":"))
 
 

@@ -69,7 +69,7 @@ class Npu(TorchDispatchMode):
         self._refuse_pageable(func, args, kwargs)
         if asked is not None and is_there:
             kwargs["device"] = "cpu"
-        if mine and not is_there or func is torch.ops.aten._local_scalar_dense.default:
+        if (mine and not is_there) or func is torch.ops.aten._local_scalar_dense.default:
             self.num_reads += bool(mine)
         out = self._run(func, *tree_map_only(NpuTensor, lambda x: x.data_, (args, kwargs)))
         return self._wrap(func, args, out) if is_there else out
