@@ -168,7 +168,15 @@ FREE = {
     ("mrope_backward", "cos_sin"): ("float64", "more in dim 0", "fewer in dim 0"),
     ("mrope_backward", "dk"): ("more in dim 1", "fewer in dim 1"),
     ("qk_norm_rope_backward", "cos_sin"): ("float64", "more in dim 0", "fewer in dim 0"),
-    ("hadamard_backward", "dy"): ("float64", "float16", "more in dim 0", "fewer in dim 0", "a dim more", "a dim fewer", "meta"),
+    ("hadamard_backward", "dy"): (
+        "float64",
+        "float16",
+        "more in dim 0",
+        "fewer in dim 0",
+        "a dim more",
+        "a dim fewer",
+        "meta",
+    ),
     ("sparse_attention_backward", "kv"): ("more in dim 0", "fewer in dim 0"),
     ("sparse_attention_backward", "indices"): ("more in dim 1", "fewer in dim 1"),
 }

@@ -1,4 +1,4 @@
-"""Checks that operators share. Shapes and dtypes are looked at always, values only where that is free (`is_readable`)."""
+"""Checks that operators share. Shapes and dtypes are looked at always, values where that is free (`is_readable`)."""
 
 from collections.abc import Sequence
 

@@ -327,7 +327,8 @@ def _make_write(
     k_cache, v_cache = (torch.randn(blocks, block, kv_heads + sliced, dim, **more)[:, :, :kv_heads] for _ in range(2))
     slots = torch.randperm(blocks * block)[:count]
     slots[:skipped] = -1
-    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": (slots.int() if short else slots).to(device)}
+    slots = slots.int() if short else slots
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots.to(device)}
 
 
 write_kv.inputs(cases=_WRITES, bench=_WRITE_BENCH)(_make_write)

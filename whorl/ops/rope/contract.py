@@ -161,9 +161,7 @@ def _check_mrope(
     check_axes(name, q, cos_sin, positions, sections, layout)
 
 
-def _check_rope_backward(
-    dq: Tensor, dk: Tensor | None, cos_sin: Tensor, positions: Tensor | None, **_: object
-) -> None:
+def _check_rope_backward(dq: Tensor, dk: Tensor | None, cos_sin: Tensor, positions: Tensor | None, **_: object) -> None:
     check_tensors("rope_backward", dq, dk, cos_sin, "d")
     check_rows("rope_backward", dq, cos_sin, positions)
 

@@ -51,10 +51,10 @@ def check_outputs(
 ) -> None:
     """What attention gave, and the gradients of it."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for what, x in (("dout", dout), ("out", out)):
-        check_like(name, what, x, (*q.shape[:2], value_dim), q.dtype)
-    for what, x in (("lse", lse), ("dlse", dlse)):
-        check_like(name, what, x, q.shape[:2], wide)
+    check_like(name, "dout", dout, (*q.shape[:2], value_dim), q.dtype)
+    check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
+    check_like(name, "lse", lse, q.shape[:2], wide)
+    check_like(name, "dlse", dlse, q.shape[:2], wide)
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool) -> None:
