@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import sample_torch_npu
-from ._check import INTEGERS, check_like, check_range
+from ._check import check_like, check_range
 from ._op import Values, is_readable, operator
 
 _MASK = 0xFFFFFFFF
@@ -124,10 +124,8 @@ def _check_penalties(
         raise ValueError(f"penalize: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] floating point")
     if tokens.dim() != 2 or tokens.shape[0] != logits.shape[0] or tokens.dtype != torch.int64:
         raise ValueError(f"penalize: tokens is {list(tokens.shape)} {tokens.dtype}, expected [{len(logits)}, M] int64")
-    if counts.shape != tokens.shape or counts.dtype not in INTEGERS:
-        raise ValueError(
-            f"penalize: counts is {list(counts.shape)} {counts.dtype}, expected {list(tokens.shape)} int32 or int64"
-        )
+    if counts.shape != tokens.shape:
+        raise ValueError(f"penalize: counts is {list(counts.shape)}, expected {list(tokens.shape)}")
     check_like("penalize", "bias", bias, tokens.shape, logits.dtype)
     for what, rate in each.items():
         check_like("penalize", what, rate, logits.shape[:1], logits.dtype)
