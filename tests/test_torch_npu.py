@@ -79,38 +79,45 @@ def find_wheel(version: str) -> Path:
     return found[0]
 
 
-def run_proof(out: Path, parts: list[str], **environment: str) -> dict[str, Any]:
-    command = [sys.executable, str(PROVE), str(out), *parts]
+def run_proof(out: Path, parts: list[str], script: Path = PROVE, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, str(script), str(out), *parts]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     if ran.returncode or not out.exists():
-        pytest.fail(f"{PROVE.name} exited with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
+        pytest.fail(f"{script.name} exited with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
     return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="session")
-def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def require_tools() -> None:
     if torch.__version__.split("+")[0] != VERSION:
         pytest.skip(f"torch_npu {VERSION} needs torch {VERSION}, this is {torch.__version__}")
     if torch.version.cuda is not None:
         pytest.skip("torch_npu does not import next to a CUDA build of torch")
     if missing := [tool for tool in ("gcc", "nm", "readelf", "ldd") if shutil.which(tool) is None]:
         pytest.skip(f"the stub libraries need {', '.join(missing)}")
+
+
+def live_environment(built: Path) -> dict[str, str]:
+    """In which `import torch_npu` works, and there is a device to make FakeTensors for."""
+    return {
+        "LD_LIBRARY_PATH": str(built / "stub"),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), str(built)]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "STUB_NPU_COUNT": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    require_tools()
     # Workers of one run share the folder above their own, and what the first of them found.
     folder = tmp_path_factory.getbasetemp()
     out = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "torch_npu_proof.json"
     with locked():
         if out.exists():
             return json.loads(out.read_text())
-        built = build(find_wheel(VERSION))
-        return run_proof(
-            out,
-            ["signatures", "gradients", "calls", "losses", "fake"],
-            LD_LIBRARY_PATH=str(built / "stub"),
-            PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
-            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-            STUB_NPU_COUNT="1",
-        )
+        environment = live_environment(build(find_wheel(VERSION)))
+        return run_proof(out, ["signatures", "gradients", "calls", "losses", "fake"], **environment)
 
 
 def build(wheel: Path) -> Path:

@@ -16,6 +16,16 @@ HOST = "cpu"
 # The device each accelerated backend is written for; torch_cuda is torch's own kernels, where they are no reference.
 HOME = {"torch_cuda": "cuda", "triton": "cuda", "torch_npu": "npu"}
 PACKAGE = {"torch_cuda": "torch"}  # where a backend comes from, if its name does not say
+# Why a device's launches are not recorded once and replayed.
+NO_GRAPHS = {
+    "cpu": "it has no launches to save",
+    "npu": "its attention takes the lengths of sequences as integers of the host, and a replay would keep the recorded",
+}
+# Tokens of a cache block: few, since every sequence leaves half a block empty, unless the attention of the backend that
+# is at home wants more. npu_fused_infer_attention_score takes multiples of 128 where a sequence has several queries, as
+# prompts and drafts have.
+BLOCK_SIZE = 16
+BLOCK_SIZES = {"torch_npu": 128}
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # the library that moves tensors between ranks
 
 # What several ranks run better with, set before the library starts unless the user has. HCCL's and the task queue's
@@ -172,24 +182,37 @@ def timing_event(device: str) -> Any:
     return module.Event(enable_timing=True)
 
 
+def block_size(device: str) -> int:
+    """Tokens of a cache block on `device`, where nobody asks for another number."""
+    at_home = (size for backend, size in BLOCK_SIZES.items() if unavailable(backend, device) is None)
+    return next(at_home, BLOCK_SIZE)
+
+
+def use_graphs(device: str, asked: bool | None) -> bool:
+    """Whether launches on `device` are to be recorded as graphs and replayed; None: where they can be."""
+    reason = NO_GRAPHS.get(device)
+    if asked and reason is not None:
+        raise ValueError(f"use_graphs was asked for: {device} records no graphs: {reason}. Leave use_graphs out")
+    return asked is not False and reason is None
+
+
 def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) -> Callable[[], None] | None:
-    """The replay of everything `function` launches, or None where the device records no graphs.
+    """The replay of everything `function` launches, or None where the device records no graphs (`use_graphs`).
 
     pool: memory that several graphs share (`graph_pool`); what one of them returned holds until the next is replayed.
     """
     module = accelerator(device)
-    graph_class = getattr(module, {"cuda": "CUDAGraph", "npu": "NPUGraph"}.get(device, ""), None)
-    if module is None or graph_class is None:
+    if module is None or device in NO_GRAPHS:
         return None
-    graph = graph_class()
+    graph = module.CUDAGraph()
     with module.graph(graph, pool=pool):
         function()
-    return graph.replay
+    return graph.replay  # type: ignore[no-any-return]
 
 
 def graph_pool(device: str) -> Any:
-    make = getattr(accelerator(device), "graph_pool_handle", None)
-    return None if make is None else make()
+    module = accelerator(device)
+    return None if module is None or device in NO_GRAPHS else module.graph_pool_handle()
 
 
 def event(device: str) -> Callable[[], None]:
@@ -242,6 +265,15 @@ class Lane:
 def host_buffer(num_bytes: int, device: str) -> torch.Tensor:
     """Bytes on the host that copies to and from an accelerator need not wait for."""
     return torch.zeros(num_bytes, dtype=torch.uint8, device=HOST, pin_memory=accelerator(device) is not None)
+
+
+def lasting(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of the host that may be dropped as soon as a copy of it to `device` has been started.
+
+    CUDA copies memory that is not pinned aside before it returns. torch_npu's queue reads it later, and keeps pinned
+    memory for as long.
+    """
+    return x.pin_memory() if device == "npu" else x
 
 
 def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl import contracts
@@ -283,3 +284,16 @@ LIMITS: dict[str, Callable[..., str | None]] = {
     "npu_moe_finalize_routing": _finalize_limit,
     "npu_grouped_matmul": _grouped_matmul_limit,
 }
+
+
+def refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, which refuses what the vendor documents that the device refuses."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor)):
+            raise AssertionError(f"{name} was given float64")
+        if name in LIMITS and (limit := LIMITS[name](*args, **kwargs)) is not None:
+            raise AssertionError(f"{name} was called beyond its documented limits: {limit}")
+        return kernel(*args, **kwargs)
+
+    return run

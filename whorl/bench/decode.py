@@ -64,7 +64,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 CONTEXT = 16  # tokens of a prompt before decoding is timed
-_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,8 +217,7 @@ def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Docu
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, batch),
         max_model_len=length,
-        block_size=_BLOCK,
-        num_blocks=batch * -(-length // _BLOCK),
+        num_blocks=batch * -(-length // devices.block_size(settings.device)),
         use_prefix_cache=False,
     )
     seconds = [_time_steps(llm, vocab_size, batch, settings) for _ in range(settings.repeats + 1)][1:]
@@ -273,8 +271,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
         max_num_seqs=1,
         max_num_batched_tokens=min(length, 8192),
         max_model_len=length + 1,
-        block_size=_BLOCK,
-        num_blocks=-(-(length + 1) // _BLOCK),
+        num_blocks=-(-(length + 1) // devices.block_size(settings.device)),
         use_prefix_cache=False,
     )
     (prompt,) = prompts(1, length, vocab_size)

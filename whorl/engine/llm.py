@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from whorl.device import HOST, default_device, require
+from whorl.device import block_size as default_block_size
 from whorl.nn import Model
 from whorl.passes import Report
 
@@ -74,11 +75,13 @@ class LLM:
     `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
+    block_size: tokens of a cache block; None: what attention on the device takes, see `whorl.device.block_size`.
     num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
     max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
     tp: ranks that share the model, started and ended with the engine; None: those that torchrun has started, else one.
     sp: sequence parallelism of prompts over these ranks: "on", "off", or "auto": where it pays. What comes out is the
     same, unless sp_quantize="int8" rounds what prompts' tokens send between ranks. `sp_report` says what was done.
+    use_graphs: record decode steps and replay them; None: where the device can. What comes out is the same.
     run_ahead: launch a step before the last one's tokens are read; None: on accelerators, where it saves time. What
     comes out is the same.
     """
@@ -99,15 +102,16 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | None = None,
         use_prefix_cache: bool = True,
-        use_graphs: bool = True,
+        use_graphs: bool | None = None,
         run_ahead: bool | None = None,
         seed: int | None = None,
     ) -> None:
         device = require(device or default_device())
+        block_size = default_block_size(device) if block_size is None else block_size
         sequence_parallel = Settings(mode=sp, quantize=sp_quantize)
         if model is not None or Place.find(tp).size == 1:
             sequence_parallel.for_ranks(1)  # refuses before anything is loaded

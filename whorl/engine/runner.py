@@ -2,7 +2,8 @@
 
 State lives on the device: each sequence's last token and its block table, by lane. The host sends a call's indices in
 one copy and waits for nothing, so it may prepare step n + 1 while step n runs; tokens that it has not read are taken
-from the lane. Decode calls are replayed as graphs, padded to a few sizes, where the device records them.
+from the lane. Decode calls are replayed as graphs, padded to a few sizes, where the device records them: `NO_GRAPHS` in
+whorl/device.py says where not, and why.
 """
 
 import itertools
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import accelerator, event, graph_pool, host_buffer, record_graph, synchronize
+from whorl.device import accelerator, event, graph_pool, host_buffer, lasting, record_graph, synchronize
+from whorl.device import use_graphs as wants_graphs
 from whorl.nn import CacheSpec, KVCache, Model, Rows, Step
 
 from .batch import Batch, Call, Sample, Score, Size, layout
@@ -63,7 +65,7 @@ class Runner:
         max_len: int,
         dtype: torch.dtype,
         device: str,
-        use_graphs: bool = True,
+        use_graphs: bool | None = None,
         max_num_seqs: int = 64,
         max_rows: int = 2048,
         vocab_size: int | None = None,
@@ -84,7 +86,7 @@ class Runner:
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
         self._padding |= {"table_at": spare * width, "top_p": 1}
         self._inputs = _Inputs(max(max_rows, _GRAPH_ROWS[-1]), device)
-        self._use_graphs = use_graphs and accelerator(device) is not None
+        self._use_graphs = wants_graphs(device, use_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
         self._pool = graph_pool(device) if self._use_graphs else None
         self.prompts = None if sp is None else PromptForward(model, device, Settings(**sp))
@@ -96,7 +98,7 @@ class Runner:
     @torch.inference_mode()
     def run_call(self, call: Call) -> Result:
         for lane, blocks in call.tables:
-            new = torch.tensor(blocks, dtype=torch.int32)
+            new = lasting(torch.tensor(blocks, dtype=torch.int32), self.device)
             self._tables[lane, : len(blocks)].copy_(new, non_blocking=True)
         graph = self._graph(call)
         size = call.size if graph is None else (graph.rows,) * 3
@@ -131,6 +133,9 @@ class Runner:
             max_position=min(width * self.block_size, self.max_len),
         )
         hidden = self._forward(step)
+        if not len(given["seeds"]):  # in the middle of prompts; not every backend takes empty tensors
+            none = hidden.new_empty(0, self.model.vocab_size, dtype=torch.float32)
+            return hidden, none, none.new_empty(0, dtype=torch.int64)
         logits = self.model.logits(hidden if is_dense else hidden[given["sample_rows"]], rows=self._decode)
         sampling = (given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
         token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import fetch
+from whorl.device import fetch, lasting
 from whorl.nn import Model
 from whorl.ops.sample import gumbel
 
@@ -228,7 +228,7 @@ def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
 
     def rows(part: int, empty: float, dtype: torch.dtype) -> Tensor:
         padded = [[each[part] for each in row] + [empty] * (width - len(row)) for row in wanted]
-        return torch.tensor(padded, dtype=dtype).to(device, non_blocking=True)
+        return lasting(torch.tensor(padded, dtype=dtype), device.type).to(device, non_blocking=True)
 
     return ops.penalize(
         logits,
@@ -273,4 +273,4 @@ def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
 
 
 def _column(values: list[float] | list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return lasting(torch.tensor(values, dtype=dtype), device.type).to(device, non_blocking=True)

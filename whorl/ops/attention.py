@@ -6,18 +6,11 @@ import torch
 from torch import Tensor
 
 from . import attention_torch_npu
-from ._op import Values, narrow, operator, widen
+from ._check import check_cache, check_lengths, check_slots, check_tables
+from ._op import Values, is_readable, narrow, operator, widen
 
 QUERY_TILE = 32  # queries of every product in the prompt class; the last tile is padded
 KEY_TILE = 256  # keys of every product in the prompt class
-
-
-def check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
-            "expected two of [blocks, block size, HK, D] and one dtype"
-        )
 
 
 def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -29,8 +22,7 @@ def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: 
         )
     if not k.dtype == v.dtype == k_cache.dtype:
         raise ValueError(f"write_kv: k is {k.dtype}, v {v.dtype}, expected the cache's {k_cache.dtype}")
-    if slots.shape != k.shape[:1] or slots.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"write_kv: slots is {list(slots.shape)} {slots.dtype}, expected [{k.shape[0]}] integers")
+    check_slots("write_kv", slots, k.shape[0], k_cache)
 
 
 @operator(check=_check_write, mutates=("k_cache", "v_cache"))
@@ -42,6 +34,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     negative. Two tokens in one slot: either may win. A slot past the cache is an error on the CPU and is not looked
     for elsewhere. Returns nothing.
     """
+    slots = slots.long()
     if min(slots.tolist(), default=0) < 0:
         kept = slots >= 0
         k, v, slots = k[kept], v[kept], slots[kept]
@@ -50,7 +43,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         if cache.stride(0) == cache.shape[1] * cache.stride(1):
             cache.flatten(0, 1).index_copy_(0, slots, new)
         else:
-            cache[slots.long() // cache.shape[1], slots.long() % cache.shape[1]] = new
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = new
 
 
 def _check_attention(
@@ -72,7 +65,7 @@ def _check_attention(
             f"paged_attention: q is {list(q.shape)}, expected [T, HQ, {k_cache.shape[3]}] with HQ a multiple of "
             f"{k_cache.shape[2]}"
         )
-    count = context_lens.shape[0]
+    count = len(context_lens) if context_lens.dim() == 1 else -1
     if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
         raise ValueError(
             f"paged_attention: block_tables is {list(block_tables.shape)}, query_starts {list(query_starts.shape)}, "
@@ -82,6 +75,10 @@ def _check_attention(
         raise ValueError("paged_attention: block_tables, query_starts and context_lens must be int32")
     if window < 0:
         raise ValueError(f"paged_attention: window is {window}, expected 0 (none) or a positive number of keys")
+    if all(map(is_readable, (block_tables, query_starts, context_lens))):
+        starts, contexts = query_starts.tolist(), context_lens.tolist()
+        check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
+        check_tables("paged_attention", block_tables, starts, contexts, k_cache)
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
@@ -172,6 +169,11 @@ def paged_attention(
     window > 0 only the last `window` of them. HQ is a multiple of HK. Scores, softmax and sums in fp32, one rounding.
     A query's bits depend on itself, the keys it sees and `rows` alone: not on other sequences, not on how a prompt is
     cut into chunks. Rows of q past the last query_starts are zero. No gradient.
+
+    query_starts begin at 0 and do not fall; a sequence with queries has no more of them than keys, and a row of
+    block_tables that holds its keys. What is not so is refused where it can be seen without waiting for a device: on
+    the CPU, and on Ascend, whose operator takes lengths as integers; blocks outside the cache on the CPU alone. CUDA
+    kernels take lengths and blocks as they are.
     """
     heads = k_cache.shape[2]
     wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
@@ -300,6 +302,8 @@ _WRITES: list[Values] = [
     {"tokens": (0,), "kv_heads": 2, "dim": 16},
     {"tokens": (6,), "kv_heads": 2, "dim": 20, "sliced": True, "skipped": 1},
     {"tokens": (4,), "kv_heads": 1, "dim": 5, "scale": 0.01},
+    {"tokens": (5,), "kv_heads": 2, "dim": 16, "skipped": 2, "short": True},  # slots in int32
+    {"tokens": (3,), "kv_heads": 2, "dim": 16, "sliced": True, "short": True},
 ]
 _WRITE_BENCH: list[Values] = [{"tokens": (tokens,), "kv_heads": 4, "dim": 128, "block": 16} for tokens in (1, 64, 8192)]
 
@@ -312,6 +316,7 @@ def _make_write(
     skipped: int = 0,
     scale: float = 1.0,
     sliced: bool = False,
+    short: bool = False,
     *,
     dtype: torch.dtype,
     device: str,
@@ -322,6 +327,7 @@ def _make_write(
     k_cache, v_cache = (torch.randn(blocks, block, kv_heads + sliced, dim, **more)[:, :, :kv_heads] for _ in range(2))
     slots = torch.randperm(blocks * block)[:count]
     slots[:skipped] = -1
+    slots = slots.int() if short else slots
     return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots.to(device)}
 
 

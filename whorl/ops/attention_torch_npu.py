@@ -15,6 +15,7 @@ from torch import Tensor
 from whorl.contracts import MASK_SIZE, fused_infer_attention_limit, scatter_pa_kv_cache_limit
 
 from . import _torch_npu
+from ._check import check_lengths
 from ._torch_npu import dtype_name
 
 
@@ -78,6 +79,7 @@ def attention(
 ) -> Tensor:
     lengths = _torch_npu.on_host(torch.cat((query_starts, context_lens)))
     starts, contexts = lengths[: len(query_starts)], lengths[len(query_starts) :]
+    check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
     counts = [end - start for start, end in itertools.pairwise(starts)]
     most = max(counts, default=0)
     if not most:

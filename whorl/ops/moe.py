@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import moe_torch_npu
+from ._check import INTEGERS, check_range
 from ._op import Values, operator, widen
 from .linear import multiply_rows, multiply_tiles
 
@@ -25,8 +26,8 @@ def _check_route(
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E] floating point")
     count = logits.shape[1]
-    if bias is not None and bias.shape != (count,):
-        raise ValueError(f"route: bias is {list(bias.shape)}, expected [{count}]")
+    if bias is not None and (bias.shape != (count,) or not bias.is_floating_point()):
+        raise ValueError(f"route: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] floating point")
     if num_groups < 1 or count % num_groups or not 1 <= top_groups <= num_groups:
         raise ValueError(
             f"route: {count} experts in {num_groups} groups of which {top_groups} are kept: "
@@ -108,6 +109,11 @@ def _check_route_backward(
             f"route_backward: dweights is {list(dweights.shape)}, ids {list(ids.shape)}, expected two of "
             f"[{logits.shape[0]}, k]"
         )
+    if not dweights.is_floating_point() or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"route_backward: dweights is {dweights.dtype}, ids {ids.dtype}, expected floating point and int32 or int64"
+        )
+    check_range("route_backward", "ids", ids, logits.shape[1])
 
 
 @operator(check=_check_route_backward)
@@ -165,8 +171,11 @@ def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
         raise ValueError(
             f"experts: weights is {list(weights.shape)}, ids {list(ids.shape)}, expected two of [{count}, K]"
         )
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"experts: ids is {ids.dtype}, expected int32 or int64")
+    if not weights.is_floating_point() or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"experts: weights is {weights.dtype}, ids {ids.dtype}, expected floating point and int32 or int64"
+        )
+    check_range("experts", "ids", ids, gate_up.shape[0])
 
 
 def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
@@ -230,7 +239,8 @@ def experts(
     """y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
 
     x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], in x's dtype; weights: [T, K]
-    and ids: [T, K] int32 or int64, each in [0, E), as `route` gives them; y: like x, contiguous. Sums in fp32;
+    and ids: [T, K] int32 or int64, each in [0, E), as `route` gives them: another is an error on the CPU and is not
+    looked for elsewhere; y: like x, contiguous. Sums in fp32;
     silu(gate) * up is rounded to x's dtype, y once, at the end. The slots are added in their order. A row's bits
     depend on the row and `rows` alone, as in `linear`. No gradient.
     """

@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 
 from . import permute_torch_npu
-from ._op import Values, all_bytes, is_readable, narrow, operator, widen
-
-_INTEGERS = (torch.int32, torch.int64)
+from ._check import INTEGERS, check_like, check_range
+from ._op import Values, all_bytes, narrow, operator, widen
 
 
 def _check_ids(name: str, what: str, ids: Tensor, end: int) -> None:
-    if ids.dim() != 2 or not ids.shape[1] or ids.dtype not in _INTEGERS:
+    if ids.dim() != 2 or not ids.shape[1] or ids.dtype not in INTEGERS:
         raise ValueError(
             f"{name}: {what} is {list(ids.shape)} {ids.dtype}, expected [T, K] int32 or int64, K at least 1"
         )
-    if ids.numel() and is_readable(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < end:
-        raise ValueError(f"{name}: {what} are {int(ids.min())} to {int(ids.max())}, expected 0 to {end - 1}")
+    check_range(name, what, ids, end)
 
 
 def _check_floats(name: str, **tensors: Tensor | None) -> None:
@@ -55,20 +53,21 @@ def _check_permute_backward(drows: Tensor, places: Tensor, x: Tensor | None, pro
         raise ValueError(f"{name}: probs without x, which their gradient needs")
     if x is not None:
         _check_tokens(name, "x", x, places, probs)
+        check_like(name, "x", x, (places.shape[0], drows.shape[1]), drows.dtype)
 
 
-def _check_unpermute(rows: Tensor, places: Tensor, probs: Tensor | None) -> None:
-    _check_floats("unpermute", rows=rows, probs=probs)
-    _check_ids("unpermute", "places", places, rows.shape[0])
-    _check_rows("unpermute", "rows", rows, places)
+def _check_unpermute(rows: Tensor, places: Tensor, probs: Tensor | None, name: str = "unpermute") -> None:
+    _check_floats(name, rows=rows, probs=probs)
+    _check_ids(name, "places", places, rows.shape[0])
+    _check_rows(name, "rows", rows, places)
     if probs is not None and probs.shape != places.shape:
-        raise ValueError(f"unpermute: probs is {list(probs.shape)}, expected {list(places.shape)}")
+        raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(places.shape)}")
 
 
 def _check_unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None) -> None:
-    _check_unpermute(rows, places, probs)
-    _check_floats("unpermute_backward", dy=dy)
-    _check_tokens("unpermute_backward", "dy", dy, places, probs)
+    name = "unpermute_backward"
+    _check_unpermute(rows, places, probs, name)
+    check_like(name, "dy", dy, (places.shape[0], rows.shape[1]), rows.dtype)
 
 
 def _invert(order: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._check import check_like
 from ._op import Op, Values, operator
 from .rms_norm import rms_norm, rms_norm_backward
 from .rope import cases as rope_cases
@@ -129,7 +130,17 @@ def qk_norm_rope(
     return q.to(qkv.dtype), k.to(qkv.dtype), _copied(v.to(qkv.dtype)) if with_v else None
 
 
-@operator(bytes=_bytes)
+def _check_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **rest: Any
+) -> None:
+    name = "qk_norm_rope_backward"
+    check_qkv(name, qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **rest)
+    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    for what, grad, heads in (("dq", dq, num_heads), ("dk", dk, num_kv_heads), ("dv", dv, num_kv_heads)):
+        check_like(name, what, grad, (*qkv.shape[:-1], heads, dim), qkv.dtype)
+
+
+@operator(check=_check_backward, bytes=_bytes)
 def qk_norm_rope_backward(
     dq: Tensor,
     dk: Tensor,

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._check import check_cache, check_slots
 from ._op import Values, operator
-from .attention import check_cache, write_kv
+from .attention import write_kv
 from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
 from .rope.contract import Style
 
@@ -37,8 +38,7 @@ def _check(
             f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, expected [blocks, block size, {num_kv_heads}, "
             f"{dim}] in {qkv.dtype}"
         )
-    if slots.shape != qkv.shape[:1] or slots.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: slots is {list(slots.shape)} {slots.dtype}, expected [{qkv.shape[0]}] integers")
+    check_slots(name, slots, qkv.shape[0], k_cache)
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
@@ -145,6 +145,7 @@ _CASES: list[Values] = [
     {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
     {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
     {"tokens": (3,), "heads": 8, "kv_heads": 8, "dim": 128, "block": 128},
+    {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 64, "short": True, "skipped": True},  # slots in int32
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "heads": 32, "kv_heads": 4, "dim": 128, "block": 16} for tokens in (1, 64, 8192)
@@ -157,6 +158,7 @@ def _make(
     dim: int,
     block: int = 4,
     skipped: bool = False,
+    short: bool = False,
     *,
     dtype: torch.dtype,
     device: str,
@@ -172,6 +174,7 @@ def _make(
     slots = torch.randperm(blocks * block, device=device)[:count]
     if skipped:
         slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
+    slots = slots.int() if short else slots
     q = torch.zeros(count, values["num_heads"], dim, **more)
     kept = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
     return kept | {"q": q, **caches, "slots": slots}

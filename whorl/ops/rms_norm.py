@@ -8,6 +8,7 @@ from torch import Tensor
 from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
+from ._check import check_like
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
@@ -39,6 +40,8 @@ def _check_backward(
     dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
 ) -> None:
     _check("rms_norm_backward", x, weight, eps)
+    for what, grad in (("dy", dy), ("residual_grad", residual_grad)):
+        check_like("rms_norm_backward", what, grad, x.shape, x.dtype)
 
 
 def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = None) -> object:

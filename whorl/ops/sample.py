@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from . import sample_torch_npu
-from ._op import Values, operator
+from ._check import check_like, check_range
+from ._op import Values, is_readable, operator
 
 _MASK = 0xFFFFFFFF
 
@@ -20,6 +21,9 @@ def _check(
             raise ValueError(f"sample: {name} is {list(value.shape)}, expected [{logits.shape[0]}]")
         if value.is_floating_point() != (name in ("temperature", "top_p", "min_p")):
             raise ValueError(f"sample: {name} is {value.dtype}")
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        if logits.shape[0] and is_readable(given[name]) and not given[name].min() >= 0:
+            raise ValueError(f"sample: the lowest {name} is {given[name].min().item()}, expected none below 0")
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -113,6 +117,21 @@ def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[n
     return sample_torch_npu.forward(logits, temperature, top_k, top_p, min_p, noise)
 
 
+def _check_penalties(
+    logits: Tensor, tokens: Tensor, counts: Tensor, bias: Tensor | None, **each: Tensor | None
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"penalize: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] floating point")
+    if tokens.dim() != 2 or tokens.shape[0] != logits.shape[0] or tokens.dtype != torch.int64:
+        raise ValueError(f"penalize: tokens is {list(tokens.shape)} {tokens.dtype}, expected [{len(logits)}, M] int64")
+    if counts.shape != tokens.shape:
+        raise ValueError(f"penalize: counts is {list(counts.shape)}, expected {list(tokens.shape)}")
+    check_like("penalize", "bias", bias, tokens.shape, logits.dtype)
+    for what, rate in each.items():
+        check_like("penalize", what, rate, logits.shape[:1], logits.dtype)
+    check_range("penalize", "tokens", tokens, logits.shape[1], start=-1)
+
+
 def penalize(
     logits: Tensor,
     tokens: Tensor,
@@ -131,8 +150,10 @@ def penalize(
     below 0). `repetition` [B] (1: none) divides positive logits and multiplies negative ones of tokens with
     counts >= 0 (Hugging Face); `presence` [B] is subtracted once and `frequency` [B] as often as generated, from
     tokens with counts > 0 (OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a model's
-    table may be longer than its tokenizer's.
+    table may be longer than its tokenizer's. A token outside [-1, V) is an error on the CPU and is not looked for
+    elsewhere.
     """
+    _check_penalties(logits, tokens, counts, bias, repetition=repetition, presence=presence, frequency=frequency)
     out = logits.clone()
     if tokens.shape[1]:
         # Padding repeats the row's first entry: the same value is then written twice.

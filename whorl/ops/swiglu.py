@@ -8,21 +8,21 @@ from torch import Tensor
 from whorl.contracts import swiglu_limit
 
 from . import _torch_npu
+from ._check import check_like
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
 
-def _check(x: Tensor, interleaved: bool) -> None:
+def _check(x: Tensor, interleaved: bool, name: str = "swiglu") -> None:
     if not x.is_floating_point():
-        raise ValueError(f"swiglu: x is {x.dtype}, expected a floating point dtype")
+        raise ValueError(f"{name}: x is {x.dtype}, expected a floating point dtype")
     if x.dim() == 0 or x.shape[-1] % 2:
-        raise ValueError(f"swiglu: x is {list(x.shape)}, expected an even last dim (gate and up)")
+        raise ValueError(f"{name}: x is {list(x.shape)}, expected an even last dim (gate and up)")
 
 
 def _check_backward(dy: Tensor, x: Tensor, interleaved: bool) -> None:
-    _check(x, interleaved)
-    if dy.shape != (*x.shape[:-1], x.shape[-1] // 2):
-        raise ValueError(f"swiglu_backward: dy is {list(dy.shape)}, expected half the last dim of x {list(x.shape)}")
+    _check(x, interleaved, "swiglu_backward")
+    check_like("swiglu_backward", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.device import accelerator, record_graph, synchronize
+from whorl.device import lasting, record_graph, synchronize
+from whorl.device import use_graphs as wants_graphs
 from whorl.engine.sequence import CLASS, PROMPT
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import KVCache, Model, Step
@@ -46,13 +47,13 @@ class Forward:
         max_len: int,
         dtype: torch.dtype,
         device: str,
-        use_graphs: bool,
+        use_graphs: bool | None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.caches = [
             KVCache.empty(spec, num_blocks, block_size, dtype=dtype, device=device) for spec in model.cache_specs()
         ]
-        self._graphs: dict[int, _Graph | None] = {} if use_graphs else dict.fromkeys(_GRAPH_ROWS)
+        self._graphs: dict[int, _Graph | None] = {} if wants_graphs(device, use_graphs) else dict.fromkeys(_GRAPH_ROWS)
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
         """[len(spans), C], in the order of the spans."""
@@ -106,7 +107,7 @@ class Forward:
         )
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+        return lasting(torch.as_tensor(values, dtype=dtype), self.device).to(self.device, non_blocking=True)
 
     def _run(self, step: Step) -> Tensor:
         rows = next((size for size in _GRAPH_ROWS if size >= len(step.token_ids)), None)
@@ -118,9 +119,6 @@ class Forward:
         return self.model.forward(step, self.caches) if graph is None else graph(step)
 
     def _record(self, rows: int) -> "_Graph | None":
-        """None where the device records no graphs."""
-        if accelerator(self.device) is None:
-            return None
         graph = _Graph(self._blank(rows, num_keys=self.max_len))
         self.model.forward(graph.step, self.caches)  # kernels are compiled and chosen before recording
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from whorl.device import block_size as default_block_size
 from whorl.device import default_device, require
 from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
@@ -81,16 +82,17 @@ class DraftModel(Proposer):
         k: int = 4,
         device: str | None = None,
         dtype: torch.dtype | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | None = None,
         max_num_batched_tokens: int = 2048,
-        use_graphs: bool = True,
+        use_graphs: bool | None = None,
     ) -> None:
         for name, value in (("k", k), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"DraftModel: {name} is {value}, expected at least 1")
         device = require(device or default_device())
+        block_size = default_block_size(device) if block_size is None else block_size
         if model is None:
             model, tokenizer = _load(path, device, dtype)
         self.k, self.model, self.tokenizer = k, model, tokenizer

@@ -64,14 +64,15 @@ def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], lay
 # ---- checks
 
 
-def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor) -> None:
+def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefix: str = "") -> None:
+    """prefix: "d" for gradients, which are called dq and dk."""
     if q.dim() not in (3, 4):
-        raise ValueError(f"{name}: q is {list(q.shape)}, expected [T, HQ, D] or [B, S, HQ, D]")
+        raise ValueError(f"{name}: {prefix}q is {list(q.shape)}, expected [T, HQ, D] or [B, S, HQ, D]")
     if not q.is_floating_point():
-        raise ValueError(f"{name}: q is {q.dtype}, expected a floating point dtype")
+        raise ValueError(f"{name}: {prefix}q is {q.dtype}, expected a floating point dtype")
     if k is not None and (k.dtype != q.dtype or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]):
         raise ValueError(
-            f"{name}: k is {list(k.shape)} {k.dtype}, expected the tokens, head size and dtype of q, "
+            f"{name}: {prefix}k is {list(k.shape)} {k.dtype}, expected the tokens, head size and dtype of {prefix}q, "
             f"{list(q.shape)} {q.dtype}"
         )
     if cos_sin.dtype not in (torch.float32, torch.float64):
@@ -160,6 +161,24 @@ def _check_mrope(
     check_axes(name, q, cos_sin, positions, sections, layout)
 
 
+def _check_rope_backward(dq: Tensor, dk: Tensor | None, cos_sin: Tensor, positions: Tensor | None, **_: object) -> None:
+    check_tensors("rope_backward", dq, dk, cos_sin, "d")
+    check_rows("rope_backward", dq, cos_sin, positions)
+
+
+def _check_mrope_backward(
+    dq: Tensor,
+    dk: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    sections: Sequence[int],
+    layout: str,
+    **_: object,
+) -> None:
+    check_tensors("mrope_backward", dq, dk, cos_sin, "d")
+    check_axes("mrope_backward", dq, cos_sin, positions, sections, layout)
+
+
 # ---- the rotation
 
 
@@ -246,7 +265,7 @@ def rope(
     return rotate_both(q, k, token_rows(cos_sin, positions), read, write, where, inverse)
 
 
-@operator(absent={1: "dk"}, bytes=rope_bytes)
+@operator(check=_check_rope_backward, absent={1: "dk"}, bytes=rope_bytes)
 def rope_backward(
     dq: Tensor,
     dk: Tensor | None,
@@ -288,7 +307,7 @@ def mrope(
     return rotate_both(q, k, merged_rows(cos_sin, positions, sections, layout), read, write, where, inverse)
 
 
-@operator(absent={1: "dk"}, bytes=rope_bytes)
+@operator(check=_check_mrope_backward, absent={1: "dk"}, bytes=rope_bytes)
 def mrope_backward(
     dq: Tensor,
     dk: Tensor | None,

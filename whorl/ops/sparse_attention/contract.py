@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._check import check_like
 from .._op import Values, is_readable, operator, widen
 from . import attention_torch_npu
 
@@ -45,6 +46,17 @@ def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
         )
 
 
+def check_outputs(
+    name: str, q: Tensor, value_dim: int, *, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+) -> None:
+    """What attention gave, and the gradients of it."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    check_like(name, "dout", dout, (*q.shape[:2], value_dim), q.dtype)
+    check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
+    check_like(name, "lse", lse, q.shape[:2], wide)
+    check_like(name, "dlse", dlse, q.shape[:2], wide)
+
+
 def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool) -> None:
     _check_shapes("sparse_attention", q, kv, indices, scale, value_dim)
     check_indices("sparse_attention", indices, kv.shape[0])
@@ -62,12 +74,9 @@ def _check_backward(
     deterministic: bool,
 ) -> None:
     name = "sparse_attention_backward"
-    _check_shapes(name, q, kv, indices, scale, dout.shape[-1])
+    _check_shapes(name, q, kv, indices, scale, dout.shape[-1] if dout.dim() else -1)
     check_indices(name, indices, kv.shape[0])
-    if dout.shape != out.shape or dout.dim() != 3 or dout.shape[:2] != q.shape[:2]:
-        raise ValueError(f"{name}: dout is {list(dout.shape)}, out {list(out.shape)}, expected [T, HQ, DV] twice")
-    if lse.shape != q.shape[:2] or (dlse is not None and dlse.shape != lse.shape):
-        raise ValueError(f"{name}: lse is {list(lse.shape)}, expected {list(q.shape[:2])}, and dlse like it")
+    check_outputs(name, q, out.shape[-1] if out.dim() == 3 else 0, dout=dout, out=out, lse=lse, dlse=dlse)
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:

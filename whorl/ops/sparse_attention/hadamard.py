@@ -6,11 +6,15 @@ from torch import Tensor
 from .._op import Values, operator, widen
 
 
-def _check(x: Tensor, scale: float | None) -> None:
+def _check(x: Tensor, scale: float | None, name: str = "hadamard", what: str = "x") -> None:
     if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"hadamard: x is {list(x.shape)} {x.dtype}, expected [..., D] floating point")
+        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [..., D] floating point")
     if x.shape[-1] & (x.shape[-1] - 1) or not x.shape[-1]:
-        raise ValueError(f"hadamard: the last dim of x is {x.shape[-1]}, expected a power of two")
+        raise ValueError(f"{name}: the last dim of {what} is {x.shape[-1]}, expected a power of two")
+
+
+def _check_backward(dy: Tensor, scale: float | None) -> None:
+    _check(dy, scale, "hadamard_backward", "dy")
 
 
 def factor(dim: int, scale: float | None) -> float:
@@ -32,7 +36,7 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
     return (wide @ matrix * factor(size, scale)).to(x.dtype).contiguous()
 
 
-@operator()
+@operator(check=_check_backward)
 def hadamard_backward(dy: Tensor, scale: float | None = None) -> Tensor:
     """Gradient of `hadamard`: H is symmetric, so it is the same transform of dy."""
     return hadamard.reference(dy, scale)

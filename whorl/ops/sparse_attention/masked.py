@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._op import Values, is_readable, operator, widen
-from .contract import CHUNK, check_indices, softmax_sums
+from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
 WORD = 32  # keys of one word of a selection
 LARGEST_HEAD = 256
@@ -102,11 +102,7 @@ def _check_backward(
 ) -> None:
     name = "masked_attention_backward"
     _check_shapes(name, q, k, v, bits, scale)
-    if dout.shape != out.shape or out.shape != (*q.shape[:2], v.shape[2]) or lse.shape != q.shape[:2]:
-        raise ValueError(
-            f"{name}: dout is {list(dout.shape)}, out {list(out.shape)}, lse {list(lse.shape)}, expected "
-            f"{[*q.shape[:2], v.shape[2]]} twice and {list(q.shape[:2])}"
-        )
+    check_outputs(name, q, v.shape[2], dout=dout, out=out, lse=lse, dlse=dlse)
 
 
 def unpack(bits: Tensor, num_keys: int) -> Tensor:

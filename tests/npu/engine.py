@@ -1,0 +1,160 @@
+"""Runs in a process of its own: the engine on an NPU of paper beside the engine on the CPU. Writes what it finds.
+
+usage: python engine.py OUT.json FOLDER MODEL:KIND ...
+
+Models are written to FOLDER and loaded from there by both, as a user loads them. Requests meet everything a schedule
+may bring: prompts in chunks, prefixes that are in the cache, sequences that give way, drafts, samples, penalties.
+"""
+
+import json
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401 - registers the npu operators
+from attention_kernels import IN_PLACE, KERNELS
+from checkpoints import write_checkpoints
+from kernels import KERNELS as ROW_WISE
+from limits import refusing
+from mock_model import ByteTokenizer, Logits, record
+from moe_kernels import KERNELS as MOE
+from safetensors.torch import load_file, save_file
+from standin import there_is_an_npu
+
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.speculate.draft_model import DraftModel
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.engine.weights import load_model
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+from whorl.ops import _op
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 264, "dtype": "bfloat16"}
+SIZES |= {"max_position_embeddings": 512}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": Llama.tiny(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=64),
+    "qwen3": Qwen3.tiny(**SIZES, num_attention_heads=4, num_key_value_heads=1) | {"head_dim": 128},
+    "window": Qwen3.tiny(**SIZES, use_sliding_window=True, sliding_window=150, max_window_layers=1) | {"head_dim": 64},
+    "experts": Qwen3.tiny(**SIZES, num_experts=8, moe_intermediate_size=64) | {"head_dim": 64},
+}
+NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in (ROW_WISE | MOE | KERNELS | IN_PLACE).items()}
+CYCLE = 12  # tokens that follow one another in a circle
+
+
+def main(out: Path, folder: Path, asked: list[str]) -> None:
+    found: dict[str, Any] = {}
+    paths = write_checkpoints(folder, CONFIGS)
+    for path in paths.values():
+        give_margins(path / "model.safetensors")
+    for what in asked:
+        model, kind = what.split(":")
+        found[what] = compare(paths[model], KINDS[kind], is_crowded=kind == "crowded")
+    out.write_text(json.dumps(found, indent=1))
+
+
+def give_margins(path: Path) -> None:
+    """Mostly token t + 1 follows token t, so that rounding decides no token and prompt lookup has something to find.
+
+    Scores are spread, so that a query sees a few keys and misses the one that is not there.
+    """
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith(("q_norm.weight", "q_proj.weight")):
+            weight *= 2
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    embedding *= 2 * embedding.shape[1] ** 0.5
+    ids = torch.arange(len(head))
+    before = ids - 1 + CYCLE * (ids % CYCLE == 0)
+    head += embedding[before.clamp_max(len(head) - 1)] / 20
+    save_file(weights, path)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "crowded": {"num_blocks": 4, "max_num_batched_tokens": 70, "speculate": lambda *_: PromptLookup(k=9, min_hist=4)},
+    "lookup": {"speculate": lambda *_: PromptLookup(k=6, min_hist=4)},
+    "draft_model": {"speculate": lambda device, path: draft_model(device, path)},
+}
+
+
+def draft_model(device: str, path: Path) -> DraftModel:
+    model = load_model(path, device=device, dtype=torch.bfloat16, progress=False)
+    return DraftModel(model=model, tokenizer=ByteTokenizer(), k=3, device=device, memory=8 << 20)
+
+
+def requests(is_crowded: bool) -> list[tuple[list[int], SamplingParams]]:
+    """Longer than one block of 128, equal for more than one, ending just below a block's end, and short.
+
+    is_crowded: two that need three blocks each in the end, where there are four.
+    """
+    tokens = torch.randint(240, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+    circle = [i % CYCLE for i in range(400)]
+    greedy = {"temperature": 0, "ignore_eos": True}
+    if is_crowded:
+        return [(circle[at : at + 120], SamplingParams(max_tokens=140, **greedy)) for at in (0, 5)]
+    return [
+        (tokens[:300], SamplingParams(max_tokens=12, **greedy)),
+        (tokens[:270] + circle[:20], SamplingParams(max_tokens=12, **greedy)),
+        (circle[:125], SamplingParams(max_tokens=16, **greedy)),
+        (tokens[100:225], SamplingParams(max_tokens=16, logprobs=2, repetition_penalty=1.1, **greedy)),
+        (tokens[7:10], SamplingParams(max_tokens=12, temperature=0.7, top_k=20, top_p=0.9, seed=5, ignore_eos=True)),
+        (tokens[:300] + circle[:5], SamplingParams(max_tokens=8, prompt_logprobs=0, **greedy)),
+    ]
+
+
+def compare(path: Path, options: dict[str, Any], is_crowded: bool) -> dict[str, Any]:
+    chosen = requests(is_crowded)
+    on_cpu = generate(path, "cpu", chosen, **{n: v for n, v in options.items() if n != "num_blocks"})
+    _op._WARNED.clear()
+    with there_is_an_npu(NPU_KERNELS) as npu, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        on_npu = generate(path, "npu", chosen, **options)
+    return {
+        "tokens": (on_npu["tokens"], on_cpu["tokens"]),
+        "difference": difference(on_npu["logits"], on_cpu["logits"]),
+        "called": dict(npu.called),
+        "num_reads": npu.num_reads,
+        "fallbacks": sorted({str(w.message) for w in warned if "torch reference runs" in str(w.message)}),
+        "block_size": on_npu["block_size"],
+        "stats": on_npu["stats"],
+        "cached": on_npu["cached"],
+    }
+
+
+def generate(path: Path, device: str, chosen: list[Any], speculate: Any = None, **options: Any) -> dict[str, Any]:
+    if speculate is not None:
+        options |= {"speculate": speculate(device, path), "draft_length": "fixed"}
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 400, "memory": 8 << 20}
+    llm = LLM(path, tokenizer=ByteTokenizer(), device=device, dtype=torch.bfloat16, **settings | options)
+    logits = record(llm)
+    sequences = [llm.add(*request)[0] for request in chosen]
+    while llm.has_work:
+        llm.step()
+    return {
+        "tokens": [seq.output_ids for seq in sequences],
+        "logits": [{place: row.cpu() for place, row in logits[seq.id].items()} for seq in sequences],
+        "block_size": llm.pool.block_size,
+        "stats": llm.stats(),
+        "cached": [seq.num_cached for seq in sequences],
+    }
+
+
+def difference(found: list[Logits], expected: list[Logits]) -> dict[str, float]:
+    """Of the logits at the same places, in units of their own spread; and what tells the highest from the next."""
+    pairs = [(mine[i], theirs[i]) for mine, theirs in zip(found, expected, strict=True) for i in mine if i in theirs]
+    errors = [((mine - theirs).square().mean().sqrt() / theirs.std()).item() for mine, theirs in pairs]
+    gaps = [torch.sub(*theirs.topk(2).values).item() for _, theirs in pairs]
+    return {
+        "typical": statistics.median(errors),
+        "worst": max(errors),
+        "gap": min(gaps),
+        "count": len(pairs),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

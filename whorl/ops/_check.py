@@ -1,0 +1,68 @@
+"""Checks that operators share. Shapes and dtypes are looked at always, values where that is free (`is_readable`)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._op import is_readable
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_like(name: str, what: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A gradient or a saved tensor: of the shape and dtype that the forward gave it, or absent."""
+    if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype):
+        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected {list(shape)} {dtype}")
+
+
+def check_range(name: str, what: str, ids: Tensor, end: int, *, start: int = 0) -> None:
+    if ids.numel() and is_readable(ids) and not start <= int(ids.min()) <= int(ids.max()) < end:
+        raise ValueError(f"{name}: {what} are {int(ids.min())} to {int(ids.max())}, expected {start} to {end - 1}")
+
+
+# ---- a paged cache
+
+
+def check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
+            "expected two of [blocks, block size, HK, D] and one dtype"
+        )
+
+
+def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
+    """A negative slot means nowhere."""
+    if slots.shape != (count,) or slots.dtype not in INTEGERS:
+        raise ValueError(f"{name}: slots is {list(slots.shape)} {slots.dtype}, expected [{count}] int32 or int64")
+    size = cache.shape[0] * cache.shape[1]
+    if slots.numel() and is_readable(slots) and int(slots.max()) >= size:
+        raise ValueError(f"{name}: slot {int(slots.max())} is past the cache of {size} slots")
+
+
+def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num_rows: int, num_keys: int) -> None:
+    """Of sequences whose tables hold up to `num_keys` keys, in a batch of `num_rows` queries; as integers of the host.
+
+    A sequence without queries reads nothing, whatever its length.
+    """
+    ends = list(starts[1:])
+    if starts[0] != 0 or ends != sorted(ends) or min(ends, default=0) < 0 or starts[-1] > num_rows:
+        raise ValueError(
+            f"{name}: query_starts are {list(starts)}, expected 0 first, none below the one before, and {num_rows} "
+            "queries at most"
+        )
+    for b, (start, end, context) in enumerate(zip(starts, ends, contexts, strict=False)):
+        if end > start and not end - start <= context <= num_keys:
+            raise ValueError(
+                f"{name}: sequence {b} has {end - start} queries and context_lens {context}; expected no more queries "
+                f"than keys, and no more keys than the {num_keys} that its row of block_tables holds"
+            )
+
+
+def check_tables(name: str, tables: Tensor, starts: Sequence[int], contexts: Sequence[int], cache: Tensor) -> None:
+    """Blocks that are read exist."""
+    for b, row in enumerate(tables.tolist()):
+        used = row[: -(-contexts[b] // cache.shape[1])] if starts[b + 1] > starts[b] else []
+        if used and not 0 <= min(used) <= max(used) < cache.shape[0]:
+            raise ValueError(f"{name}: sequence {b} has blocks {used}, expected 0 to {cache.shape[0] - 1}")
