@@ -151,12 +151,9 @@ def test_attention_is_differentiable_as_on_the_device(values: str) -> None:
 def test_training_beyond_what_the_devices_gradient_takes_is_refused() -> None:
     half = {"dtype": torch.bfloat16}
     q, k = torch.randn(1, 3, 2, 512, **half).requires_grad_(), torch.randn(1, 6, 1, 512, **half)
-    more: dict[str, Any] = {
-        "query_rope": torch.randn(1, 3, 2, 64, **half),
-        "key_rope": torch.randn(1, 6, 1, 64, **half),
-    }
-    more |= {"attention_mode": 2, "return_softmax_lse": True}
-    indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
+    more: dict[str, Any] = {"attention_mode": 2, "return_softmax_lse": True}
+    more |= {"query_rope": torch.randn(1, 3, 2, 64, **half), "key_rope": torch.randn(1, 6, 1, 64, **half)}
+    indices = torch.arange(2, dtype=torch.int32).expand(1, 3, 1, 2)
     with ascend.limits("enforce"):
         with pytest.raises(ValueError, match="topk must be a multiple of 1024, got 2"):
             ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, **more)

@@ -255,10 +255,7 @@ FIT = [
     ("moe_gating_top_k", GATING | {"bias_dtype": "float32", "group_count": 8}),
     ("moe_init_routing", ROUTING),
     ("moe_init_routing", ROUTING | {"quant_mode": 1, "expert_tokens_num_type": 2}),
-    (
-        "moe_init_routing",
-        ROUTING | {"quant_mode": 0, "expert_tokens_num_type": 1, "drop_pad_mode": 1, "expert_capacity": 2},
-    ),
+    ("moe_init_routing", ROUTING | {"quant_mode": 0, "drop_pad_mode": 1, "expert_capacity": 2}),
     ("moe_finalize_routing", FINALIZE | {"drop_pad_mode": 2}),
     ("moe_token_permute", PERMUTE),
     ("scatter_pa_kv_cache", SCATTER),

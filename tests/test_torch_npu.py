@@ -244,6 +244,20 @@ def test_ascend_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
     assert "error" not in row, row["error"]
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if contracts.CONTRACTS[n].namespace])
+def test_on_an_npu_the_vendor_decides(proof: dict[str, Any], name: str) -> None:
+    """A call beyond what we know of the documents reaches torch_npu, with every argument as it was given."""
+    (row,) = (row for row in proof["beyond"] if row["name"] == name)
+    assert "error" not in row, row["error"]
+
+
+def test_what_is_documented_runs_on_an_npu_and_elsewhere(proof: dict[str, Any]) -> None:
+    """int4, TND, routing defaults, heads of 192 with values of 128: torch_npu's shapes and dtypes in every place."""
+    assert len(proof["documented"]) > 8
+    for row in proof["documented"]:
+        assert "error" not in row, f"{row['case']}: {row['error']}"
+
+
 @pytest.mark.parametrize("name", ["npu_reduce_scatter", "npu_all_gather", "npu_all_reduce"])
 def test_fused_collectives_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
     (row,) = (row for row in proof["fake"] if row["what"] == f"fused.{name}")

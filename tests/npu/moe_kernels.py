@@ -107,7 +107,7 @@ def init_routing_v2(
         found = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
     elif expert_tokens_num_type == 0:
         found = found.cumsum(0)
-    return expanded, where, found if expert_tokens_num_flag else torch.zeros_like(found), scales
+    return expanded, where, found if expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
 
 
 def finalize_routing(

@@ -31,6 +31,7 @@ import moe_kernels
 import sparse_kernels
 import torch
 import torch_npu
+import vendor
 from limits import LIMITS
 from more_cases import MORE_CASES
 from samples import NPU, SAMPLES, Values
@@ -68,6 +69,8 @@ def main(out: Path, parts: list[str]) -> None:
         found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
     if "fake" in parts:
         found["fake"] = [*replay(recorded), *ascend_on_fake(), *collectives.on_fake(fake_npu)]
+        found["beyond"] = list(vendor.beyond(fake_npu))
+        found["documented"] = list(vendor.documented(fake_npu))
         found["fake_losses"] = list(losses.on_fake(fake_npu, host_reads, NPU))
     out.write_text(json.dumps(found, indent=1))
 

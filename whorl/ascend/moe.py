@@ -134,7 +134,7 @@ def npu_moe_init_routing_v2(
     - rows per expert of active_expert_range before any is dropped, cumulative (expert_tokens_num_type 0), counts (1) or
       (expert, count) pairs (2); drop_pad_mode 1 always counts;
     - the scale of each row: with quant_mode 1 the quantisation's, otherwise that of `scale` [T].
-    What the device leaves undefined is 0, or -1: without expert_tokens_num_flag all of the third.
+    What the device leaves undefined is 0, or -1; without expert_tokens_num_flag the third is one 0.
     """
     name = "npu_moe_init_routing_v2"
     refuse_gradient(name, x)
@@ -181,9 +181,7 @@ def npu_moe_init_routing_v2(
         raise ValueError(f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, row_idx_type {row_idx_type}")
     first, last = active_expert_range or (0, expert_num)
     if expert_num < 0 or first > last:
-        raise ValueError(
-            f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}; expected what experts there are"
-        )
+        raise ValueError(f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}: no experts")
     flat = expert_idx.flatten().long()
     is_active = (flat >= first) & (flat < last)
     order = torch.where(is_active, flat, last).sort(stable=True).indices[: int(is_active.sum())]
@@ -206,8 +204,10 @@ def npu_moe_init_routing_v2(
     all_scales = scales.new_zeros(size).index_copy_(0, at[:size], scales)
     if drop_pad_mode == 1:
         expanded, expert_tokens_num_type = expanded.unflatten(0, (expert_num, expert_capacity)), 1
-    totals = _totals(counts, expert_tokens_num_type, first, expert_num)
-    return expanded, places, totals if expert_tokens_num_flag else torch.zeros_like(totals), all_scales
+    totals = counts.new_zeros(())
+    if expert_tokens_num_flag:
+        totals = _totals(counts, expert_tokens_num_type, first, expert_num)
+    return expanded, places, totals, all_scales
 
 
 def _slots(owners: Tensor, counts: Tensor, capacity: int) -> Tensor:
