@@ -105,7 +105,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         built = build(find_wheel(VERSION))
         return run_proof(
             out,
-            ["signatures", "gradients", "calls", "losses", "fake"],
+            ["signatures", "gradients", "calls", "losses", "rotary", "fake"],
             LD_LIBRARY_PATH=str(built / "stub"),
             PYTHONPATH=os.pathsep.join([str(HERE.parent), str(built)]),
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
@@ -211,6 +211,35 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert any(row["dtype"] == dtype for row in ran), f"{name}: every {dtype} case was refused: {rows}"
     if f"{name}_backward" in OPS:
         assert any("backward" in row for row in ran), f"{name}: no case ran its backward"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mrope_gets_positions_and_a_table_of_16_bits(proof: dict[str, Any], dtype: str) -> None:
+    """One npu_mrope, which looks positions up in the whole table itself; the table is rounded once."""
+    rows = [row for row in proof["rotary"] if row["dtype"] == dtype]
+    assert len(rows) == 6
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["called"] == ["npu_mrope"] * 2, row
+        width = int(row["case"].split()[-1])
+        assert row["given"]["table"] == [[64, width], dtype], "rows were gathered first, or the table is fp32"
+        assert row["given"]["mrope_section"] == (row["sections"] or [0, 0, 0])
+        assert row["given"].get("cache_mode", "default") == ("interleave" if "inter" in row["case"] else "default")
+        assert row["positions"], "the kernel did not get the positions as they were given"
+        assert row["kept"], "the table was rounded again"
+        assert row["found"]["ratio"] <= ALLOWED, row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_megatron_reaches_mrope_with_an_inference_context(proof: dict[str, Any], dtype: str) -> None:
+    (row,) = (row for row in proof["megatron"] if row["dtype"] == dtype)
+    assert "error" not in row, row["error"]
+    assert row["called"] == ["npu_mrope"] * 2
+    assert row["calls"] == {"mrope": 2}
+    assert row["handed_on"] == [None, None]
+    for given in row["given"]:
+        assert given["table"] == [[64, 128], dtype]
+        assert given["mrope_section"] == [16, 24, 24]
 
 
 FUSED = {
