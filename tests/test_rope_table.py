@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import whorl.rope_table
 from whorl import ops
 from whorl.bench import rope_lookup
+from whorl.ops.rope import table_dtype
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import RopeTable, get_rope
 
@@ -446,8 +447,8 @@ def test_a_table_of_16_bits_is_rounded_once() -> None:
 
 
 def test_only_a_device_that_wants_it_gets_a_rounded_table() -> None:
-    assert ops.table_dtype("cpu", torch.bfloat16) == ops.table_dtype("cuda", torch.float16) == torch.float32
-    assert ops.table_dtype("cpu", torch.float32) == torch.float32
+    assert table_dtype("cpu", torch.bfloat16) == table_dtype("cuda", torch.float16) == torch.float32
+    assert table_dtype("cpu", torch.float32) == torch.float32
     q, k = torch.randn(5, 2, 16).bfloat16(), torch.randn(5, 1, 16).bfloat16()
     table, positions = get_rope(head_dim=16, rotary_dim=16, max_position=8), torch.arange(5)
     assert torch.equal(table.apply(q, k, positions)[0], ops.rope(q, k, table.cos_sin(), positions)[0])

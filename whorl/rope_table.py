@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whorl import ops
+from whorl.ops.rope import table_dtype
 from whorl.rope_config import DualChunkPositions, RopeConfig
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -150,7 +151,7 @@ class RopeTable:
         }
         if rows_or_positions.is_floating_point():
             return ops.rope(q, k, rows_or_positions, **how)
-        dtype = ops.table_dtype(q.device, q.dtype)
+        dtype = table_dtype(q.device, q.dtype)
         table, positions = self._table_for(rows_or_positions, seq_len, dtype)
         if config.is_mrope and positions.dim() > 1:
             return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **how)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from whorl.adapters._install import Installation
-from whorl.ops import mrope, rope, table_dtype
-from whorl.ops.rope import mrope_axes
+from whorl.ops import mrope, rope
+from whorl.ops.rope import mrope_axes, table_dtype
 from whorl.positions import context_slice, packed_positions
 
 Operator = Literal["rope", "mrope"]

@@ -14,7 +14,7 @@ from .qk_norm_rope import qk_norm_rope
 from .qk_norm_rope_write import qk_norm_rope_write
 from .quant import dequantize, dynamic_quant
 from .rms_norm import add_rms_norm, rms_norm
-from .rope import merge_mrope, mrope, mrope_, rope, rope_, table_dtype, tokens_first
+from .rope import merge_mrope, mrope, mrope_, rope, rope_, tokens_first
 from .sample import penalize, sample
 from .sparse_attention import (
     causal_bounds,
@@ -63,7 +63,6 @@ __all__ = [
     "selection_mask",
     "sparse_attention",
     "swiglu",
-    "table_dtype",
     "tokens_first",
     "unpermute",
     "write_kv",
