@@ -365,17 +365,134 @@ def test_cos_and_sin_are_taken_once_a_step(monkeypatch):
         assert not torch.equal(rotated(model, hidden, carried)[0], before)
 
 
-def test_inference_context_takes_megatrons_path():
+def generate(model, arguments, context, steps=(5, 1, 2), before_step=lambda _: None):
+    """Logits of a prompt and of the tokens after it, a step at a time, the keys in a context."""
+    ids, positions, mask = arguments
+    found, first = [], 0
+    with torch.no_grad():
+        for step in steps:
+            before_step(context)
+            last = first + step
+            # An MRoPE model slices what its rotary class gives for the whole sequence, so it is given all positions.
+            own = positions if positions.dim() == 3 else positions[:, first:last]
+            rows = mask[..., first:last, :last]
+            found.append(model(ids[:, first:last], own, rows, inference_context=context, runtime_gather_output=True))
+            context.sequence_len_offset = first = last
+    return found
+
+
+def static_context():
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    context = StaticInferenceContext(BATCH, SEQ)
+    context.materialize_only_last_token_logits = False
+    return context
+
+
+SERVED = [("rope", {}), ("mrope", {}), ("mrope", OPERATORS[1])]
+
+
+@pytest.mark.parametrize(("kind", "options"), SERVED)
+def test_a_static_inference_context_is_served(kind, options, monkeypatch):
+    """Prompt, one token, two tokens: equal to Megatron, which rotates all cached keys again in every step."""
+    model, arguments = make_model(kind).eval(), inputs(kind)
+    expected = generate(model, arguments, static_context())
+    lengths, original = [], adapter._Branch.rotate
+    monkeypatch.setattr(adapter._Branch, "rotate", lambda *a: lengths.append(a[2].shape[0]) or original(*a))
+    with adapter.install(model, **options) as installation:
+        found = generate(model, arguments, static_context())
+        assert installation.calls == {options.get("operator", "rope"): 6}
+    assert lengths == [5, 5, 1, 1, 2, 2]  # of keys, in two layers
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_step_may_bring_the_positions_of_its_own_tokens_only():
+    """Megatron slices them as if they were of the whole sequence and finds none; ours are right either way."""
+    model, (ids, positions, mask) = make_model().eval(), inputs("mrope")
+    expected = generate(model, (ids, positions, mask), static_context())
+    for options in OPERATORS:
+        with adapter.install(model, **options), torch.no_grad():
+            context, first = static_context(), 0
+            for step, right in zip((5, 1, 2), expected, strict=True):
+                last = first + step
+                own = (ids[:, first:last], positions[..., first:last], mask[..., first:last, :last])
+                found = model(*own, inference_context=context, runtime_gather_output=True)
+                torch.testing.assert_close(found, right, **CLOSE)
+                context.sequence_len_offset = first = last
+
+
+def test_a_context_goes_on_as_it_began():
+    """The switch counts from the next sequence on: cached keys are all rotated, or none is."""
+    model, arguments = make_model("rope").eval(), inputs("rope")
+    expected = generate(model, arguments, static_context())
+    for at_first in (True, False):
+        with adapter.install(model, enabled=at_first) as installation:
+
+            def turn(context, installation=installation, at_first=at_first):
+                installation.enabled = at_first if context.sequence_len_offset == 0 else not at_first
+
+            contexts = [static_context(), static_context()]  # two of them take turns
+            for context in contexts:
+                torch.testing.assert_close(generate(model, arguments, context, before_step=turn), expected, **CLOSE)
+            why = {"rope"} if at_first else {"megatron: switched off", "megatron: the cached keys are not rotated"}
+            assert set(installation.calls) == why
+            contexts[0].reset()
+            installation.enabled = True
+            installation.calls.clear()
+            torch.testing.assert_close(generate(model, arguments, contexts[0]), expected, **CLOSE)
+            assert installation.calls == {"rope": 6}
+
+
+def test_a_context_that_began_before_installation_is_left_to_megatron():
+    model, arguments = make_model("rope").eval(), inputs("rope")
+    expected = generate(model, arguments, static_context())
+    context, installed = static_context(), []
+
+    def install_late(context):
+        if context.sequence_len_offset and not installed:
+            installed.append(adapter.install(model))
+
+    found = generate(model, arguments, context, before_step=install_late)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert installed[0].calls == {"megatron: the cached keys are not rotated": 4}
+    installed[0].uninstall()
+
+
+class DynamicContext:
+    """What the site asks of Megatron's, which needs a GPU: packed tokens and the position of each."""
+
+    use_flashinfer_fused_rope = False
+
+    def __init__(self, positions):
+        self.token_to_pos_ids = positions
+        self.padded_active_token_count = len(positions)
+
+    def is_static_batching(self):
+        return False
+
+
+@pytest.mark.parametrize("why", [None, "flashinfer rotates", "padding of its own"])
+def test_a_dynamic_inference_context_is_served(why):
     model = make_model("rope")
     attention = model.decoder.layers[0].self_attention
-    query, key = torch.randn(3, 1, HEADS, HEAD_DIM), torch.randn(5, 1, GROUPS, HEAD_DIM)
-    carried = (torch.randn(3, 1, 1, HEAD_DIM), torch.randn(5, 1, 1, HEAD_DIM))
-    attention._adjust_key_value_for_inference = lambda *_: (query, key, key, carried, None, None)
+    query, key = torch.randn(6, 1, HEADS, HEAD_DIM), torch.randn(6, 1, GROUPS, HEAD_DIM)
+    angles, positions = model.rotary_pos_emb(SEQ), torch.tensor([3, 4, 0, 1, 2, 7])
+    context = DynamicContext(positions)
+    context.use_flashinfer_fused_rope = why == "flashinfer rotates"
+    context.padded_active_token_count += why == "padding of its own"
+    handed = []
+    attention._adjust_key_value_for_inference = lambda _, q, k, v, rotary, *rest: (
+        handed.append((q, k, rotary)) or (q, k, v, rotary, None, None)
+    )
     with adapter.install(model) as installation:
-        found = attention._adjust_key_value_for_inference(object(), query, key, key, carried)
-        assert found[0] is query
-        assert found[3] == carried
-        assert installation.calls == {"megatron: inference context": 1}
+        attention._adjust_key_value_for_inference(context, query, key, key, (angles, angles))
+        assert installation.calls == ({f"megatron: {why}": 1} if why else {"rope": 1})
+    if why is None:
+        expected = [rope_utils._apply_rotary_pos_emb_bshd(x, angles[positions]) for x in (query, key)]
+        torch.testing.assert_close(list(handed[0][:2]), expected, **CLOSE)
+        assert handed[0][2] is None
+    else:
+        assert handed[0][0] is query
 
 
 def test_switch_and_uninstall_restore_megatron_exactly():

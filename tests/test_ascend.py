@@ -49,6 +49,8 @@ BROADCASTS = {
     "BS1D": ((2, 7, 5, 16), (2, 7, 1, 16)),
     "S11D": ((7, 2, 5, 16), (7, 1, 1, 16)),
     "SB1D": ((7, 2, 5, 16), (7, 2, 1, 16)),
+    "T1D": ((7, 5, 16), (7, 1, 16)),
+    "TND": ((7, 5, 16), (7, 5, 16)),
     "one token": ((1, 1, 1, 2), (1, 1, 1, 2)),
     "wide": ((1, 3, 2, 894), (1, 3, 1, 894)),
 }
@@ -60,11 +62,12 @@ BROADCASTS = {
 def test_rotary_mul(broadcast: str, mode: str, dtype: torch.dtype, device: str) -> None:
     """Full-width tables of any numbers: their two halves differ here."""
     shape, cos_shape = BROADCASTS[broadcast]
-    if mode == "interleave" and broadcast in ("B1SD", "BNSD", "BS1D", "SB1D"):
+    beyond = mode == "interleave" and broadcast in ("B1SD", "BNSD", "BS1D", "SB1D", "TND")
+    if beyond:
         with pytest.raises(ValueError, match="interleave takes one cos row"):
             ascend.npu_rotary_mul(randn(*shape), randn(*cos_shape), randn(*cos_shape), mode)
     args = randn(*shape, dtype=dtype), randn(*cos_shape), randn(*cos_shape)
-    with ascend.limits("ignore"):
+    with ascend.limits("ignore" if beyond else "enforce"):
         check("npu_rotary_mul", device, *args, mode)
         check("npu_rotary_position_embedding", device, *args, MODES.index(mode))
 
@@ -219,12 +222,14 @@ def test_swiglu(dim: int, dtype: torch.dtype, device: str) -> None:
 def test_rotary_gradients(tables: bool, mode: int) -> None:
     leaves = [randn(2, 3, 2, 8).double().requires_grad_()]
     leaves += [randn(1, 3, 1, 8).double().requires_grad_(tables) for _ in range(2)]
+    packed = [leaf.detach()[0].requires_grad_(leaf.requires_grad) for leaf in leaves]
     with ascend.limits("ignore"):
         torch.testing.assert_close(
             ascend.npu_rotary_mul(*leaves, MODES[mode]),
             ascend.npu_rotary_mul(*(t.detach() for t in leaves), MODES[mode]),
         )
         assert torch.autograd.gradcheck(lambda *a: ascend.npu_rotary_mul(*a, MODES[mode]), leaves)
+        assert torch.autograd.gradcheck(lambda *a: ascend.npu_rotary_mul(*a, MODES[mode]), packed)
         assert torch.autograd.gradcheck(lambda *a: ascend.npu_rotary_position_embedding(*a, mode), leaves)
 
 
@@ -282,7 +287,7 @@ def test_partial_gradients_are_errors() -> None:
 
 # A call of each name that has a meaning and breaks a documented limit.
 BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
-    "npu_rotary_mul": (lambda: ascend.npu_rotary_mul(*[randn(3, 1, 8)] * 3), "4-D"),
+    "npu_rotary_mul": (lambda: ascend.npu_rotary_mul(randn(3, 2, 8), *[randn(1, 1, 8)] * 2), "cos has 1 positions"),
     "npu_mrope": (
         lambda: ascend.npu_mrope(torch.arange(4), *[randn(4, 64, dtype=torch.bfloat16)] * 2, randn(8, 64), 64),
         "cos_sin_cache must have query's dtype bfloat16, got float32",
@@ -293,7 +298,10 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ascend._npu_rotary_embedding(torch.arange(4), *[randn(4, 64)] * 2, 64, randn(8, 64), True),
         "got float32",
     ),
-    "npu_rotary_position_embedding": (lambda: ascend.npu_rotary_position_embedding(*[randn(3, 1, 8)] * 3), "4-D"),
+    "npu_rotary_position_embedding": (
+        lambda: ascend.npu_rotary_position_embedding(*[randn(3, 1000, 8)] * 3),
+        "N=1000",
+    ),
     "npu_rms_norm": (lambda: ascend.npu_rms_norm(randn(2, 8).double(), randn(8).double()), "got float64"),
     "npu_add_rms_norm": (lambda: ascend.npu_add_rms_norm(randn(0, 8), randn(0, 8), randn(8)), "empty"),
     "npu_swiglu": (lambda: ascend.npu_swiglu(randn(8, 4).t()), "contiguous"),

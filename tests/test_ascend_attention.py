@@ -50,6 +50,27 @@ def test_attention(name: str, layout: str, lse: bool, device: str) -> None:
     check("npu_fused_infer_attention_score", device, q, k, v, **more, **lengths, **case)
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_values_of_another_width(pages: bool, device: str) -> None:
+    """Heads of 192 with values of 128, as the vendor documents for TND."""
+    q, k, v = randn(7, 4, 192, dtype=HALF), randn(20, 2, 192, dtype=HALF), randn(20, 2, 128, dtype=HALF)
+    more: dict[str, Any] = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.1, "input_layout": "TND"}
+    more |= {"softmax_lse_flag": True, "sparse_mode": 3, "atten_mask": triangle(), "actual_seq_lengths": [4, 4, 7]}
+    more["actual_seq_lengths_kv"] = [9, 12, 20]
+    if pages:
+        k, v = (randn(5, 16, 2 * d, dtype=HALF) for d in (192, 128))
+        more |= {"block_table": torch.tensor([[2, 0], [1, 4], [3, 2]], dtype=torch.int32), "block_size": 16}
+        more["actual_seq_lengths_kv"] = [9, 3, 20]
+    out, _ = check("npu_fused_infer_attention_score", device, q, k, v, **more)
+    assert out.shape == (7, 4, 128)
+
+
+def test_values_of_another_width_are_for_packed_sequences() -> None:
+    q, v = randn(1, 5, 4, 192, dtype=HALF), randn(1, 5, 4, 128, dtype=HALF)
+    with pytest.raises(ValueError, match="BSND takes values of the keys' head size 192, got 128"):
+        ascend.npu_fused_infer_attention_score(q, q, v, num_heads=4, input_layout="BSND")
+
+
 @pytest.mark.parametrize("name", ["no mask", "right down", "band"])
 def test_packed_attention(name: str, device: str) -> None:
     q, k, v = (randn(n, h, 128, dtype=HALF) for n, h in ((7, 4), (20, 2), (20, 2)))

@@ -131,11 +131,13 @@ ROUTING: dict[str, dict[str, Any]] = {
     "counts": {"expert_tokens_num_type": 1},
     "cumulative": {"expert_tokens_num_type": 0},
     "pairs": {"expert_tokens_num_type": 2},
-    "no counts": {"expert_tokens_num_flag": False},
     "scatter": {"expert_tokens_num_type": 1, "row_idx_type": 1},
     "some experts": {"expert_tokens_num_type": 1, "active_expert_range": [2, 5]},
     "some experts, scatter": {"expert_tokens_num_type": 2, "active_expert_range": [2, 5], "row_idx_type": 1},
     "some rows": {"expert_tokens_num_type": 1, "active_num": 4},
+    "its own defaults": {"expert_tokens_num_flag": False},
+    "pairs, not asked for": {"expert_tokens_num_type": 2, "expert_tokens_num_flag": False},
+    "capacity": {"drop_pad_mode": 1, "expert_capacity": 2},
 }
 
 
@@ -144,9 +146,8 @@ ROUTING: dict[str, dict[str, Any]] = {
 def test_init_routing(name: str, dtype: torch.dtype, device: str) -> None:
     x, ids = randn(5, 6, dtype=dtype), torch.stack([torch.randperm(7)[:3] for _ in range(5)]).int()
     keywords = {"expert_num": 7, "expert_tokens_num_flag": True} | ROUTING[name]
-    with ascend.limits("ignore"):
-        check("npu_moe_init_routing_v2", device, x, ids, **keywords)
-        check("npu_moe_init_routing_v2", device, x, ids, scale=torch.rand(5), **keywords)
+    check("npu_moe_init_routing_v2", device, x, ids, **keywords)
+    check("npu_moe_init_routing_v2", device, x, ids, scale=torch.rand(5), **keywords)
 
 
 @pytest.mark.parametrize("smooth", [None, 1, 7])
@@ -157,6 +158,22 @@ def test_init_routing_quantises(smooth: int | None, device: str) -> None:
     check("npu_moe_init_routing_v2", device, x, ids, scale=scale, **keywords)
     keywords["active_expert_range"] = [2, 5]
     check("npu_moe_init_routing_v2", device, x, ids, scale=scale if smooth != 7 else scale[:3], **keywords)
+    keywords |= {"active_expert_range": [], "drop_pad_mode": 1, "expert_capacity": 2}
+    check("npu_moe_init_routing_v2", device, x, ids, scale=scale, **keywords)
+
+
+def test_init_routing_with_a_given_scale(device: str) -> None:
+    x, ids = 40 * randn(5, 6, dtype=HALF), torch.stack([torch.randperm(7)[:3] for _ in range(5)]).int()
+    more = {"scale": torch.tensor([2.0]), "offset": torch.tensor([3.0]), "expert_num": 7, "quant_mode": 0}
+    check("npu_moe_init_routing_v2", device, x, ids, **more)
+    assert ascend.npu_moe_init_routing_v2(x, ids, **more)[0].abs().max() >= 127  # some do not fit into int8
+
+
+def test_init_routing_of_no_rows() -> None:
+    x, ids = randn(0, 6, dtype=HALF), torch.zeros(0, 3, dtype=torch.int32)
+    rows, places, counts, scales = ascend.npu_moe_init_routing_v2(x, ids, expert_num=7, expert_tokens_num_flag=True)
+    assert (rows.shape, places.shape, scales.shape) == ((0, 6), (0,), (0,))
+    assert counts.tolist() == [0] * 7
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,7 +187,9 @@ def test_finalize_routing(mode: int, dtype: torch.dtype, device: str) -> None:
     scales, experts = randn(4, 3, dtype=dtype), torch.randint(0, 3, (4, 3)).int()
     check("npu_moe_finalize_routing", device, rows, None, None, None, scales, index, None, mode)
     check("npu_moe_finalize_routing", device, rows, skip, skip, bias, scales, index, experts, mode)
-    check("npu_moe_finalize_routing", device, rows, None, skip, None, None, index, None, mode, 3)
+    check("npu_moe_finalize_routing", device, rows, skip, None, None, None, index, None, mode, 3)
+    with pytest.raises(ValueError, match="skip2 goes with skip1"):
+        ascend.npu_moe_finalize_routing(rows, None, skip, None, None, index, None, mode, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -251,6 +270,9 @@ def test_dynamic_quant(dtype: torch.dtype, device: str) -> None:
     x = randn(3, 4, 32, dtype=dtype)
     check("npu_dynamic_quant", device, x)
     check("npu_dynamic_quant", device, x, dst_type=torch.int8)
+    check("npu_dynamic_quant", device, x, dst_type=torch.quint4x2)
+    check("npu_dynamic_quant", device, x, dst_type=16)  # its number
+    assert not ascend.npu_dynamic_quant(torch.zeros_like(x), dst_type=torch.quint4x2)[0].any()
     smooth = torch.rand(3, 32, dtype=dtype) + 0.5
     for scales, index, each in ((smooth[0], None, smooth[0].float()), (smooth, [2, 2, 12], None)):
         groups = None if index is None else torch.tensor(index, dtype=torch.int32)
@@ -353,13 +375,11 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "hash routing": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 1, input_ids=IDS[0], tid2eid=IDS), "tid2eid"),
     "k": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 5, group_count=2), "do not fit"),
     "norm_type": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 1, norm_type=2), "norm_type is 2"),
-    "drop": (lambda: routing(IDS, drop_pad_mode=1, expert_capacity=2), "drop_pad_mode=1"),
+    "drop": (lambda: routing(IDS, drop_pad_mode=2), "drop_pad_mode 2"),
     "quant_mode": (lambda: routing(IDS, quant_mode=3), "quant_mode is 3"),
+    "given scale": (lambda: routing(IDS, quant_mode=0, scale=randn(1)), "needs scale and offset"),
+    "experts": (lambda: routing(IDS, expert_num=-1), "expert_num is -1"),
     "rows and ids": (lambda: routing(IDS[:3]), "expert_idx"),
-    "skip1 alone": (
-        lambda: ascend.npu_moe_finalize_routing(randn(4, 6), randn(4, 6), None, None, None, IDS[:, 0], None),
-        "skip1 without skip2",
-    ),
     "quantised product": (
         lambda: ascend.npu_grouped_matmul([randn(3, 2)], [randn(2, 2)], group_type=-1, scale=[randn(2)]),
         "scale has a meaning",
@@ -372,6 +392,13 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "padded": (lambda: ascend.npu_moe_token_permute(randn(4, 6), IDS, padded_mode=True), "padded_mode=True"),
     "quant type": (lambda: ascend.npu_dynamic_quant(randn(2, 8), dst_type=290), "dst_type=290"),
+    "row of int4": (lambda: ascend.npu_dynamic_quant(randn(2, 12), dst_type=torch.quint4x2), "multiple of 8"),
+    "head sizes": (
+        lambda: ascend.npu_fused_infer_attention_score(
+            *[randn(1, 3, 2, 16), randn(1, 3, 2, 32), randn(1, 3, 2, 32)], num_heads=2, input_layout="BSND"
+        ),
+        "query has heads of 16, key of 32",
+    ),
     "per channel": (lambda: ascend.npu_dynamic_quant(randn(2, 8), quant_mode="perchannel"), "perchannel"),
     "smooth": (lambda: ascend.npu_dynamic_quant(randn(2, 8), smooth_scales=randn(4)), "smooth_scales"),
 }

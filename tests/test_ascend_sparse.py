@@ -115,6 +115,78 @@ def test_attention_and_its_gradient() -> None:
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
 
 
+LEAVES = ("q", "k", "q_rope", "k_rope")
+
+
+@pytest.mark.parametrize("values", ["the keys", "a copy", "none"])
+def test_attention_is_differentiable_as_on_the_device(values: str) -> None:
+    """The gradient of our operator; where value is a tensor of its own, its share goes there."""
+    found = sequences()
+    queries, keys = cumulative(tensors=True)
+    leaves = {n: packed(found, n).requires_grad_() for n in LEAVES}
+    value = {"the keys": leaves["k"], "none": None}.get(values, leaves["k"].detach().clone().requires_grad_())
+    out, top, total = ascend.npu_sparse_flash_attention(
+        leaves["q"], leaves["k"], value, packed(found, "indices")[:, None], SCALE, attention_mode=2,
+        actual_seq_lengths_query=queries, actual_seq_lengths_kv=keys, layout_query="TND", layout_kv="TND",
+        return_softmax_lse=True, query_rope=leaves["q_rope"], key_rope=leaves["k_rope"],
+    )  # fmt: skip
+    assert not top.requires_grad
+    assert not total.requires_grad
+    dout = torch.randn_like(out)
+    wanted = [*leaves.values(), *([value] if values == "a copy" else [])]
+    got = list(torch.autograd.grad(out, wanted, dout))
+    expected, first = [], 0
+    for one in found:
+        own = [one[n].clone().requires_grad_() for n in LEAVES]
+        joined = torch.cat((own[0], own[2]), -1), torch.cat((own[1], own[3]), -1)
+        y, _ = ops.sparse_attention(*joined, one["indices"], SCALE, value_dim=16)
+        expected.append(torch.autograd.grad(y, own, dout[first : first + len(y)]))
+        first += len(y)
+    if values == "a copy":
+        got[1] = got[1] + got.pop()
+    for g, e in zip(got, (torch.cat(parts) for parts in zip(*expected, strict=True)), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+
+
+def test_training_beyond_what_the_devices_gradient_takes_is_refused() -> None:
+    half = {"dtype": torch.bfloat16}
+    q, k = torch.randn(1, 3, 2, 512, **half).requires_grad_(), torch.randn(1, 6, 1, 512, **half)
+    more: dict[str, Any] = {"attention_mode": 2, "return_softmax_lse": True}
+    more |= {"query_rope": torch.randn(1, 3, 2, 64, **half), "key_rope": torch.randn(1, 6, 1, 64, **half)}
+    indices = torch.arange(2, dtype=torch.int32).expand(1, 3, 1, 2)
+    with ascend.limits("enforce"):
+        with pytest.raises(ValueError, match="topk must be a multiple of 1024, got 2"):
+            ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, **more)
+        with torch.no_grad():
+            ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, **more)
+
+
+def test_indexer_values_are_differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the chosen scores, by autograd over all scores; in both layouts, some queries at a time."""
+    found = sequences()
+    queries, keys = cumulative(tensors=True)
+    monkeypatch.setattr(sys.modules["whorl.ascend.sparse_autograd"].chunks, "__defaults__", (2 * 4 * (2 + 8),))
+    leaves = [packed(found, n).requires_grad_() for n in ("index_q", "index_k", "weights")]
+    lengths = {"actual_seq_lengths_query": queries, "actual_seq_lengths_key": keys}
+    indices, values = ascend.npu_lightning_indexer(
+        *leaves, **lengths, layout_query="TND", layout_key="TND", sparse_count=4, return_value=True
+    )
+    assert not indices.requires_grad
+    dvalues = torch.randn_like(values)
+    got = torch.autograd.grad(values, leaves, dvalues)
+    expected, first = [], 0
+    for one in found:
+        own = [one[n].clone().requires_grad_() for n in ("index_q", "index_k", "weights")]
+        scores = torch.einsum("thd,sd->ths", own[0], own[1][:, 0]).relu().mul(own[2].unsqueeze(-1)).sum(1)
+        chosen = scores.gather(1, one["indices"].clamp_min(0).long())
+        each = dvalues[first : first + len(chosen), 0].masked_fill(one["indices"] < 0, 0)
+        expected.append(torch.autograd.grad(chosen, own, each))
+        first += len(chosen)
+    for g, e in zip(got, (torch.cat(parts) for parts in zip(*expected, strict=True)), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+    assert ascend.npu_lightning_indexer(*(x.detach()[None] for x in leaves), sparse_count=4)[1].numel() == 0
+
+
 def test_gradient_of_many_queries_takes_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4096 queries and 2048 keys each the gathered keys alone would be 19 GB."""
     q, k, indices = torch.randn(1, 7, 2, 16), torch.randn(1, 9, 1, 16), torch.arange(4).int().expand(1, 7, 1, 4)
@@ -123,7 +195,7 @@ def test_gradient_of_many_queries_takes_some_at_a_time(monkeypatch: pytest.Monke
     given = (q, k, k, indices, torch.randn_like(out), out, top, total, SCALE, 1)
     whole = ascend.npu_sparse_flash_attention_grad(*given, **more)
     largest = []
-    module = sys.modules["whorl.ascend.sparse"]
+    module = sys.modules["whorl.ascend.sparse_autograd"]
     monkeypatch.setattr(module, "gathered", lambda k, indices: (largest.append(len(indices)), gathered(k, indices))[1])
     monkeypatch.setattr(module.chunks, "__defaults__", (2 * 4 * (2 + 16),))
     for got, expected in zip(ascend.npu_sparse_flash_attention_grad(*given, **more), whole, strict=True):
@@ -202,8 +274,8 @@ def test_what_is_not_there_is_refused() -> None:
         ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, sparse_mode=4)
     with pytest.raises(ValueError, match="sparse_mode is 1"):
         ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights, sparse_mode=1)
-    with pytest.raises(RuntimeError, match="a gradient is needed"):
-        ascend.npu_lightning_indexer(q.requires_grad_(), k, weights)
+    with pytest.raises(RuntimeError, match="a gradient is needed, which takes return_softmax_lse=True"):
+        ascend.npu_sparse_flash_attention(q.clone().requires_grad_(), k, k, indices, SCALE)
     with pytest.raises(ValueError, match="value differs from key"):
         ascend.npu_sparse_flash_attention(torch.randn(1, 3, 2, 8), k, k + 1, indices, SCALE)
 

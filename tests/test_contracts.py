@@ -1,5 +1,6 @@
 """The vendor contracts: data, version drift, MRoPE sections and device limits, without torch."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -139,6 +140,7 @@ def test_range_reason_says_what_is_missing() -> None:
 # Limits: for each function arguments that fit, and single changes that break a documented limit.
 
 ROTARY: dict[str, Any] = {"shape": (2, 4, 8, 128), "cos_shape": (1, 1, 8, 128), "dtype": "bfloat16"}
+TND: dict[str, Any] = {"shape": (8, 4, 128), "cos_shape": (8, 1, 128), "dtype": "bfloat16"}
 MROPE: dict[str, Any] = {
     "query_shape": (7, 512),
     "key_shape": (7, 128),
@@ -220,6 +222,9 @@ QUANT: dict[str, Any] = {"shape": (3, 64), "dtype": "float16"}
 
 FIT = [
     ("rotary_mul", ROTARY),
+    ("rotary_mul", TND),
+    ("rotary_mul", TND | {"rotary_mode": "interleave", "layout": "TND"}),
+    ("rotary_mul", TND | {"cos_shape": (8, 4, 128)}),
     ("rotary_mul", ROTARY | {"cos_shape": (2, 1, 8, 128)}),
     ("rotary_mul", ROTARY | {"cos_shape": (2, 4, 8, 128), "layout": "BNSD"}),
     ("rotary_mul", ROTARY | {"cos_shape": (1, 4, 1, 128), "layout": "BSND", "rotary_mode": "interleave"}),
@@ -250,16 +255,20 @@ FIT = [
     ("moe_gating_top_k", GATING | {"bias_dtype": "float32", "group_count": 8}),
     ("moe_init_routing", ROUTING),
     ("moe_init_routing", ROUTING | {"quant_mode": 1, "expert_tokens_num_type": 2}),
+    ("moe_init_routing", ROUTING | {"quant_mode": 0, "drop_pad_mode": 1, "expert_capacity": 2}),
     ("moe_finalize_routing", FINALIZE | {"drop_pad_mode": 2}),
     ("moe_token_permute", PERMUTE),
     ("scatter_pa_kv_cache", SCATTER),
     ("fused_infer_attention", ATTENTION),
+    ("fused_infer_attention", ATTENTION | {"head_size": 192, "value_size": 128, "block_size": 0}),
+    ("fused_infer_attention", ATTENTION | {"block_size": 1024}),
     ("fused_infer_attention", DECODE),
     ("fused_infer_attention", DECODE | {"sparse_mode": 3}),
     ("fused_infer_attention", DECODE | {"queries": 4, "block_size": 256, "mask_shape": (3, 1, 4, 512)}),
     ("top_k_top_p", FILTER),
     ("top_k_top_p", FILTER | {"top_k": 1024}),
     ("dynamic_quant", QUANT),
+    ("dynamic_quant", QUANT | {"format": "quint4x2"}),
 ]
 BREAK = [
     ("rotary_mul", ROTARY | {"dtype": "float64"}, "float16, bfloat16, float32, got float64"),
@@ -269,7 +278,12 @@ BREAK = [
     ("rotary_mul", ROTARY | {"shape": (2, 4, 8, 63), "cos_shape": (1, 1, 8, 63)}, "even"),
     ("rotary_mul", ROTARY | {"cos_shape": (1, 1, 8, 64)}, "full head size 128, got 64"),
     ("rotary_mul", ROTARY | {"cos_shape": (1, 4, 8, 128)}, "does not broadcast"),
-    ("rotary_mul", ROTARY | {"layout": "TND"}, "layout must be"),
+    ("rotary_mul", ROTARY | {"layout": "NTD"}, "layout must be"),
+    ("rotary_mul", ROTARY | {"layout": "TND"}, "TND must be 3-D"),
+    ("rotary_mul", TND | {"layout": "BSND"}, "BSND must be 4-D"),
+    ("rotary_mul", TND | {"cos_shape": (1, 1, 128)}, "cos has 1 positions, input 8"),
+    ("rotary_mul", TND | {"shape": (8, 1000, 128)}, "N=1000"),
+    ("rotary_mul", TND | {"cos_shape": (8, 4, 128), "rotary_mode": "interleave"}, "one cos row per position"),
     ("rotary_mul", ROTARY | {"shape": (1000, 4, 8, 128), "layout": "BNSD"}, "below 1000, got B=1000"),
     ("rotary_mul", ROTARY | {"shape": (2, 1000, 8, 128), "layout": "BNSD"}, "N=1000"),
     ("rotary_mul", ROTARY | {"cos_shape": (2, 1, 8, 128), "rotary_mode": "interleave"}, "one cos row per position"),
@@ -354,18 +368,24 @@ BREAK = [
     ("moe_gating_top_k", GATING | {"shape": (0, 64)}, "empty"),
     ("moe_init_routing", ROUTING | {"dtype": "float64"}, "got float64"),
     ("moe_init_routing", ROUTING | {"ids_dtype": "int64"}, "int32, got int64"),
-    ("moe_init_routing", ROUTING | {"expert_num": -1}, "1 to 10240"),
-    ("moe_init_routing", ROUTING | {"expert_num": 6000, "expert_tokens_num_type": 2}, "1 to 5120"),
-    ("moe_init_routing", ROUTING | {"drop_pad_mode": 1}, "drop_pad_mode"),
-    ("moe_init_routing", ROUTING | {"expert_tokens_num_type": 0}, "must be 1 or 2"),
-    ("moe_init_routing", ROUTING | {"expert_tokens_num_flag": False}, "expert_tokens_num_flag"),
-    ("moe_init_routing", ROUTING | {"quant_mode": 0}, "quant_mode"),
+    ("moe_init_routing", ROUTING | {"expert_num": -1}, "0 to 10240"),
+    ("moe_init_routing", ROUTING | {"expert_num": 6000, "expert_tokens_num_type": 2}, "0 to 5120"),
+    ("moe_init_routing", ROUTING | {"drop_pad_mode": 2}, "drop_pad_mode must be 0 or 1"),
+    ("moe_init_routing", ROUTING | {"drop_pad_mode": 1}, "expert_capacity must be 1 to the 3 rows"),
+    (
+        "moe_init_routing",
+        ROUTING | {"drop_pad_mode": 1, "expert_capacity": 2, "active_expert_range": [0, 4]},
+        "takes all experts",
+    ),
+    ("moe_init_routing", ROUTING | {"active_expert_range": [4, 9]}, "within the 8 experts"),
+    ("moe_init_routing", ROUTING | {"expert_tokens_num_type": 3}, "must be 0, 1 or 2"),
+    ("moe_init_routing", ROUTING | {"quant_mode": 2}, "quant_mode"),
     ("moe_init_routing", ROUTING | {"quant_mode": 1, "dtype": "int8"}, "not int8"),
-    ("moe_init_routing", ROUTING | {"shape": (0, 64)}, "empty"),
     ("moe_finalize_routing", FINALIZE | {"dtype": "int8"}, "got int8"),
     ("moe_finalize_routing", FINALIZE | {"dtype": "bfloat16"}, "dtype bfloat16, got float32"),
     ("moe_finalize_routing", FINALIZE | {"index_dtype": "int64"}, "int32"),
     ("moe_finalize_routing", FINALIZE | {"drop_pad_mode": 4}, "0 to 3"),
+    ("moe_finalize_routing", FINALIZE | {"has_skips": (False, True)}, "as skip1"),
     ("moe_finalize_routing", FINALIZE | {"shape": (0, 64)}, "empty"),
     ("moe_token_permute", PERMUTE | {"dtype": "int8"}, "got int8"),
     ("moe_token_permute", PERMUTE | {"top_k": 513}, "at most 512"),
@@ -382,13 +402,16 @@ BREAK = [
     ("fused_infer_attention", DECODE | {"num_heads": 260, "num_kv_heads": 65}, "at most 256 heads"),
     ("fused_infer_attention", DECODE | {"num_heads": 130, "num_kv_heads": 2}, "64 for each"),
     ("fused_infer_attention", DECODE | {"num_heads": 256, "num_kv_heads": 256, "head_size": 256}, "65536"),
-    ("fused_infer_attention", ATTENTION | {"block_size": 64}, "with more than one query, got 64"),
+    ("fused_infer_attention", DECODE | {"queries": 2, "block_size": 64}, "with more than one query, got 64"),
+    ("fused_infer_attention", ATTENTION | {"block_size": 24}, "multiple of 16 up to 1024 in TND"),
+    ("fused_infer_attention", ATTENTION | {"value_size": 64}, "values of 128 or 192, got 128 and 64"),
+    ("fused_infer_attention", DECODE | {"value_size": 32}, "values of the keys' head size 64, got 32"),
     ("fused_infer_attention", DECODE | {"block_size": 24}, "multiple of 16"),
     ("fused_infer_attention", DECODE | {"block_size": 1024}, "up to 512"),
     ("fused_infer_attention", DECODE | {"sparse_mode": 9}, "0 to 4"),
     ("fused_infer_attention", ATTENTION | {"mask_shape": None}, "needs an atten_mask"),
     ("fused_infer_attention", ATTENTION | {"mask_shape": (7, 512)}, "2048 x 2048"),
-    ("fused_infer_attention", ATTENTION | {"head_size": 64}, "128 or 192"),
+    ("fused_infer_attention", ATTENTION | {"head_size": 64}, "heads of 128, or of 192"),
     ("fused_infer_attention", ATTENTION | {"batch": 5000}, "4096 sequences"),
     ("fused_infer_attention", ATTENTION | {"sparse_mode": 0, "mask_shape": (7, 512)}, "without a mask"),
     ("top_k_top_p", FILTER | {"dtype": "float64"}, "got float64"),
@@ -397,10 +420,16 @@ BREAK = [
     ("top_k_top_p", FILTER | {"top_k": 0}, "1 to 1024"),
     ("top_k_top_p", FILTER | {"shape": (0, 8)}, "empty"),
     ("dynamic_quant", QUANT | {"dtype": "float32"}, "got float32"),
-    ("dynamic_quant", QUANT | {"format": "fp8"}, "int8"),
+    ("dynamic_quant", QUANT | {"format": "fp8"}, "int8 or quint4x2"),
+    ("dynamic_quant", QUANT | {"format": "quint4x2", "shape": (3, 60)}, "multiple of 8"),
     ("dynamic_quant", QUANT | {"shape": (64,)}, "two dimensions"),
     ("dynamic_quant", QUANT | {"shape": (0, 64)}, "empty"),
 ]
+
+
+@pytest.mark.parametrize("name", [name for name in contracts.__all__ if name.endswith("_limit")])
+def test_a_limit_names_the_document_it_follows(name: str) -> None:
+    assert re.search(r"20\d\d", getattr(contracts, name).__doc__), f"{name}: of which year is this?"
 
 
 @pytest.mark.parametrize(("name", "arguments"), FIT)

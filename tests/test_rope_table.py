@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import whorl.rope_table
+from whorl import ops
 from whorl.bench import rope_lookup
+from whorl.ops.rope import table_dtype
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import RopeTable, get_rope
 
@@ -428,3 +430,41 @@ def test_benchmark_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 layers, 32+4 heads x 128" in capsys.readouterr().out
     assert rope_lookup.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["tokens"] == 8
+
+
+def test_a_table_of_16_bits_is_rounded_once() -> None:
+    table = get_rope(head_dim=16, rotary_dim=16, max_position=8, base=500.0, grow=True)
+    wide, half = table.cos_sin(), table.cos_sin(dtype=torch.bfloat16)
+    assert torch.equal(half, wide.bfloat16())
+    assert table.cos_sin(dtype=torch.bfloat16) is half
+    assert table.cos_sin(dtype=torch.float16).dtype == torch.float16
+    assert table.cos_sin() is wide
+    longer = table.cos_sin(seq_len=40, dtype=torch.bfloat16)
+    assert torch.equal(longer, table.cos_sin(seq_len=40).bfloat16())
+    assert longer.shape[0] >= 40
+    with torch.inference_mode():
+        assert not table.cos_sin(seq_len=90, dtype=torch.bfloat16).is_inference()
+
+
+def test_only_a_device_that_wants_it_gets_a_rounded_table() -> None:
+    assert table_dtype("cpu", torch.bfloat16) == table_dtype("cuda", torch.float16) == torch.float32
+    assert table_dtype("cpu", torch.float32) == torch.float32
+    q, k = torch.randn(5, 2, 16).bfloat16(), torch.randn(5, 1, 16).bfloat16()
+    table, positions = get_rope(head_dim=16, rotary_dim=16, max_position=8), torch.arange(5)
+    assert torch.equal(table.apply(q, k, positions)[0], ops.rope(q, k, table.cos_sin(), positions)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operators_take_a_table_of_qs_dtype(dtype: torch.dtype) -> None:
+    """The numbers are those of the rounded table, in fp32."""
+    q, k = torch.randn(5, 2, 16, dtype=dtype), torch.randn(5, 1, 16, dtype=dtype)
+    cos_sin, positions = torch.randn(8, 16).to(dtype), torch.arange(5)
+    expected = ops.rope(q, k, cos_sin.float(), positions)
+    for got, right in zip(ops.rope(q, k, cos_sin, positions), expected, strict=True):
+        assert torch.equal(got, right)
+    axes, sections = positions.expand(3, -1).contiguous(), [2, 3, 3]
+    expected = ops.mrope(q, k, cos_sin.float(), axes, sections)
+    for got, right in zip(ops.mrope(q, k, cos_sin, axes, sections), expected, strict=True):
+        assert torch.equal(got, right)
+    with pytest.raises(ValueError, match=r"cos_sin is torch.float16, expected torch.float32, or q's dtype"):
+        ops.rope(q.bfloat16(), k.bfloat16(), cos_sin.half(), positions)

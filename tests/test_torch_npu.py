@@ -117,7 +117,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if out.exists():
             return json.loads(out.read_text())
         environment = live_environment(build(find_wheel(VERSION)))
-        return run_proof(out, ["signatures", "gradients", "calls", "losses", "fake"], **environment)
+        return run_proof(out, ["signatures", "gradients", "calls", "losses", "rotary", "fake"], **environment)
 
 
 def build(wheel: Path) -> Path:
@@ -220,6 +220,35 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert any("backward" in row for row in ran), f"{name}: no case ran its backward"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mrope_gets_positions_and_a_table_of_16_bits(proof: dict[str, Any], dtype: str) -> None:
+    """One npu_mrope, which looks positions up in the whole table itself; the table is rounded once."""
+    rows = [row for row in proof["rotary"] if row["dtype"] == dtype]
+    assert len(rows) == 6
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["called"] == ["npu_mrope"] * 2, row
+        width = int(row["case"].split()[-1])
+        assert row["given"]["table"] == [[64, width], dtype], "rows were gathered first, or the table is fp32"
+        assert row["given"]["mrope_section"] == (row["sections"] or [0, 0, 0])
+        assert row["given"].get("cache_mode", "default") == ("interleave" if "inter" in row["case"] else "default")
+        assert row["positions"], "the kernel did not get the positions as they were given"
+        assert row["kept"], "the table was rounded again"
+        assert row["found"]["ratio"] <= ALLOWED, row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_megatron_reaches_mrope_with_an_inference_context(proof: dict[str, Any], dtype: str) -> None:
+    (row,) = (row for row in proof["megatron"] if row["dtype"] == dtype)
+    assert "error" not in row, row["error"]
+    assert row["called"] == ["npu_mrope"] * 2
+    assert row["calls"] == {"mrope": 2}
+    assert row["handed_on"] == [None, None]
+    for given in row["given"]:
+        assert given["table"] == [[64, 128], dtype]
+        assert given["mrope_section"] == [16, 24, 24]
+
+
 FUSED = {
     "indexer_kl_loss": ["npu_sparse_lightning_indexer_grad_kl_loss"],
     "dense_indexer_kl_loss": ["npu_dense_lightning_indexer_grad_kl_loss", "npu_dense_lightning_indexer_softmax_lse"],
@@ -249,6 +278,20 @@ def test_call_sites_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
 def test_ascend_on_a_fake_npu(proof: dict[str, Any], name: str) -> None:
     (row,) = (row for row in proof["fake"] if row["what"] == f"ascend.{name}")
     assert "error" not in row, row["error"]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if contracts.CONTRACTS[n].namespace])
+def test_on_an_npu_the_vendor_decides(proof: dict[str, Any], name: str) -> None:
+    """A call beyond what we know of the documents reaches torch_npu, with every argument as it was given."""
+    (row,) = (row for row in proof["beyond"] if row["name"] == name)
+    assert "error" not in row, row["error"]
+
+
+def test_what_is_documented_runs_on_an_npu_and_elsewhere(proof: dict[str, Any]) -> None:
+    """int4, TND, routing defaults, heads of 192 with values of 128: torch_npu's shapes and dtypes in every place."""
+    assert len(proof["documented"]) > 8
+    for row in proof["documented"]:
+        assert "error" not in row, f"{row['case']}: {row['error']}"
 
 
 @pytest.mark.parametrize("name", ["npu_reduce_scatter", "npu_all_gather", "npu_all_reduce"])

@@ -4,7 +4,8 @@
     rows = table.lookup(positions)               # once a step
     q, k = table.apply(q, k, rows)               # in every layer
 
-Tables are plain fp32 tensors, never module buffers: `model.to(bfloat16)` and autocast leave them alone.
+Tables are plain fp32 tensors, never module buffers: `model.to(bfloat16)` and autocast leave them alone. Where the
+kernel wants the table in the dtype of q (Ascend), a copy rounded once is kept beside it.
 """
 
 import threading
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whorl import ops
+from whorl.ops.rope import table_dtype
 from whorl.rope_config import DualChunkPositions, RopeConfig
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -64,6 +66,7 @@ class RopeTable:
         self.rows = rows
         self.grow = grow
         self._on_device: dict[tuple[torch.device, bool], Tensor] = {}
+        self._rounded: dict[tuple[torch.device, bool, torch.dtype], tuple[Tensor, Tensor]] = {}  # and of what
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -73,9 +76,31 @@ class RopeTable:
         # A copied or unpickled model shares the table too.
         return _shared, (self.config, self.rows, self.grow)
 
-    def cos_sin(self, device: torch.device | str = "cpu", *, seq_len: int | None = None) -> Tensor:
-        """The whole table [P, R]: P >= seq_len, and the frequencies of that length (longrope, dynamic)."""
+    def cos_sin(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        seq_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The whole table [P, R]: P >= seq_len, and the frequencies of that length (longrope, dynamic).
+
+        In a `dtype` of 16 bits it is the fp32 table rounded, once for all calls.
+        """
         device = _with_index(device)
+        table = self._wide(device, seq_len)
+        if dtype == table.dtype:
+            return table
+        key = (device, self.config.is_long(seq_len), dtype)
+        kept, of = self._rounded.get(key, (None, None))
+        if kept is None or of is not table:
+            with torch.inference_mode(False):
+                kept = table.to(dtype)
+            if not isinstance(kept, FakeTensor):
+                self._rounded[key] = (kept, table)
+        return kept
+
+    def _wide(self, device: torch.device, seq_len: int | None) -> Tensor:
         is_long = self.config.is_long(seq_len)
         rows = self._rows_for(seq_len)
         if is_long and self.config.rope_type == "dynamic":
@@ -113,7 +138,10 @@ class RopeTable:
         seq_len: int | None = None,
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or gather positions in the kernel."""
+        """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or gather positions in the kernel.
+
+        Given positions, a device whose kernel wants the table in q's dtype gets it so, rounded once.
+        """
         config = self.config
         how: dict[str, Any] = {
             "style": config.style,
@@ -123,12 +151,15 @@ class RopeTable:
         }
         if rows_or_positions.is_floating_point():
             return ops.rope(q, k, rows_or_positions, **how)
-        table, positions = self._table_for(rows_or_positions, seq_len)
+        dtype = table_dtype(q.device, q.dtype)
+        table, positions = self._table_for(rows_or_positions, seq_len, dtype)
         if config.is_mrope and positions.dim() > 1:
             return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **how)
         return ops.rope(q, k, table, positions, **how)
 
-    def _table_for(self, positions: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor]:
+    def _table_for(
+        self, positions: Tensor, seq_len: int | None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """A table and the indices of these positions in it."""
         _check_integers(positions)
         sections = self.config.sections
@@ -141,8 +172,8 @@ class RopeTable:
         if self.config.rope_type == "dynamic" and self.config.is_long(seq_len):
             # Frequencies hold for this length alone: a table of just these tokens, not of every position.
             self._rows_for(seq_len)
-            return _cos_sin(self.config, positions.reshape(-1), seq_len), _count(positions)
-        return self.cos_sin(positions.device, seq_len=seq_len), positions
+            return _cos_sin(self.config, positions.reshape(-1), seq_len).to(dtype), _count(positions)
+        return self.cos_sin(positions.device, seq_len=seq_len, dtype=dtype), positions
 
     def _bound(self, positions: Tensor, seq_len: int | None) -> int | None:
         """A number above every position: the caller's, checked where reading is free, or read."""

@@ -111,7 +111,8 @@ def fused_infer_attention_score(
         starts, lengths = [0] * q.shape[0], list(given) * (q.shape[0] if len(given) == 1 else 1)
     if block_table is not None and actual_seq_lengths_kv is not None:
         assert sum(-(-n // block_size) for n in actual_seq_lengths_kv) <= key.shape[0], "too few blocks"
-    out = torch.zeros_like(q, dtype=torch.float32)
+    joined = value.dim() == 3 and (layout == "BSH" or block_table is not None)
+    out = torch.zeros(*q.shape[:-1], value.shape[-1] // heads if joined else value.shape[-1])
     lse = torch.full(q.shape[:-1], torch.inf)
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         row = 0 if is_packed else b

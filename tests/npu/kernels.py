@@ -156,7 +156,12 @@ def dynamic_quant(
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     assert smooth_scales is group_index is None
-    assert (quant_mode, dst_type) in (("pertoken", None), ("pertoken", 1), ("pertoken", torch.int8))
+    assert quant_mode == "pertoken"
+    if dst_type in (torch.quint4x2, 16):
+        scale = input.float().abs().amax(-1) / 7
+        codes = (input.float() / scale[..., None]).round().to(torch.int8).view(torch.uint8) & 15
+        return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous().view(torch.int32), scale
+    assert dst_type in (None, 1, torch.int8)
     scale = input.float().abs().amax(-1) / 127
     return (input.float() / scale[..., None]).nan_to_num(0).round().to(torch.int8), scale
 

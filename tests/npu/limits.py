@@ -203,7 +203,6 @@ def _init_routing_limit(
     *,
     expert_num: int = -1,
     expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
     quant_mode: int = -1,
     **_: Any,
 ) -> str | None:
@@ -213,7 +212,6 @@ def _init_routing_limit(
         ids_dtype=name_of(expert_idx),
         expert_num=expert_num,
         expert_tokens_num_type=expert_tokens_num_type,
-        expert_tokens_num_flag=expert_tokens_num_flag,
         quant_mode=quant_mode,
     )
 

@@ -66,36 +66,48 @@ def init_routing_v2(
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert offset is x_dtype is None
-    assert drop_pad_mode == 0
+    assert x_dtype is None
     first, last = active_expert_range or [0, expert_num]
-    flat = expert_idx.flatten().tolist()
+    flat, slots = expert_idx.flatten().tolist(), expert_idx.shape[1]
     copies = sorted((n for n, e in enumerate(flat) if first <= e < last), key=lambda n: flat[n])
-    rows = len(flat) if active_num <= 0 else min(active_num, len(flat))
-    copies = copies[:rows]
-    width = x.shape[1]
-    expanded = torch.zeros(rows, width, dtype=torch.int8 if quant_mode == 1 else x.dtype)
-    scales = torch.zeros(rows)
-    where = torch.full((len(flat),), -1, dtype=torch.int32)
-    for place, n in enumerate(copies):
-        row = x[n // expert_idx.shape[1]]
+    counts = [sum(flat[n] == e for n in copies) for e in range(first, last)]
+    if drop_pad_mode == 1:
+        assert (first, last) == (0, expert_num)
+        row_idx_type, expert_tokens_num_type = 0, 1
+        places, size, filled = [], expert_num * expert_capacity, [0] * expert_num
+        for n in copies:
+            kept = filled[flat[n]] < expert_capacity
+            places.append(flat[n] * expert_capacity + filled[flat[n]] if kept else -1)
+            filled[flat[n]] += kept
+    else:
+        places, size = list(range(len(copies))), len(flat) if active_num <= 0 else min(active_num, len(flat))
+    expanded = torch.zeros(size, x.shape[1], dtype=x.dtype if quant_mode == -1 else torch.int8)
+    scales, where = torch.zeros(size), torch.full((len(flat),), -1, dtype=torch.int32)
+    for number, (n, place) in enumerate(zip(copies, places, strict=True)):
+        where[n if row_idx_type == 0 else number] = place if row_idx_type == 0 else n
+        if not 0 <= place < size:
+            continue
+        row = x[n // slots]
         if quant_mode == 1:
             smooth = 1.0 if scale is None else scale[0 if scale.shape[0] == 1 else flat[n] - first]
             wide = row.float() * smooth
             scales[place] = wide.abs().max() / 127
             expanded[place] = (wide / scales[place]).round().to(torch.int8)
+        elif quant_mode == 0:
+            assert scale is not None
+            assert offset is not None
+            expanded[place] = (row.float() * scale + offset).round().clamp(-128, 127).to(torch.int8)
         else:
             expanded[place] = row
-            if scale is not None:
-                scales[place] = scale[n // expert_idx.shape[1]]
-        where[n if row_idx_type == 0 else place] = place if row_idx_type == 0 else n
-    if not expert_tokens_num_flag:
-        return expanded, where, torch.zeros((), dtype=torch.int64), scales
-    counts = torch.tensor([sum(flat[n] == e for n in copies) for e in range(first, last)])
+            scales[place] = 0 if scale is None else scale[n // slots]
+    expanded = expanded.view(expert_num, expert_capacity, -1) if drop_pad_mode == 1 else expanded
+    found = torch.tensor(counts)
     if expert_tokens_num_type == 2:
-        pairs = [(e, c) for e, c in zip(range(first, last), counts.tolist(), strict=True) if c]
-        counts = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
-    return expanded, where, counts.cumsum(0) if expert_tokens_num_type == 0 else counts, scales
+        pairs = [(e, c) for e, c in zip(range(first, last), counts, strict=True) if c]
+        found = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
+    elif expert_tokens_num_type == 0:
+        found = found.cumsum(0)
+    return expanded, where, found if expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
 
 
 def finalize_routing(

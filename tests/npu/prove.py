@@ -1,11 +1,12 @@
 """Runs in a process of its own, where torch_npu is importable without an NPU; writes what it finds as JSON.
 
-usage: python prove.py OUT.json [signatures] [gradients] [calls] [losses] [fake]
+usage: python prove.py OUT.json [signatures] [gradients] [calls] [losses] [rotary] [fake]
 
 signatures  the live schemas
 gradients   what backward does for each operator on a FakeTensor npu:0
 calls       every torch_npu implementation in whorl.ops, forward and backward, over plain-torch kernels that stand
             behind the npu:: schemas on CPU, against the fp64 reference
+rotary      npu_mrope in 16 bits: what a table that is kept so gives it, and what comes out
 losses      the losses that call fused operators, with their gradients, the same way
 fake        whorl.ascend, the losses, and every call recorded by `calls`, on FakeTensor npu:0 over torch_npu's own
             meta kernels
@@ -28,9 +29,11 @@ import collectives
 import kernels
 import losses
 import moe_kernels
+import rotary
 import sparse_kernels
 import torch
 import torch_npu
+import vendor
 from limits import refusing
 from more_cases import MORE_CASES
 from samples import NPU, SAMPLES, Values
@@ -54,6 +57,8 @@ def main(out: Path, parts: list[str]) -> None:
         found["signatures"] = live_schemas()
     if "losses" in parts:
         found["losses"] = list(run_losses())
+    if "rotary" in parts:
+        found |= run_rotary()
     recorded: list[tuple[str, Callable[..., Any], Values, Any, list[list[int]]]] = []
     if "calls" in parts:
         found["calls"] = list(run_calls(recorded))
@@ -68,6 +73,8 @@ def main(out: Path, parts: list[str]) -> None:
         found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
     if "fake" in parts:
         found["fake"] = [*replay(recorded), *ascend_on_fake(), *collectives.on_fake(fake_npu)]
+        found["beyond"] = list(vendor.beyond(fake_npu))
+        found["documented"] = list(vendor.documented(fake_npu))
         found["fake_losses"] = list(losses.on_fake(fake_npu, host_reads, NPU))
     out.write_text(json.dumps(found, indent=1))
 
@@ -82,6 +89,17 @@ def live_schemas() -> dict[str, str]:
 
 
 # The operators of whorl.ops over CPU kernels.
+
+
+def run_rotary() -> Values:
+    given: list[Any] = []
+    library = register_cpu_kernels([], given)
+    whorl.device.HOME["torch_npu"] = "cpu"
+    with OPS["rope"].using("torch_npu"), OPS["mrope"].using("torch_npu"):
+        found = {"rotary": list(rotary.rows(given, worst)), "megatron": list(rotary.through_megatron(given))}
+    whorl.device.HOME["torch_npu"] = "npu"
+    library._destroy()
+    return found
 
 
 def run_losses() -> Iterator[Values]:
@@ -137,13 +155,18 @@ def strided(values: Values) -> Values:
     return {n: widened(v) if is_float(v) and v.dim() > 1 and not n.endswith("_cache") else v for n, v in values.items()}
 
 
-def register_cpu_kernels(called: list[str]) -> torch.library.Library:
-    """Our formulas behind the npu:: schemas; each refuses what the vendor documents that the device refuses."""
+def register_cpu_kernels(called: list[str], given: list[Any] | None = None) -> torch.library.Library:
+    """Our formulas behind the npu:: schemas; each refuses what the vendor documents that the device refuses.
+
+    `called` gets the name of every call, `given` its arguments too.
+    """
     library = torch.library.Library("npu", "IMPL", "CPU")
 
     def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             called.append(name)
+            if given is not None:
+                given.append((name, args, kwargs))
             return kernel(*args, **kwargs)
 
         return run

@@ -2,9 +2,13 @@
 
 `install(model)` changes that model's own objects, never a Megatron class. Between layers travels what Megatron sends
 there, a tensor, so recomputation, pipelining and graphs see nothing new, and the switch can be turned at any step.
+
+With an inference context only the new tokens are rotated, before their keys are cached. Megatron's static context keeps
+keys as they were and turns all of them again in every step: what a context began with, it goes on with.
 """
 
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 
 from whorl.adapters._install import Installation
 from whorl.ops import mrope, rope
-from whorl.ops.rope import mrope_axes
+from whorl.ops.rope import mrope_axes, table_dtype
 from whorl.positions import context_slice, packed_positions
 
 Operator = Literal["rope", "mrope"]
@@ -149,7 +153,10 @@ def _check_attention(attention: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the apply site knows: how many tokens lie here, how they are packed, which part of them this rank holds."""
+    """What the apply site knows: how many tokens lie here, how they are packed, which part of them this rank holds.
+
+    `start` is where they begin in the sequence, with an inference context; `positions` are those of a dynamic one.
+    """
 
     tokens: int
     batch: int
@@ -157,6 +164,9 @@ class _Call:
     rank: int
     size: int
     mscale: float
+    dtype: torch.dtype
+    start: int | None = None
+    positions: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +214,7 @@ class _Branch:
         self.style: Literal["half", "pairs"] = "pairs" if rotary.rotary_interleaved else "half"
         self._inv_freq: Tensor = rotary.inv_freq
         self._stretch: float | None = rotary.seq_len_interpolation_factor
-        self._tables: dict[torch.device, Tensor] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._last: tuple[tuple[_Seen, _Seen], _Call, _Ready] | None = None
 
     def rotary_forward(
@@ -223,10 +233,10 @@ class _Branch:
     def rotate(self, query: Tensor, key: Tensor, carried: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """query, key: [S, B, H, D], or [T, 1, H, D] when packed."""
         ready = self._ready(carried, call)
-        packed = call.cu_seqlens is not None
+        packed = call.cu_seqlens is not None or call.positions is not None
         q, k = (query.squeeze(1), key.squeeze(1)) if packed else (query, key)
         if ready.cos_sin is None:
-            table = self._table(q.device)
+            table = self._table(q.device, q.dtype)
             q, k = mrope(q, k, table, ready.positions, self.sections, layout=self.layout, style=self.style)
         else:
             q, k = rope(q, k, ready.cos_sin, ready.positions, style=self.style)
@@ -241,7 +251,7 @@ class _Branch:
 
     def _ready(self, carried: Tensor, call: _Call) -> _Ready:
         """Computed once for all layers that are handed the same tensors; always where work is recorded for a replay."""
-        if _is_recording(carried, call.cu_seqlens):
+        if call.positions is not None or _is_recording(carried, call.cu_seqlens):
             return self._prepare(carried, call)
         seen = (_Seen.now(carried), _Seen.now(call.cu_seqlens))
         if self._last is None or self._last[:2] != (seen, call):
@@ -251,17 +261,19 @@ class _Branch:
     def _prepare(self, carried: Tensor, call: _Call) -> _Ready:
         if not self.is_multimodal:
             return self._prepare_plain(carried, call)
-        local = _on_this_rank(carried, call).squeeze(2)  # [S, B or 1, R or 3]
+        local = _on_this_rank(_of_this_step(carried, call), call).squeeze(2)  # [S, B or 1, R or 3]
         if local.shape[1] != call.batch:
             local = local.expand(-1, call.batch, -1)
         local = local.squeeze(1) if call.cu_seqlens is not None else local
         if not carried.is_floating_point():
             return _Ready(None, local.movedim(-1, 0).contiguous())
-        return _Ready(self._cos_sin(local, call.mscale), None)
+        return _Ready(self._cos_sin(local, call), None)
 
     def _prepare_plain(self, angles: Tensor, call: _Call) -> _Ready:
         """Angles of positions 0, 1, ... are a table; packed sequences all start at its first row."""
-        table = self._cos_sin(angles.flatten(1), call.mscale)  # [P, R]
+        if call.positions is not None:
+            return _Ready(self._cos_sin(angles.flatten(1), call), call.positions.to(angles.device))
+        table = self._cos_sin(_of_this_step(angles, call).flatten(1), call)  # [P, R]
         if call.cu_seqlens is not None:
             positions = packed_positions(call.cu_seqlens)
             positions = context_slice(positions, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
@@ -271,11 +283,15 @@ class _Branch:
         positions = torch.arange(call.tokens, device=table.device)[:, None].expand(-1, call.batch)
         return _Ready(table, positions.contiguous())
 
-    def _cos_sin(self, angles: Tensor, mscale: float) -> Tensor:
-        """Rows [cos | sin] from Megatron's full-width angles, which hold every angle twice."""
+    def _cos_sin(self, angles: Tensor, call: _Call) -> Tensor:
+        """Rows for this call, in the dtype that its device wants them in."""
+        return (self._rows(angles) * call.mscale).to(table_dtype(angles.device, call.dtype))
+
+    def _rows(self, angles: Tensor) -> Tensor:
+        """[cos | sin] from Megatron's full-width angles, which hold every angle twice."""
         half = angles[..., ::2] if self.style == "pairs" else angles[..., : angles.shape[-1] // 2]
         half = half.float()
-        return torch.cat((half.cos(), half.sin()), -1) * mscale
+        return torch.cat((half.cos(), half.sin()), -1)
 
     def _angles(self, positions: Tensor) -> Tensor:
         """Full-width fp32 angles [N, B, 1, R] of positions [N, B, 1, 3], each channel from its own axis."""
@@ -288,12 +304,15 @@ class _Branch:
         half = positions * self._inv_freq.to(positions.device)
         return half.repeat_interleave(2, -1) if self.style == "pairs" else torch.cat((half, half), -1)
 
-    def _table(self, device: torch.device) -> Tensor:
-        if device not in self._tables:
+    def _table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[max_position, R], kept for each device in the dtype that it wants for q of `dtype`."""
+        key = (device, table_dtype(device, dtype))
+        if key not in self._tables:
             assert self.max_position is not None
-            positions = torch.arange(self.max_position, device=device, dtype=torch.float32)[:, None]
-            self._tables[device] = self._cos_sin(self._widen(positions), 1.0)
-        return self._tables[device]
+            with torch.inference_mode(False):  # what is made in inference mode could not be saved for a backward
+                positions = torch.arange(self.max_position, device=device, dtype=torch.float32)[:, None]
+                self._tables[key] = self._rows(self._widen(positions)).to(key[1])
+        return self._tables[key]
 
 
 class _Site:
@@ -306,6 +325,7 @@ class _Site:
         self._adjust = getattr(attention, _SITE)
         self._packed_index = list(inspect.signature(attention.forward).parameters).index("packed_seq_params")
         self._packed: Any = None
+        self._rotated: list[weakref.ref[Any]] = []  # static contexts whose keys were rotated before caching
         concentration = import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
         self._mscale = concentration._yarn_get_concentration_factor_from_config(attention.config)
 
@@ -317,40 +337,75 @@ class _Site:
     def adjust(
         self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *rest: Any, **more: Any
     ) -> Any:
-        """After Megatron's own step: rotate here and hand no rotary embedding on, or hand Megatron's format on."""
+        """Rotate here and hand no rotary embedding on, or let Megatron do it with what travels in its own format."""
+        if carried is None:
+            return self._adjust(inference_context, query, key, value, None, *rest, **more)
+        calls = self._branch.installation.calls
+        context = inference_context if inference_context is not None else more.get("inference_params")
+        reason = self._reason(context, query, carried)
+        if reason is None:
+            query, key = self._branch.rotate(query, key, carried[0], self._call(query, context))
+            calls[self._branch.operator] += 1
+            return self._adjust(inference_context, query, key, value, None, *rest, **more)
         query, key, value, carried, *others = self._adjust(inference_context, query, key, value, carried, *rest, **more)
-        if carried is not None:
-            calls = self._branch.installation.calls
-            reason = self._reason(inference_context, carried)
-            if reason is None:
-                query, key = self._branch.rotate(query, key, carried[0], self._call(query))
-                carried = None
-                calls[self._branch.operator] += 1
-            else:
-                # q and k differ in length where a cache is filled, so each is converted for its own.
-                pairs = zip(carried, (query, key), strict=True)
-                carried = tuple(None if c is None else self._branch.unfused(c, self._call(t)) for c, t in pairs)
-                calls[f"megatron: {reason}"] += 1
+        # q and k differ in length where a cache is filled, so each is converted for its own.
+        pairs = zip(carried, (query, key), strict=True)
+        carried = tuple(None if c is None else self._branch.unfused(c, self._call(t)) for c, t in pairs)
+        calls[f"megatron: {reason}"] += 1
         return query, key, value, carried, *others
 
-    def _reason(self, inference_context: Any, carried: tuple[Tensor | None, Tensor | None]) -> str | None:
+    def _reason(self, context: Any, query: Tensor, carried: tuple[Tensor | None, Tensor | None]) -> str | None:
+        reason = None
         if not self._branch.installation.enabled:
-            return "switched off"
-        if inference_context is not None:
-            return "inference context"
-        if carried[0] is None or carried[0] is not carried[1]:
-            return "q and k have embeddings of their own"
-        if self._branch.operator == "mrope" and self._mscale != 1.0:
-            return "attention factor with operator 'mrope'"
-        return None
+            reason = "switched off"
+        elif carried[0] is None or carried[0] is not carried[1]:
+            reason = "q and k have embeddings of their own"
+        elif self._branch.operator == "mrope" and self._mscale != 1.0:
+            reason = "attention factor with operator 'mrope'"
+        if context is None:
+            return reason
+        return (
+            self._static_reason(context, reason)
+            if context.is_static_batching()
+            else self._dynamic_reason(context, query, reason)
+        )
 
-    def _call(self, x: Tensor) -> _Call:
+    def _static_reason(self, context: Any, reason: str | None) -> str | None:
+        """Decided with the first tokens of a sequence: the cached keys are then all rotated, or none of them is."""
+        if context.sequence_len_offset == 0 and context.batch_size_offset == 0:
+            self._rotated = [known for known in self._rotated if known() is not None and known() is not context]
+            if reason is None:
+                self._rotated.append(weakref.ref(context))
+            return reason
+        is_rotated = any(known() is context for known in self._rotated)
+        return None if is_rotated else reason or "the cached keys are not rotated"
+
+    def _dynamic_reason(self, context: Any, query: Tensor, reason: str | None) -> str | None:
+        if self._branch.is_multimodal:
+            return reason or "a dynamic inference context has no positions of images"
+        if context.use_flashinfer_fused_rope:
+            return reason or "flashinfer rotates"
+        return reason or (None if query.shape[0] == context.padded_active_token_count else "padding of its own")
+
+    def _call(self, x: Tensor, context: Any = None) -> _Call:
         group = self._attention.pg_collection.cp
         packed = self._packed
         cu_seqlens = None
         if packed is not None and packed.qkv_format == "thd":
             cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
-        return _Call(x.shape[0], x.shape[1], cu_seqlens, group.rank(), group.size(), self._mscale)
+        where: dict[str, Any] = {}
+        if context is not None and context.is_static_batching():
+            where = {"start": context.sequence_len_offset}
+        elif context is not None:
+            where = {"positions": context.token_to_pos_ids[: x.shape[0]]}
+        return _Call(x.shape[0], x.shape[1], cu_seqlens, group.rank(), group.size(), self._mscale, x.dtype, **where)
+
+
+def _of_this_step(carried: Tensor, call: _Call) -> Tensor:
+    """With an inference context: values of the step's own tokens, which may have come for the whole sequence."""
+    if call.start is None or carried.shape[0] < call.start + call.tokens or carried.shape[0] == call.tokens:
+        return carried
+    return carried[call.start : call.start + call.tokens]
 
 
 def _on_this_rank(carried: Tensor, call: _Call) -> Tensor:

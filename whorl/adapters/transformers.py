@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from whorl import ops
 from whorl.adapters._install import Installation, Replaced
+from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
 _OLDEST = (5, 17)
@@ -265,7 +266,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
     """In place of a rotary module's forward, whose (cos, sin) every layer is handed: ([B, S, R], None)."""
-    rows = _own_rows(self, x, position_ids)
+    rows = _own_rows(self, x, position_ids).to(table_dtype(x.device, x.dtype))
     # Positions may be given once for all sequences. Contiguous here, or every layer would have to do it.
     return rows.expand(x.shape[0], -1, -1).contiguous(), None
 
@@ -275,7 +276,7 @@ def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Ten
     axes, batch, length = position_ids.shape
     # Asked for sequences whose axes all agree, transformers has nothing to merge and gives plain rows.
     agreeing = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
-    table = _own_rows(self, x, agreeing).flatten(0, 1)
+    table = _own_rows(self, x, agreeing).flatten(0, 1).to(table_dtype(x.device, x.dtype))
     index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
     return table, index.expand(-1, x.shape[0], -1).contiguous()
 

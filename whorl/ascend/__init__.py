@@ -1,8 +1,9 @@
 """torch_npu's operators by their own names and signatures, on any device.
 
 Code written for Ascend runs here on a CPU or an NVIDIA GPU, over `whorl.ops`; on NPU tensors torch_npu itself is
-called. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a gradient, or promises
-none, these raise; documented device limits raise ValueError until `limits("ignore")`. See docs/ascend.md.
+called, whatever it is asked for. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a
+gradient, or promises none, these raise; off the NPU documented device limits raise ValueError until
+`limits("ignore")`. See docs/ascend.md.
 """
 
 from .attention import npu_fused_infer_attention_score

@@ -68,15 +68,19 @@ def npu_fused_infer_attention_score(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * query @ key) @ value, in fp32, one rounding; and the logarithm of the softmax's sum if asked for.
 
-    Layouts BSH, BSND, BNSD, BNSD_BSND and TND; pages with block_table [B, blocks], key and value then
-    [blocks, block_size, HK * D] or [blocks, HK, block_size, D]. True in atten_mask hides. sparse_mode 0: atten_mask,
-    and pre_tokens before to next_tokens after, counted from the first query; 1: atten_mask alone; 2, 3: causal, counted
-    from the first or from the last query; 4: pre_tokens to next_tokens, counted from the last. With one query only the
-    atten_mask of modes 0 and 1 counts. Lengths are per sequence; in TND cumulative, but not those of pages. A query
-    that sees nothing gives zeros. lse: fp32 [B, N, S, 1], TND [T, N, 1], or empty. No gradient: torch_npu drops it
-    silently. Off the NPU the other arguments are refused by name.
+    Layouts BSH, BSND, BNSD, BNSD_BSND and TND; value, and so the result, may have heads of another size; pages with
+    block_table [B, blocks], key and value then [blocks, block_size, HK * D] or [blocks, HK, block_size, D]. True in
+    atten_mask hides. sparse_mode 0: atten_mask, and pre_tokens before to next_tokens after, counted from the first
+    query; 1: atten_mask alone; 2, 3: causal, counted from the first or from the last query; 4: pre_tokens to
+    next_tokens, counted from the last. With one query only the atten_mask of modes 0 and 1 counts. Lengths are per
+    sequence; in TND cumulative, but not those of pages. A query that sees nothing gives zeros. lse: fp32 [B, N, S, 1],
+    TND [T, N, 1], or empty. No gradient: torch_npu drops it silently. Off the NPU the other arguments are refused by
+    name.
     """
     given = dict(locals())
+    refuse_gradient(_NAME, query, key, value)
+    if is_npu(query):
+        return call_torch_npu(_NAME, **given)
     asked = _Asked(
         layout=input_layout,
         heads=num_heads,
@@ -92,9 +96,6 @@ def npu_fused_infer_attention_score(
     )
     more = {n: v for n in _NPU_ONLY if (v := given[n]) is not None and not (isinstance(v, int) and v == 0)}
     refuse(_NAME, None if more or input_layout not in _LAYOUTS else _limit(query, key, value, asked))
-    refuse_gradient(_NAME, query, key, value)
-    if is_npu(query):
-        return call_torch_npu(_NAME, **given)
     refuse_arguments(_NAME, **more)
     if input_layout not in _LAYOUTS:
         raise ValueError(f"{_NAME}: input_layout is {input_layout!r}, expected one of {', '.join(_LAYOUTS)}")
@@ -122,6 +123,7 @@ def _limit(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> str | No
         num_heads=asked.heads,
         num_kv_heads=asked.kv_heads,
         head_size=query.shape[-1] // (asked.heads if asked.layout == "BSH" else 1),
+        value_size=_head_size(value, asked),
         dtype=dtype_name(query),
         input_layout=asked.layout,
         batch=len(lengths),
@@ -131,6 +133,12 @@ def _limit(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> str | No
         mask_shape=None if asked.mask is None else asked.mask.shape,
         contiguous=all(t.is_contiguous() for t in (query, key, value, asked.mask) if t is not None),
     )
+
+
+def _head_size(x: Tensor, asked: _Asked) -> int:
+    """Of key or value: heads and channels are one dim in BSH, and in pages of three dims."""
+    is_joined = x.dim() == 3 and (asked.layout == "BSH" or asked.block_table is not None)
+    return x.shape[-1] // asked.kv_heads if is_joined else x.shape[-1]
 
 
 def _counts(query: Tensor, asked: _Asked) -> list[int]:
@@ -156,10 +164,12 @@ def _compute(
     if asked.heads % asked.kv_heads:
         raise ValueError(f"{_NAME}: {asked.heads} heads are not a multiple of {asked.kv_heads} key heads")
     q = _tokens_first(query, asked.layout, asked.heads)
-    out, lse = (
-        torch.zeros(q.shape, dtype=q.dtype, device=q.device),
-        torch.full(q.shape[:-1], torch.inf, device=q.device),
-    )
+    if _head_size(key, asked) != q.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: query has heads of {q.shape[-1]}, key of {_head_size(key, asked)}; expected one size"
+        )
+    out = torch.zeros(*q.shape[:-1], _head_size(value, asked), dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], torch.inf, device=q.device)
     is_packed, start = asked.layout == "TND", 0
     for b, count in enumerate(_counts(query, asked)):
         at = (0, slice(start, start + count)) if is_packed else (b, slice(0, count))
@@ -225,7 +235,7 @@ def _hidden(asked: _Asked, b: int, count: int, keys: int, *, is_single: bool) ->
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q: [n, HQ, D], k and v: [s, HK, D]: the result [n, HQ, D] and lse [n, HQ], in the dtype of accumulation."""
+    """q: [n, HQ, D], k: [s, HK, D], v: [s, HK, DV]: out [n, HQ, DV] and lse [n, HQ], in the dtype of accumulation."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("nhgd,shd->nhgs", grouped, k.to(wide)) * scale

@@ -1,4 +1,7 @@
-"""What every name here does before it computes: limits, missing gradients, and torch_npu itself on an NPU."""
+"""What every name here does before it computes: missing gradients, torch_npu itself on an NPU, and elsewhere limits.
+
+On an NPU the vendor decides what a call may ask for: no limit and no check of ours stands before torch_npu.
+"""
 
 import importlib
 from types import TracebackType
@@ -14,7 +17,7 @@ _limits = "enforce"
 
 
 class limits:
-    """Whether documented device limits are errors: `limits("ignore")` from here on, or in a `with` block only.
+    """Whether documented device limits are errors off the NPU: `limits("ignore")` from here on, or in a `with` block.
 
     One setting for all threads. What has no meaning, such as an odd width, stays an error.
     """

@@ -42,21 +42,6 @@ def npu_grouped_matmul(
     [N] for each. Off the NPU quantisation and activations are refused by name.
     """
     name = "npu_grouped_matmul"
-    sizes = {"split_item": split_item or 0, "group_list_type": group_list_type or 0, "act_type": act_type or 0}
-    refuse(
-        name,
-        contracts.grouped_matmul_limit(
-            shapes=[t.shape for t in x],
-            weight_shapes=[t.shape for t in weight],
-            dtype=dtype_name(x[0]),
-            weight_dtype=dtype_name(weight[0]),
-            groups=None if group_list is None else group_list.numel(),
-            group_type=group_type,
-            **sizes,
-        )
-        if scale is None and antiquant_scale is None
-        else None,
-    )
     refuse_gradient(name, *x, *weight, *(bias or ()))
     if is_npu(x[0]):
         return call_torch_npu(
@@ -84,6 +69,21 @@ def npu_grouped_matmul(
             scale_dtype=scale_dtype,
             per_token_scale_dtype=per_token_scale_dtype,
         )
+    sizes = {"split_item": split_item or 0, "group_list_type": group_list_type or 0, "act_type": act_type or 0}
+    refuse(
+        name,
+        contracts.grouped_matmul_limit(
+            shapes=[t.shape for t in x],
+            weight_shapes=[t.shape for t in weight],
+            dtype=dtype_name(x[0]),
+            weight_dtype=dtype_name(weight[0]),
+            groups=None if group_list is None else group_list.numel(),
+            group_type=group_type,
+            **sizes,
+        )
+        if scale is None and antiquant_scale is None
+        else None,
+    )
     refuse_arguments(
         name,
         scale=scale,

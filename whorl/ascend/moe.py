@@ -18,10 +18,10 @@ def npu_moe_gating_top_k_softmax(
     row_idx[i, j] = j * rows + i.
     """
     name = "npu_moe_gating_top_k_softmax"
-    refuse(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
     refuse_gradient(name, x)
     if is_npu(x):
         return call_torch_npu(name, x, finished=finished, k=k)
+    refuse(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
     rows = x.reshape(-1, x.shape[-1])
     weights, ids = ops.route(rows, k, renormalize=False)
     if finished is not None:
@@ -55,19 +55,6 @@ def npu_moe_gating_top_k(
     with out_flag the scores in fp32, else zeros. The weights are differentiable in x.
     """
     name = "npu_moe_gating_top_k"
-    bias_dtype = None if bias is None else dtype_name(bias)
-    refuse(
-        name,
-        contracts.moe_gating_top_k_limit(
-            shape=x.shape, dtype=dtype_name(x), bias_dtype=bias_dtype, group_count=group_count, renorm=renorm
-        ),
-    )
-    for what, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
-        if value not in (0, 1):
-            raise ValueError(f"{name}: {what} is {value}, expected 0 or 1")
-    experts = x.shape[-1]
-    if experts % group_count or not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
-        raise ValueError(f"{name}: {k} of {experts} experts, {k_group} of {group_count} groups, do not fit")
     if is_npu(x):
         return call_torch_npu(
             name,
@@ -85,6 +72,19 @@ def npu_moe_gating_top_k(
             routed_scaling_factor=routed_scaling_factor,
             eps=eps,
         )
+    bias_dtype = None if bias is None else dtype_name(bias)
+    refuse(
+        name,
+        contracts.moe_gating_top_k_limit(
+            shape=x.shape, dtype=dtype_name(x), bias_dtype=bias_dtype, group_count=group_count, renorm=renorm
+        ),
+    )
+    for what, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
+        if value not in (0, 1):
+            raise ValueError(f"{name}: {what} is {value}, expected 0 or 1")
+    experts = x.shape[-1]
+    if experts % group_count or not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
+        raise ValueError(f"{name}: {k} of {experts} experts, {k_group} of {group_count} groups, do not fit")
     refuse_arguments(name, input_ids=input_ids, tid2eid=tid2eid)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scores = torch.sigmoid(wide) if norm_type else torch.softmax(wide, -1)
@@ -126,28 +126,18 @@ def npu_moe_init_routing_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each row of x once for each of its experts, sorted by expert. No gradient: torch_npu drops it silently.
 
-    x: [T, H]; expert_idx: [T, K]. Returns the rows [T * K, H], or active_num of them, int8 with quant_mode 1; where
-    copy i * K + j went (row_idx_type 0; -1: nowhere) or which copy is here (1); rows per expert of active_expert_range,
-    cumulative (expert_tokens_num_type 0), counts (1) or (expert, count) pairs (2); and the scale of each row: with
-    quant_mode 1 the quantisation's, otherwise that of `scale` [T]. What the device leaves undefined is 0, or -1.
+    x: [T, H]; expert_idx: [T, K]. Returns
+    - the rows [T * K, H], or active_num of them; drop_pad_mode 1: [expert_num, expert_capacity, H], zeros where an
+      expert has fewer, and what is past its capacity is dropped; int8 with quant_mode 0 (round(x * scale + offset)) and
+      1 (a scale for each row);
+    - where copy i * K + j went (row_idx_type 0; -1: nowhere) or which copy is here (1; not in drop_pad_mode 1);
+    - rows per expert of active_expert_range before any is dropped, cumulative (expert_tokens_num_type 0), counts (1) or
+      (expert, count) pairs (2); drop_pad_mode 1 always counts;
+    - the scale of each row: with quant_mode 1 the quantisation's, otherwise that of `scale` [T].
+    What the device leaves undefined is 0, or -1; without expert_tokens_num_flag the third is one 0.
     """
     name = "npu_moe_init_routing_v2"
-    refuse(
-        name,
-        contracts.moe_init_routing_limit(
-            shape=x.shape,
-            dtype=dtype_name(x),
-            ids_dtype=dtype_name(expert_idx),
-            expert_num=expert_num,
-            drop_pad_mode=drop_pad_mode,
-            expert_tokens_num_type=expert_tokens_num_type,
-            expert_tokens_num_flag=expert_tokens_num_flag,
-            quant_mode=quant_mode,
-        ),
-    )
     refuse_gradient(name, x)
-    if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
-        raise ValueError(f"{name}: x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
     if is_npu(x):
         return call_torch_npu(
             name,
@@ -166,51 +156,92 @@ def npu_moe_init_routing_v2(
             row_idx_type=row_idx_type,
             x_dtype=x_dtype,
         )
-    refuse_arguments(name, offset=offset, x_dtype=x_dtype, drop_pad_mode=drop_pad_mode or None)
-    if quant_mode not in (-1, 1):
-        raise ValueError(f"{name}: quant_mode is {quant_mode}, expected -1 (none) or 1 (int8, a scale for each row)")
+    refuse(
+        name,
+        contracts.moe_init_routing_limit(
+            shape=x.shape,
+            dtype=dtype_name(x),
+            ids_dtype=dtype_name(expert_idx),
+            expert_num=expert_num,
+            drop_pad_mode=drop_pad_mode,
+            expert_capacity=expert_capacity,
+            expert_tokens_num_type=expert_tokens_num_type,
+            active_expert_range=active_expert_range,
+            quant_mode=quant_mode,
+        ),
+    )
+    if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
+        raise ValueError(f"{name}: x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
+    refuse_arguments(name, x_dtype=x_dtype)
+    if quant_mode not in (-1, 0, 1) or drop_pad_mode not in (0, 1):
+        raise ValueError(f"{name}: quant_mode is {quant_mode}, drop_pad_mode {drop_pad_mode}; expected -1 to 1, 0 or 1")
+    if quant_mode == 0 and (scale is None or offset is None):
+        raise ValueError(f"{name}: quant_mode 0 needs scale and offset, one number each")
     if expert_tokens_num_type not in (0, 1, 2) or row_idx_type not in (0, 1):
         raise ValueError(f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, row_idx_type {row_idx_type}")
     first, last = active_expert_range or (0, expert_num)
+    if expert_num < 0 or first > last:
+        raise ValueError(f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}: no experts")
     flat = expert_idx.flatten().long()
     is_active = (flat >= first) & (flat < last)
-    order = torch.where(is_active, flat, last).sort(stable=True).indices
-    rows = flat.numel() if active_num <= 0 else min(active_num, flat.numel())
-    order = order[: min(rows, int(is_active.sum()))]
-    expanded, scales = _expand(x, order, flat, expert_idx.shape[1], first, scale, quant_mode)
-    pad = rows - order.numel()
-    expanded, scales = torch.nn.functional.pad(expanded, (0, 0, 0, pad)), torch.nn.functional.pad(scales, (0, pad))
+    order = torch.where(is_active, flat, last).sort(stable=True).indices[: int(is_active.sum())]
+    owners = flat[order] - first
+    counts = torch.bincount(owners, minlength=last - first)
+    if drop_pad_mode == 1:
+        slots = _slots(owners, counts, expert_capacity)
+        kept, size = slots >= 0, expert_num * expert_capacity
+        order, owners, at = order[kept], owners[kept], slots[kept]
+    else:
+        size = flat.numel() if active_num <= 0 else min(active_num, flat.numel())
+        at = torch.arange(order.numel(), device=x.device)
     places = torch.full((flat.numel(),), -1, dtype=torch.int32, device=x.device)
-    if row_idx_type == 0:
-        places[order] = torch.arange(order.numel(), dtype=torch.int32, device=x.device)
+    if row_idx_type == 0 or drop_pad_mode == 1:
+        places[order] = at.int()
     else:
         places[: order.numel()] = order.int()
-    counts = torch.bincount(flat[order] - first, minlength=last - first)
-    if not expert_tokens_num_flag:
-        counts = counts.new_zeros(())
-    elif expert_tokens_num_type == 0:
-        counts = counts.cumsum(0)
-    elif expert_tokens_num_type == 2:
-        counts = _pairs(counts, first, expert_num)
-    return expanded, places, counts, scales
+    rows, scales = _expand(x, order[:size], owners[:size], expert_idx.shape[1], scale, offset, quant_mode)
+    expanded = rows.new_zeros(size, x.shape[1]).index_copy_(0, at[:size], rows)
+    all_scales = scales.new_zeros(size).index_copy_(0, at[:size], scales)
+    if drop_pad_mode == 1:
+        expanded, expert_tokens_num_type = expanded.unflatten(0, (expert_num, expert_capacity)), 1
+    totals = counts.new_zeros(())
+    if expert_tokens_num_flag:
+        totals = _totals(counts, expert_tokens_num_type, first, expert_num)
+    return expanded, places, totals, all_scales
+
+
+def _slots(owners: Tensor, counts: Tensor, capacity: int) -> Tensor:
+    """Where each copy, sorted by expert, goes in [experts, capacity]; -1: past its expert's capacity."""
+    within = torch.arange(owners.numel(), device=owners.device) - (counts.cumsum(0) - counts)[owners]
+    return torch.where(within < capacity, owners * capacity + within, -1)
 
 
 def _expand(
-    x: Tensor, order: Tensor, flat: Tensor, slots: int, first: int, scale: Tensor | None, quant_mode: int
+    x: Tensor,
+    order: Tensor,
+    owners: Tensor,
+    slots: int,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    quant_mode: int,
 ) -> tuple[Tensor, Tensor]:
     """The rows in the order of their experts, and a scale for each."""
     source = order // slots
-    rows = x[source]
+    rows, no_scales = x[source], torch.zeros(order.numel(), device=x.device)
     if quant_mode == -1:
-        scales = torch.zeros(order.numel(), device=x.device) if scale is None else scale[source]
-        return rows, scales
+        return rows, no_scales if scale is None else scale[source]
+    wide = rows.to(torch.promote_types(x.dtype, torch.float32))
+    if quant_mode == 0 and scale is not None and offset is not None:
+        return (wide * scale + offset).round().clamp(-128, 127).to(torch.int8), no_scales
     if scale is not None:  # [experts, H] or [1, H]
-        rows = rows.float() * (scale if scale.shape[0] == 1 else scale[flat[order] - first])
-    return ops.dynamic_quant(rows)
+        wide = wide * (scale if scale.shape[0] == 1 else scale[owners])
+    return ops.dynamic_quant(wide)
 
 
-def _pairs(counts: Tensor, first: int, expert_num: int) -> Tensor:
-    """[expert_num, 2]: (expert, rows) of those that have any, then zeros."""
+def _totals(counts: Tensor, kind: int, first: int, expert_num: int) -> Tensor:
+    """Counts as they are (1), cumulative (0), or [expert_num, 2]: (expert, rows) of those with any, then zeros (2)."""
+    if kind != 2:
+        return counts if kind else counts.cumsum(0)
     used = counts.nonzero().flatten()
     found = torch.stack((used + first, counts[used]), -1)
     return torch.nn.functional.pad(found, (0, 0, 0, expert_num - len(used)))
@@ -236,6 +267,10 @@ def npu_moe_finalize_routing(
     name = "npu_moe_finalize_routing"
     mode, rows, index = drop_pad_mode or 0, expanded_permuted_rows, expanded_src_to_dst_row
     given = [t for t in (rows, skip1, skip2, bias, scales) if t is not None]
+    refuse_gradient(name, *given)
+    if is_npu(rows):
+        arguments = (rows, skip1, skip2, bias, scales, index, export_for_source_row)
+        return call_torch_npu(name, *arguments, drop_pad_mode=drop_pad_mode, k=k)
     refuse(
         name,
         contracts.moe_finalize_routing_limit(
@@ -244,16 +279,11 @@ def npu_moe_finalize_routing(
             scales_dtype=None if scales is None else dtype_name(scales),
             index_dtype=dtype_name(index),
             drop_pad_mode=mode,
+            has_skips=(skip1 is not None, skip2 is not None),
         ),
     )
-    refuse_gradient(name, *given)
     if mode not in (0, 1, 2, 3):
         raise ValueError(f"{name}: drop_pad_mode is {mode}, expected 0 to 3")
-    if skip1 is not None and skip2 is None:
-        raise ValueError(f"{name}: skip1 without skip2; give the one tensor as skip2")
-    if is_npu(rows):
-        arguments = (rows, skip1, skip2, bias, scales, index, export_for_source_row)
-        return call_torch_npu(name, *arguments, drop_pad_mode=drop_pad_mode, k=k)
     slots = scales.shape[1] if scales is not None else k or 1
     index = index.view(slots, -1).t() if mode in (0, 1) else index.view(-1, slots)  # [T, K]
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -280,14 +310,14 @@ def npu_moe_token_permute(
     or 0: all). Differentiable.
     """
     name = "npu_moe_token_permute"
+    if is_npu(tokens):
+        return call_torch_npu(name, tokens, indices, num_out_tokens=num_out_tokens, padded_mode=padded_mode)
     top_k = 1 if indices.dim() == 1 else indices.shape[1]
     refuse(name, contracts.moe_token_permute_limit(shape=tokens.shape, dtype=dtype_name(tokens), top_k=top_k))
     if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
         raise ValueError(
             f"{name}: tokens is {list(tokens.shape)}, indices {list(indices.shape)}: expected [T, H], [T, K]"
         )
-    if is_npu(tokens):
-        return call_torch_npu(name, tokens, indices, num_out_tokens=num_out_tokens, padded_mode=padded_mode)
     refuse_arguments(name, padded_mode=padded_mode or None)
     order = indices.flatten().sort(stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -309,12 +339,12 @@ def npu_moe_token_unpermute(
     index past the rows, of a token that was dropped, counts as zeros. Differentiable in permuted_tokens and probs.
     """
     name = "npu_moe_token_unpermute"
-    top_k = 1 if probs is None else probs.shape[1]
-    dtype = dtype_name(permuted_tokens)
-    refuse(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
     if is_npu(permuted_tokens):
         arguments = {"probs": probs, "padded_mode": padded_mode, "restore_shape": restore_shape}
         return call_torch_npu(name, permuted_tokens, sorted_indices, **arguments)
+    top_k = 1 if probs is None else probs.shape[1]
+    dtype = dtype_name(permuted_tokens)
+    refuse(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
     refuse_arguments(name, padded_mode=padded_mode or None, restore_shape=restore_shape)
     wide = permuted_tokens.to(torch.promote_types(permuted_tokens.dtype, torch.float32))
     index = sorted_indices.long().view(-1, top_k)

@@ -15,14 +15,14 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     Differentiable in input and gamma; no gradient flows through the second output.
     """
     name = "npu_rms_norm"
+    if is_npu(input):
+        return call_torch_npu(name, input, gamma, epsilon=epsilon)
     refuse(
         name,
         contracts.rms_norm_limit(
             shape=input.shape, gamma_shape=gamma.shape, dtype=dtype_name(input), gamma_dtype=dtype_name(gamma)
         ),
     )
-    if is_npu(input):
-        return call_torch_npu(name, input, gamma, epsilon=epsilon)
     y = ops.rms_norm(_rows(input, gamma), gamma.flatten(), epsilon)
     return y.view(input.shape), _inverse_rms(input, gamma, epsilon)
 
@@ -30,6 +30,9 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
     """npu_rms_norm of x = x1 + x2: returns y, 1 / rms in float32, and x. No gradient, as in torch_npu."""
     name = "npu_add_rms_norm"
+    refuse_gradient(name, x1, x2, gamma)
+    if is_npu(x1):
+        return call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
     refuse(
         name,
         contracts.add_rms_norm_limit(
@@ -40,9 +43,6 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
             gamma_dtype=dtype_name(gamma),
         ),
     )
-    refuse_gradient(name, x1, x2, gamma)
-    if is_npu(x1):
-        return call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
     y, x = ops.add_rms_norm(_rows(x1, gamma), _rows(x2, gamma), gamma.flatten(), epsilon)
     x = x.view(x1.shape)
     return y.view(x1.shape), _inverse_rms(x, gamma, epsilon), x
@@ -51,12 +51,12 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """silu(first half) * second half along `dim`. Differentiable."""
     name = "npu_swiglu"
+    if is_npu(input):
+        return call_torch_npu(name, input, dim=dim)
     contiguous = input.is_contiguous()
     refuse(name, contracts.swiglu_limit(shape=input.shape, dim=dim, dtype=dtype_name(input), contiguous=contiguous))
     if input.shape[dim] % 2:
         raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
-    if is_npu(input):
-        return call_torch_npu(name, input, dim=dim)
     return ops.swiglu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
 
 

@@ -20,6 +20,10 @@ def npu_rotary_mul(
     Differentiable in input, r1 and r2, but not with `rotate`.
     """
     name = "npu_rotary_mul"
+    if rotate is not None and needs_gradient(input, r1, r2, rotate):
+        raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
+    if is_npu(input):
+        return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
     refuse(
         name,
         contracts.rotary_mul_limit(
@@ -30,12 +34,8 @@ def npu_rotary_mul(
             table_needs_grad=needs_gradient(r1, r2),
         ),
     )
-    if rotate is not None and needs_gradient(input, r1, r2, rotate):
-        raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
     _check_tables(name, input, r1, r2)
     style = _style(name, rotary_mode)
-    if is_npu(input):
-        return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
     return _turn(input, r1, r2, style) if rotate is None else _turn_by_matrix(input, r1, r2, rotate)
 
 
@@ -58,6 +58,19 @@ def npu_mrope(
     """
     name = "npu_mrope"
     rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
+    refuse_gradient(name, query, key, cos_sin_cache)
+    if is_npu(query):
+        return call_torch_npu(
+            name,
+            positions,
+            query,
+            key,
+            cos_sin_cache,
+            head_size,
+            mrope_section=mrope_section,
+            rotary_mode=rotary_mode,
+            cache_mode=cache_mode,
+        )
     refuse(
         name,
         contracts.mrope_limit(
@@ -73,22 +86,9 @@ def npu_mrope(
             cache_mode=cache_mode,
         ),
     )
-    refuse_gradient(name, query, key, cos_sin_cache)
     style = _style(name, rotary_mode)
     if cache_mode not in ("default", "interleave"):
         raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
-    if is_npu(query):
-        return call_torch_npu(
-            name,
-            positions,
-            query,
-            key,
-            cos_sin_cache,
-            head_size,
-            mrope_section=mrope_section,
-            rotary_mode=rotary_mode,
-            cache_mode=cache_mode,
-        )
     q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
     if mrope_section is None or not any(mrope_section):
         q, k = ops.rope(q, k, table, positions, style=style)
@@ -106,6 +106,9 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order.
     """
     name = "npu_interleave_rope"
+    refuse_gradient(name, x, cos, sin)
+    if is_npu(x):
+        return call_torch_npu(name, x, cos, sin)
     refuse(
         name,
         contracts.interleave_rope_limit(
@@ -116,10 +119,7 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             contiguous=all(t.is_contiguous() for t in (x, cos, sin)),
         ),
     )
-    refuse_gradient(name, x, cos, sin)
     _check_tables(name, x, cos, sin)
-    if is_npu(x):
-        return call_torch_npu(name, x, cos, sin)
     return _turn(x, cos, sin, "pairs", pairs_out="half")
 
 
@@ -131,6 +131,9 @@ def npu_apply_rotary_pos_emb(
     query, key: [B, S, N, D] or, layout TND, [T, N, D]; cos, sin: full width, N = 1.
     """
     name = "npu_apply_rotary_pos_emb"
+    refuse_gradient(name, query, key, cos, sin)
+    if is_npu(query):
+        return call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
     refuse(
         name,
         contracts.apply_rotary_pos_emb_limit(
@@ -143,15 +146,12 @@ def npu_apply_rotary_pos_emb(
             rotary_mode=rotary_mode,
         ),
     )
-    refuse_gradient(name, query, key, cos, sin)
     style = _style(name, rotary_mode)
     if layout not in ("BSND", "SBND", "BNSD", "TND") or query.dim() != len(layout):
         raise ValueError(f"{name}: layout is {layout!r}, query {list(query.shape)}; expected BSND, SBND, BNSD or TND")
     width = cos.shape[-1]
     _check_tables(name, query[..., :width], cos, sin)
     _check_tables(name, key[..., :width], cos, sin)
-    if is_npu(query):
-        return call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
     for x in (query, key):
         x[..., :width].copy_(_turn(x[..., :width], cos, sin, style))
     return query, key
@@ -166,6 +166,10 @@ def _npu_rotary_embedding(
     first call for the life of the process; off the NPU every call uses the table it is given.
     """
     name = "_npu_rotary_embedding"
+    refuse_gradient(name, query, key, cos_sin_cache)
+    if is_npu(query):
+        call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        return
     refuse(
         name,
         contracts.rotary_embedding_limit(
@@ -177,10 +181,6 @@ def _npu_rotary_embedding(
             dtype=dtype_name(query),
         ),
     )
-    refuse_gradient(name, query, key, cos_sin_cache)
-    if is_npu(query):
-        call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
-        return
     q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
     ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
 
@@ -191,6 +191,12 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
     Differentiable in x, and in cos and sin where both need a gradient; MindSpeed gives one of them alone none.
     """
     name = "npu_rotary_position_embedding"
+    if needs_gradient(cos) != needs_gradient(sin):
+        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one; one of them does")
+    if is_npu(x):
+        from mindspeed.ops import npu_rotary_position_embedding as extension
+
+        return extension.npu_rotary_position_embedding(x, cos, sin, mode)
     refuse(
         name,
         contracts.rotary_position_embedding_limit(
@@ -201,15 +207,9 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
             table_needs_grad=needs_gradient(cos, sin),
         ),
     )
-    if needs_gradient(cos) != needs_gradient(sin):
-        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one; one of them does")
     if mode not in (0, 1):
         raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
     _check_tables(name, x, cos, sin)
-    if is_npu(x):
-        from mindspeed.ops import npu_rotary_position_embedding as extension
-
-        return extension.npu_rotary_position_embedding(x, cos, sin, mode)
     return _turn(x, cos, sin, ("half", "pairs")[mode])
 
 

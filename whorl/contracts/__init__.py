@@ -2,7 +2,8 @@
 
 `CONTRACTS` holds torch_npu 2.13's signatures (and one of MindSpeed's), `<operator>_limit` says which documented
 device limit a call breaks, `probe` reads what an installed torch_npu really has. The limits are those documented
-for Atlas A2 and A3. The operators in `whorl.ops`, `whorl.ascend` and the doctor all read from here.
+for Atlas A2 and A3; the date in each docstring is that of the vendor's page it follows (docs/zh/custom_APIs of
+op-plugin, read in November 2026). The operators in `whorl.ops`, `whorl.ascend` and the doctor all read from here.
 """
 
 from .attention import MASK_SIZE, PAGE_SIZES, fused_infer_attention_limit, scatter_pa_kv_cache_limit, top_k_top_p_limit

@@ -12,7 +12,10 @@ MASK_SIZE = 2048  # rows and columns of the mask of sparse_mode 2, 3 and 4
 def scatter_pa_kv_cache_limit(
     *, key_shape: Shape, cache_shape: Shape, dtype: str, cache_dtype: str, contiguous: bool = True
 ) -> str | None:
-    """Limits of npu_scatter_pa_kv_cache with cache_mode 'Norm': [T, N, D] into [blocks, block size, N, D]."""
+    """Limits of npu_scatter_pa_kv_cache with cache_mode 'Norm': [T, N, D] into [blocks, block size, N, D].
+
+    Document of 2026-08-05.
+    """
     if (reason := dtype_limit("key", dtype, (*FLOATS, "int8"))) is not None:
         return reason
     if cache_dtype != dtype:
@@ -29,6 +32,7 @@ def fused_infer_attention_limit(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
+    value_size: int | None = None,
     dtype: str,
     input_layout: str,
     batch: int,
@@ -38,7 +42,11 @@ def fused_infer_attention_limit(
     mask_shape: Shape | None = None,
     contiguous: bool = True,
 ) -> str | None:
-    """Limits of npu_fused_infer_attention_score; `queries`: of the longest sequence; block_size 0: no pages."""
+    """Limits of npu_fused_infer_attention_score; `queries`: of the longest sequence; block_size 0: no pages.
+
+    `value_size` is the head size of value where it differs: in TND only. Document of 2026-08-10.
+    """
+    value_size = head_size if value_size is None else value_size
     if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if not contiguous:
@@ -49,8 +57,12 @@ def fused_infer_attention_limit(
         return f"at most 256 heads and 64 for each key head, got {num_heads} and {num_kv_heads}"
     if block_size and num_kv_heads * head_size > 65535:
         return f"a page's row must be below 65536, got {num_kv_heads} heads of {head_size}"
-    reason = _page_limit(queries, block_size) or _mask_limit(queries, sparse_mode, mask_shape)
-    return reason or (_tnd_limit(batch, head_size, sparse_mode, mask_shape) if input_layout == "TND" else None)
+    if input_layout == "TND":
+        sizes = _tnd_limit(batch, head_size, value_size, block_size, sparse_mode, mask_shape)
+        return _mask_limit(queries, sparse_mode, mask_shape) or sizes
+    if value_size != head_size:
+        return f"{input_layout} takes values of the keys' head size {head_size}, got {value_size}"
+    return _page_limit(queries, block_size) or _mask_limit(queries, sparse_mode, mask_shape)
 
 
 def _page_limit(queries: int, block_size: int) -> str | None:
@@ -71,9 +83,13 @@ def _mask_limit(queries: int, sparse_mode: int, mask_shape: Shape | None) -> str
     return None
 
 
-def _tnd_limit(batch: int, head_size: int, sparse_mode: int, mask_shape: Shape | None) -> str | None:
-    if head_size not in (128, 192):
-        return f"TND takes heads of 128 or 192, got {head_size}"
+def _tnd_limit(
+    batch: int, head_size: int, value_size: int, block_size: int, sparse_mode: int, mask_shape: Shape | None
+) -> str | None:
+    if (head_size, value_size) not in ((128, 128), (192, 192), (192, 128)):
+        return f"TND takes heads of 128, or of 192 with values of 128 or 192, got {head_size} and {value_size}"
+    if block_size > 1024 or block_size % 16:
+        return f"block size must be a multiple of 16 up to 1024 in TND, got {block_size}"
     if batch > 4096:
         return f"TND takes at most 4096 sequences, got {batch}"
     if (sparse_mode, mask_shape is None) not in ((0, True), (3, False), (4, False)):
@@ -82,7 +98,7 @@ def _tnd_limit(batch: int, head_size: int, sparse_mode: int, mask_shape: Shape |
 
 
 def top_k_top_p_limit(*, shape: Shape, dtype: str, top_k: int | None = None) -> str | None:
-    """Limits of npu_top_k_top_p; `top_k` is the highest of k."""
+    """Limits of npu_top_k_top_p; `top_k` is the highest of k. Document of 2026-07-09."""
     if (reason := dtype_limit("logits", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2:

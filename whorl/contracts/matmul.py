@@ -9,7 +9,7 @@ INNER = 65536  # every last dim of x and weight is below
 
 
 def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: str | None = None) -> str | None:
-    """Limits of npu_linear: two dimensions, bias in input's dtype."""
+    """Limits of npu_linear: two dimensions, bias in input's dtype. Document of 2026-05-13."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2 or len(weight_shape) != 2:
@@ -29,7 +29,10 @@ def grouped_matmul_limit(
     group_list_type: int = 0,
     act_type: int = 0,
 ) -> str | None:
-    """Limits of npu_grouped_matmul without quantisation; `groups` is the length of group_list."""
+    """Limits of npu_grouped_matmul without quantisation; `groups` is the length of group_list.
+
+    Document of 2026-08-05.
+    """
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if weight_dtype != dtype:
@@ -74,17 +77,23 @@ def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: i
 
 
 def mm_reduce_scatter_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_mm_reduce_scatter_base without quantisation: rows that the ranks divide, no bias."""
+    """Limits of npu_mm_reduce_scatter_base without quantisation: rows that the ranks divide, no bias.
+
+    Document of 2026-08-06.
+    """
     if (reason := _communicating_limit(shape, weight_shape, dtype, world)) is not None:
         return reason
     return f"{world} ranks must divide the rows, got {shape[0]}" if shape[0] % world else None
 
 
 def all_gather_mm_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_all_gather_base_mm without quantisation; `shape` is that of a rank's rows."""
+    """Limits of npu_all_gather_base_mm without quantisation; `shape` is that of a rank's rows.
+
+    Document of 2026-07-23.
+    """
     return _communicating_limit(shape, weight_shape, dtype, world)
 
 
 def mm_all_reduce_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_mm_all_reduce_base without quantisation."""
+    """Limits of npu_mm_all_reduce_base without quantisation. Document of 2026-07-23."""
     return _communicating_limit(shape, weight_shape, dtype, world)

@@ -7,7 +7,7 @@ from .dtypes import FLOATS, dtype_limit
 
 
 def moe_gating_top_k_softmax_limit(*, shape: Shape, k: int, dtype: str) -> str | None:
-    """Limits of npu_moe_gating_top_k_softmax: 2-D or 3-D logits, k at most 1024."""
+    """Limits of npu_moe_gating_top_k_softmax: 2-D or 3-D logits, k at most 1024. Document of 2026-05-18."""
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if len(shape) not in (2, 3):
@@ -20,7 +20,10 @@ def moe_gating_top_k_softmax_limit(*, shape: Shape, k: int, dtype: str) -> str |
 def moe_gating_top_k_limit(
     *, shape: Shape, dtype: str, bias_dtype: str | None = None, group_count: int = 1, renorm: int = 0
 ) -> str | None:
-    """Limits of npu_moe_gating_top_k: 2-D logits, at most 2048 experts, groups of more than two."""
+    """Limits of npu_moe_gating_top_k: 2-D logits, at most 2048 experts, groups of more than two.
+
+    Document of 2026-07-11.
+    """
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2:
@@ -46,36 +49,52 @@ def moe_init_routing_limit(
     ids_dtype: str,
     expert_num: int,
     drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 1,
-    expert_tokens_num_flag: bool = True,
+    expert_capacity: int = -1,
+    expert_tokens_num_type: int = 0,
+    active_expert_range: Shape = (),
     quant_mode: int = -1,
 ) -> str | None:
-    """Limits of npu_moe_init_routing_v2: no drop, counts asked for, unquantised or dynamic int8."""
+    """Limits of npu_moe_init_routing_v2, without quantisation (quant_mode -1), static (0) or dynamic (1) to int8.
+
+    Document of 2026-08-05. No defaults of its own but one are outside it: expert_num has to be given.
+    """
     if (reason := dtype_limit("x", dtype, (*FLOATS, "int8"))) is not None:
         return reason
     if ids_dtype != "int32":
         return f"expert_idx must be int32, got {ids_dtype}"
+    if expert_tokens_num_type not in (0, 1, 2):
+        return f"expert_tokens_num_type must be 0, 1 or 2, got {expert_tokens_num_type}"
     most = 5120 if expert_tokens_num_type == 2 else 10240
-    if not 0 < expert_num <= most:
-        return f"expert_num must be 1 to {most}, got {expert_num}"
-    if drop_pad_mode:
-        return f"drop_pad_mode must be 0, got {drop_pad_mode}"
-    if expert_tokens_num_type not in (1, 2) or not expert_tokens_num_flag:
-        return (
-            "expert_tokens_num_type must be 1 or 2 with expert_tokens_num_flag, got "
-            f"{expert_tokens_num_type}, {expert_tokens_num_flag}"
-        )
-    if quant_mode not in (-1, 1) or (quant_mode == 1 and dtype == "int8"):
-        return f"quant_mode must be -1, or 1 for x that is not int8, got {quant_mode}"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+    if not 0 <= expert_num <= most:
+        return f"expert_num must be given, 0 to {most}, got {expert_num}"
+    if drop_pad_mode not in (0, 1):
+        return f"drop_pad_mode must be 0 or 1, got {drop_pad_mode}"
+    if quant_mode not in (-1, 0, 1) or (quant_mode >= 0 and dtype == "int8"):
+        return f"quant_mode must be -1, or 0 or 1 for x that is not int8, got {quant_mode}"
+    first, last = active_expert_range or (0, expert_num)
+    if not 0 <= first <= last <= expert_num:
+        return f"active_expert_range must be within the {expert_num} experts, got {list(active_expert_range)}"
+    if drop_pad_mode == 0:
+        return None
+    if (first, last) != (0, expert_num):
+        return f"drop_pad_mode 1 takes all experts, got active_expert_range {list(active_expert_range)}"
+    if not 0 < expert_capacity <= shape[0]:
+        return f"expert_capacity must be 1 to the {shape[0]} rows with drop_pad_mode 1, got {expert_capacity}"
+    return None
 
 
 def moe_finalize_routing_limit(
-    *, shape: Shape, dtype: str, scales_dtype: str | None = None, index_dtype: str = "int32", drop_pad_mode: int = 0
+    *,
+    shape: Shape,
+    dtype: str,
+    scales_dtype: str | None = None,
+    index_dtype: str = "int32",
+    drop_pad_mode: int = 0,
+    has_skips: tuple[bool, bool] = (False, False),
 ) -> str | None:
-    """Limits of npu_moe_finalize_routing: scales in the rows' dtype, an int32 index.
+    """Limits of npu_moe_finalize_routing: scales in the rows' dtype, an int32 index, no skip2 without skip1.
 
-    Its page documents drop_pad_mode 0; the kernel behind it, aclnnMoeFinalizeRoutingV2, documents 0 to 3.
+    Document of 2026-08-10.
     """
     if (reason := dtype_limit("expanded_permuted_rows", dtype, FLOATS)) is not None:
         return reason
@@ -85,11 +104,16 @@ def moe_finalize_routing_limit(
         return f"expanded_src_to_dst_row must be int32, got {index_dtype}"
     if drop_pad_mode not in range(4):
         return f"drop_pad_mode must be 0 to 3, got {drop_pad_mode}"
+    if has_skips == (False, True):
+        return "skip2 goes with skip1: give a single one as skip1"
     return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
 
 
 def moe_token_permute_limit(*, shape: Shape, dtype: str, top_k: int) -> str | None:
-    """Limits of npu_moe_token_permute and npu_moe_token_unpermute."""
+    """Limits of npu_moe_token_permute and npu_moe_token_unpermute.
+
+    op-plugin has no document of them; aclnnMoeTokenPermute's, behind them, says 512 and nothing empty (2025).
+    """
     if (reason := dtype_limit("tokens", dtype, FLOATS)) is not None:
         return reason
     if top_k > 512:

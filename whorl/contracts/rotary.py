@@ -6,7 +6,8 @@ from .contract import Shape
 from .dtypes import FLOATS, dtype_limit
 from .sections import FUSED_MROPE_SECTIONS
 
-_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # where B, N and S are
+_FOUR_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # where B, N and S are
+_AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # with a B of 1 before it
 
 
 def rotary_mul_limit(
@@ -18,22 +19,31 @@ def rotary_mul_limit(
     layout: str | None = None,
     table_needs_grad: bool = False,
 ) -> str | None:
-    """Limits of npu_rotary_mul; without a `layout` the call fits if it fits as any of BNSD, BSND and SBND."""
+    """Limits of npu_rotary_mul; without a `layout` the call fits if it fits as any of BNSD, BSND, SBND, or as TND.
+
+    Document of 2026-07-23, which has TND; B of TND is taken for 1.
+    """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if rotary_mode not in ("half", "interleave"):
         return f"rotary_mode must be 'half' or 'interleave', got {rotary_mode!r}"
-    if len(shape) != 4 or len(cos_shape) != 4:
-        return f"input, cos and sin must be 4-D, got {tuple(shape)} and {tuple(cos_shape)}"
+    if len(shape) not in (3, 4) or len(cos_shape) != len(shape):
+        return f"input, cos and sin must be 3-D or 4-D, got {tuple(shape)} and {tuple(cos_shape)}"
     if shape[-1] % 2 or shape[-1] >= 896:
         return f"head size must be even and below 896, got {shape[-1]}"
     if cos_shape[-1] != shape[-1]:
         return f"cos and sin must have the full head size {shape[-1]}, got {cos_shape[-1]}"
     if layout is not None and layout not in _AXES:
         return f"layout must be one of {', '.join(_AXES)}, got {layout}"
+    if len(shape) == 3 and layout not in (None, "TND"):
+        return f"{layout} must be 4-D, got {tuple(shape)}"
+    if len(shape) == 3:  # B = 1 and S = T
+        shape, cos_shape, layout = (1, *shape), (1, *cos_shape), "TND"
+    elif layout == "TND":
+        return f"TND must be 3-D, got {tuple(shape)}"
     reasons = [
         _rotary_mul_layout_limit(shape, cos_shape, rotary_mode, name, table_needs_grad)
-        for name in ([layout] if layout else _AXES)
+        for name in ([layout] if layout else _FOUR_AXES)
     ]
     return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
@@ -63,7 +73,7 @@ def _rotary_mul_layout_limit(
 def rotary_position_embedding_limit(
     *, shape: Shape, cos_shape: Shape, dtype: str, mode: int = 0, table_needs_grad: bool = False
 ) -> str | None:
-    """Limits of MindSpeed's npu_rotary_position_embedding: those of npu_rotary_mul."""
+    """Limits of MindSpeed's npu_rotary_position_embedding: those of npu_rotary_mul (document of 2026-07-23)."""
     if mode not in (0, 1):
         return f"mode must be 0 (half) or 1 (interleave), got {mode}"
     return rotary_mul_limit(
@@ -88,7 +98,7 @@ def mrope_limit(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> str | None:
-    """Limits of npu_mrope. Sections of None or all zeros mean plain RoPE."""
+    """Limits of npu_mrope. Sections of None or all zeros mean plain RoPE. Document of 2026-08-05."""
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
         return reason
     if table_dtype != dtype:
@@ -134,7 +144,7 @@ def _mrope_section_limit(sections: Shape, positions_shape: Shape, rotary_dim: in
 def interleave_rope_limit(
     *, shape: Shape, cos_shape: Shape, dtype: str, table_dtype: str, contiguous: bool = True
 ) -> str | None:
-    """Limits of npu_interleave_rope: x [B, N, S, 64], cos and sin [B, 1, S or 1, 64]."""
+    """Limits of npu_interleave_rope: x [B, N, S, 64], cos and sin [B, 1, S or 1, 64]. Document of 2026-04-29."""
     if (reason := dtype_limit("x", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if table_dtype != dtype:
@@ -156,7 +166,10 @@ def apply_rotary_pos_emb_limit(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> str | None:
-    """Limits of npu_apply_rotary_pos_emb: [B, S, N, D] or [T, N, D], D 64 or 128, one cos row per token."""
+    """Limits of npu_apply_rotary_pos_emb: [B, S, N, D] or [T, N, D], D 64 or 128, one cos row per token.
+
+    Document of 2026-08-03, for Atlas A2 and A3; Ascend 950 takes more.
+    """
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
         return reason
     if table_dtype != dtype:
@@ -180,7 +193,7 @@ def apply_rotary_pos_emb_limit(
 def rotary_embedding_limit(
     *, query_shape: Shape, key_shape: Shape, positions_shape: Shape, rotary_dim: int, head_size: int, dtype: str
 ) -> str | None:
-    """Limits of ATB's _npu_rotary_embedding."""
+    """Limits of ATB's _npu_rotary_embedding. It has no document; these are its source's of 2026-08-21."""
     if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if len(query_shape) != 2 or len(key_shape) != 2 or len(positions_shape) != 1:

@@ -7,7 +7,7 @@ from .dtypes import FLOATS, dtype_limit
 
 
 def rms_norm_limit(*, shape: Shape, gamma_shape: Shape, dtype: str, gamma_dtype: str) -> str | None:
-    """Limits of npu_rms_norm: gamma is the trailing dimensions, in input's dtype or float32."""
+    """Limits of npu_rms_norm: gamma is the trailing dimensions, in input's dtype or float32. Document of 2026-06-17."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if gamma_dtype not in (dtype, "float32"):
@@ -25,7 +25,7 @@ def _gamma_limit(shape: Shape, gamma_shape: Shape) -> str | None:
 def add_rms_norm_limit(
     *, shape: Shape, x2_shape: Shape | None = None, gamma_shape: Shape, dtype: str, gamma_dtype: str
 ) -> str | None:
-    """Limits of npu_add_rms_norm: gamma in x1's dtype, nothing empty."""
+    """Limits of npu_add_rms_norm: gamma in x1's dtype, nothing empty. Document of 2026-07-09."""
     if (reason := dtype_limit("x1", dtype, FLOATS)) is not None:
         return reason
     if x2_shape is not None and tuple(x2_shape) != tuple(shape):
@@ -36,7 +36,7 @@ def add_rms_norm_limit(
 
 
 def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = True) -> str | None:
-    """Limits of npu_swiglu: 1 to 8 dimensions, an even size along dim, contiguous, not empty."""
+    """Limits of npu_swiglu: 1 to 8 dims, an even size along dim, contiguous, not empty. Document of 2026-08-10."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if not 1 <= len(shape) <= 8 or not -len(shape) <= dim < len(shape):
@@ -49,11 +49,16 @@ def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = 
 
 
 def dynamic_quant_limit(*, shape: Shape, dtype: str, format: str = "int8") -> str | None:
-    """Limits of npu_dynamic_quant, a scale for each token: two dimensions or more of 16 bits, int8 on A2 and A3."""
-    if format != "int8":
-        return f"npu_dynamic_quant gives int8 on Atlas A2 and A3, {format!r} was asked for"
+    """Limits of npu_dynamic_quant, a scale for each token: two dimensions or more of 16 bits, to int8 or quint4x2.
+
+    Document of 2026-07-03; eight codes of quint4x2 are one int32, so their rows are multiples of 8.
+    """
+    if format not in ("int8", "quint4x2"):
+        return f"npu_dynamic_quant gives int8 or quint4x2 on Atlas A2 and A3, {format!r} was asked for"
     if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if len(shape) < 2:
         return f"input must have two dimensions or more, got {tuple(shape)}"
+    if format == "quint4x2" and shape[-1] % 8:
+        return f"the last dim must be a multiple of 8 for quint4x2, got {shape[-1]}"
     return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"

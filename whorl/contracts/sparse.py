@@ -87,7 +87,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
 def lightning_indexer_limit(
     *, query_shape: Shape, key_shape: Shape, dtype: str, sparse_count: int, sparse_mode: int
 ) -> str | None:
-    """Shapes end in [N, D]."""
+    """Limits of npu_lightning_indexer; shapes end in [N, D]. Document of 2026-08-10."""
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     heads, dim = query_shape[-2:]
@@ -101,7 +101,10 @@ def lightning_indexer_limit(
 def sparse_flash_attention_limit(
     *, query_shape: Shape, rope_shape: Shape | None, dtype: str, attention_mode: int, topk: int, backward: bool = False
 ) -> str | None:
-    """Shapes end in [N, D]."""
+    """Limits of npu_sparse_flash_attention, and of its gradient; shapes end in [N, D].
+
+    Document of 2026-08-06. The gradient has none there: its topk is from aclnnSparseFlashAttentionGrad's (2026).
+    """
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     heads, dim = query_shape[-2:]
@@ -117,15 +120,19 @@ def sparse_flash_attention_limit(
 def indexer_kl_loss_limit(
     *, query_shape: Shape, key_shape: Shape, index_shape: Shape, dtype: str, layout: str, dense: bool = False
 ) -> str | None:
-    """Shapes end in [S, N, D], in TND in [T, N, D]."""
+    """Limits of the indexer's losses; shapes end in [S, N, D], in TND in [T, N, D].
+
+    Documents of 2026-08-20 (sparse) and 2026-07-30 (dense, of up to 131072 queries).
+    """
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     if query_shape[-2] not in (32, 64, 128):
         return f"32, 64 or 128 heads, got {query_shape[-2]}"
     if index_shape[-2] not in (8, 16, 32, 64) or index_shape[-1] != 128:
         return f"8, 16, 32 or 64 index heads of 128, got {tuple(index_shape)}"
-    if layout == "BSND" and (query_shape[-3] > 8192 or key_shape[-3] > 131072):
-        return f"at most 8192 queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
+    most = 131072 if dense else 8192
+    if layout == "BSND" and (query_shape[-3] > most or key_shape[-3] > 131072):
+        return f"at most {most} queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
     if dense and (query_shape[-1] != 128 or key_shape[-2] != query_shape[-2]):
         return f"as many key heads as heads, of 128, got {tuple(query_shape)} and {tuple(key_shape)}"
     return None

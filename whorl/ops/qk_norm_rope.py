@@ -186,9 +186,11 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 # ---- backends
 
 
-def triton_reason(qkv: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
+def triton_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
     if qkv.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
+    if cos_sin.element_size() < 4:
+        return f"reads fp32 tables, got {cos_sin.dtype}"
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     return None if dim <= 512 else f"head size {dim} is larger than 512"
 

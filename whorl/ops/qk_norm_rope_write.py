@@ -80,11 +80,18 @@ def qk_norm_rope_write(
 
 
 def _triton_reason(
-    qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int, num_kv_heads: int, **_: object
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    **_: object,
 ) -> str | None:
     if k_cache.stride() != v_cache.stride() or not k_cache.stride(-1) == q.stride(-1) == 1:
         return "writes channels that lie side by side, in two caches of the same strides"
-    return triton_reason(qkv, num_heads, num_kv_heads)
+    return triton_reason(qkv, cos_sin, num_heads, num_kv_heads)
 
 
 @qk_norm_rope_write.impl("triton", accepts=_triton_reason)

@@ -10,6 +10,7 @@ from .contract import (
     rope,
     rope_,
     rope_backward,
+    table_dtype,
     tokens_first,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "rope",
     "rope_",
     "rope_backward",
+    "table_dtype",
     "tokens_first",
 ]

@@ -18,20 +18,24 @@ from .contract import (
 )
 
 
-def _triton_reason(q: Tensor, **_: object) -> str | None:
+def _triton_reason(q: Tensor, cos_sin: Tensor | None = None, **_: object) -> str | None:
+    if cos_sin is not None and cos_sin.element_size() < 4:
+        return f"reads fp32 tables, got {cos_sin.dtype}"
     return f"computes in fp32, got {q.dtype}" if q.dtype == torch.float64 else None
 
 
-def _triton_in_place_reason(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **_: object) -> str | None:
+def _triton_in_place_reason(
+    q: Tensor, k: Tensor | None, style: str, pairs_out: str, cos_sin: Tensor | None = None, **_: object
+) -> str | None:
     if len(set(read_write_orders(style, pairs_out))) > 1:
         return "in place, another order would overwrite channels that other lanes have still to read"
     if q.stride(-1) != 1 or (k is not None and k.stride(-1) != 1):
         return "in place, the channels of a head must be adjacent in memory"
-    return _triton_reason(q)
+    return _triton_reason(q, cos_sin)
 
 
-def _triton_backward_reason(dq: Tensor, **_: object) -> str | None:
-    return _triton_reason(dq)
+def _triton_backward_reason(dq: Tensor, cos_sin: Tensor | None = None, **_: object) -> str | None:
+    return _triton_reason(dq, cos_sin)
 
 
 @rope.impl("triton", accepts=_triton_reason)
@@ -90,7 +94,12 @@ def _npu_backward_reason(dq: Tensor, dk: Tensor | None, cos_sin: Tensor, **_: ob
 
 @rope.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    return npu.rotate_both(q, k, token_rows(cos_sin, positions), *read_write_orders(style, pairs_out), where, inverse)
+    read, write = read_write_orders(style, pairs_out)
+    if read == write and where == "leading" and not inverse:
+        fused = npu.rope_directly(q, k, cos_sin, positions, style)
+        if fused is not None:
+            return fused
+    return npu.rotate_both(q, k, token_rows(cos_sin, positions), read, write, where, inverse)
 
 
 @rope_backward.impl("torch_npu", accepts=_npu_backward_reason)

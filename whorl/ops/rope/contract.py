@@ -1,7 +1,8 @@
 """Rotary embedding of queries and keys: one position per token (`rope`) or several axes of them (`mrope`).
 
-Tables are fp32 and half width: row = [cos of R/2 angles | sin of R/2 angles]. The token dims lead; `tokens_first`
-views the other orders that way, without a copy.
+Tables are fp32 and half width: row = [cos of R/2 angles | sin of R/2 angles]; rounded to q's dtype they are taken too,
+which is what torch_npu's kernel wants (`table_dtype`). The token dims lead; `tokens_first` views the other orders that
+way, without a copy.
 """
 
 import functools
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl.contracts import interleaved_range_reason
+from whorl.device import HOME
 
 from .._op import Op, Values, is_readable, narrow, operator, widen
 
@@ -29,6 +31,16 @@ def tokens_first(x: Tensor, order: str) -> Tensor:
         raise ValueError(f"tokens_first: order is {order!r}, expected one of {', '.join(_SWAPPED)}")
     swapped = _SWAPPED[order]
     return x if swapped is None else x.transpose(*swapped)
+
+
+def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a table for q of `dtype` on a device: fp32, but q's own 16 bits where the kernel knows no other.
+
+    npu_mrope looks positions up itself in a table of q's dtype. A table that is kept in that dtype is rounded once; any
+    other has its rows gathered and rounded in every layer.
+    """
+    is_rounded = torch.device(device).type == HOME["torch_npu"] and dtype in (torch.bfloat16, torch.float16)
+    return dtype if is_rounded else torch.float32
 
 
 def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
@@ -75,8 +87,8 @@ def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefi
             f"{name}: {prefix}k is {list(k.shape)} {k.dtype}, expected the tokens, head size and dtype of {prefix}q, "
             f"{list(q.shape)} {q.dtype}"
         )
-    if cos_sin.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, expected torch.float32 (backends round it themselves)")
+    if cos_sin.dtype not in (torch.float32, torch.float64, q.dtype):
+        raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, expected torch.float32, or q's dtype {q.dtype}")
     if cos_sin.requires_grad:
         raise ValueError(f"{name}: cos_sin requires a gradient, expected a constant table")
     rotary = cos_sin.shape[-1]
@@ -255,7 +267,7 @@ def rope(
     """Turn R of the D channels of every query and key head by its token's angles.
 
     q: [*tokens, HQ, D], k: [*tokens, HK, D] or None; *tokens is T or B, S; bf16, fp16 or fp32; any strides.
-    cos_sin: fp32, [*tokens, R], or a table [P, R] with positions: [*tokens] int32 or int64.
+    cos_sin: fp32 or q's dtype, [*tokens, R], or a table [P, R] with positions: [*tokens] int32 or int64.
     (a, b) -> (a cos - b sin, b cos + a sin) in fp32, rounded once; `inverse` turns back. Channel i of R/2 is
     (x[i], x[i + R/2]) in style `half` (GPT-NeoX) and (x[2i], x[2i+1]) in style `pairs` (GPT-J); `pairs_out="half"`
     writes what was read as pairs in half order (DeepSeek-V3). `where` says which R channels: the first or the last;

@@ -1,7 +1,9 @@
-"""The rotation on Ascend: rows of the table are gathered first, so that q and k of any sections fit one npu_mrope.
+"""The rotation on Ascend. npu_mrope looks positions up itself, in a table of q's dtype.
 
-npu_mrope wants the table in q's dtype. Casting T gathered rows is cheap, casting a whole fp32 table in every layer is
-not; so the kernel gets the rows as its table and 0..T-1 as positions. The table is rounded to q's dtype either way.
+Given such a table (`table_dtype`), positions and sections go to the kernel as they are: no rows are gathered. With an
+fp32 table, sections that npu_mrope does not document, or an inverse rotation, rows are gathered and rounded first:
+casting T rows is cheap, casting a whole table in every layer is not. The kernel then gets the rows as its table and
+0..T-1 as positions. The table is rounded to q's dtype either way.
 """
 
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
 def rotate_both(
     q: Tensor, k: Tensor | None, rows: Tensor, read: str, write: str, where: str, inverse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """rows: [*tokens, R] fp32. One npu_mrope where it fits, else one or two calls per tensor."""
+    """rows: [*tokens, R]. One npu_mrope where it fits, else one or two calls per tensor."""
     rows = rows.reshape(-1, rows.shape[-1])
     if inverse:
         cos, sin = rows.chunk(2, -1)
@@ -45,6 +47,15 @@ def rotate_both(
         positions = torch.arange(rows.shape[0], device=q.device)
         return _mrope(q, k, rows.to(q.dtype), positions, read)
     return _rotate(q, rows, read, write, where), None if k is None else _rotate(k, rows, read, write, where)
+
+
+def rope_directly(
+    q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor | None, style: str
+) -> tuple[Tensor, Tensor] | None:
+    """npu_mrope with the positions looked up inside the kernel, or None where its documented limits forbid it."""
+    if k is None or positions is None or cos_sin.dtype != q.dtype or _mrope_reason(q, k, cos_sin) is not None:
+        return None
+    return _mrope(q, k, cos_sin, positions.reshape(-1).contiguous(), style)
 
 
 def mrope_directly(
