@@ -187,6 +187,11 @@ class SwapAdamW(torch.optim.AdamW):
             shown = parts[0] if len(form.parts(param.dtype)) == 1 else None
             self.state[param][name] = shaped(param, shown)
 
+    def kept(self, param: Tensor) -> list[Tensor]:
+        """What is on the host of a parameter's moments, in the form it is kept in."""
+        self._written.synchronize()
+        return [part for parts in self._hosts[param].moments for part in parts] if param in self._hosts else []
+
     # ---- the step
 
     @torch.no_grad()
