@@ -47,7 +47,13 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
         ),
         (("--ranks", "8", "--parallelism.tensor_parallel_degree", "8"), ("4 heads cannot be shared out over 8",)),
         (
-            ("--ranks", "2", "--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule=X"),
+            (
+                "--ranks",
+                "2",
+                "--parallelism.pipeline_parallel_degree",
+                "2",
+                "--parallelism.pipeline_parallel_schedule=X",
+            ),
             ("pipeline_parallel_schedule is 'X'", "1F1B"),
         ),
         (("--training.global_batch_size", "3"), ("training.global_batch_size is 3, expected a multiple of 8",)),
@@ -110,7 +116,8 @@ def test_what_has_an_effect_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "number"), [([], 1), (["--nnodes=8"], 8), (["--nnodes", "8"], 8), (["--nnodes=2:2"], 2), (["--nnodes=1:4"], None)]
+    ("options", "number"),
+    [([], 1), (["--nnodes=8"], 8), (["--nnodes", "8"], 8), (["--nnodes=2:2"], 2), (["--nnodes=1:4"], None)],
 )
 def test_how_many_machines(options: list[str], number: int | None) -> None:
     assert train_command.num_machines(options) == number
