@@ -141,7 +141,8 @@ def test_a_copy_goes_on_by_itself(through: Callable[[Any], Any], kind: str) -> N
     assert_same(moments(other), moments(optimizer))
     assert other._settings == optimizer._settings
     assert not torch.equal(net[0].weight, at_copy[0])
-    assert frozen in optimizer.state and torch.equal(frozen, at_copy[-1])
+    assert frozen in optimizer.state
+    assert torch.equal(frozen, at_copy[-1])
     other.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     other.load_state_dict(other.state_dict())
     train(other_net, other, range(6, 7))

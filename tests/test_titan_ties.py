@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("torchtitan")
 pytest.importorskip("transformers")
 
-from test_titan_hf import make_args, make_model, make_peer  # noqa: E402
+from test_titan_hf import make_args, make_model, make_peer
 
 CLOSE = 2e-5  # of the largest logit, as in test_titan_hf; observed 3e-7
 

@@ -61,7 +61,7 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=end_with_parent(signal.SIGTERM),  # noqa: PLW1509  # one call of libc's
+        preexec_fn=end_with_parent(signal.SIGTERM),  # one call of libc's
     )
 
 

@@ -215,7 +215,7 @@ def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> d
         "moe_intermediate_size": args.moe_inter_dim,
         "num_hidden_layers": args.n_layers,
         "num_nextn_predict_layers": args.n_mtp_layers,
-        "first_k_dense_replace": args.n_dense_layers,
+        "first_k_dense_replace": min(args.n_dense_layers, args.n_layers),
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.n_heads,
         "n_shared_experts": moe.num_shared_experts,
