@@ -131,8 +131,8 @@ FIELDS = {
     "torchtitan.config.job_config:Experimental": "custom_import",
     "torchtitan.config.job_config:Job": "config_file dump_folder description custom_config_module",
     "torchtitan.config.job_config:JobConfig": (
-        "job metrics model optimizer lr_scheduler training parallelism checkpoint activation_checkpoint compile quantize"
-        " comm memory_estimation fault_tolerance experimental validation debug"
+        "job metrics model optimizer lr_scheduler training parallelism checkpoint activation_checkpoint compile"
+        " quantize comm memory_estimation fault_tolerance experimental validation debug"
     ),
     "torchtitan.config.job_config:Metrics": "log_freq",
     "torchtitan.config.job_config:Model": "name flavor hf_assets_path converters",
