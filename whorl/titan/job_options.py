@@ -7,11 +7,13 @@ those who start TorchTitan themselves.
 import dataclasses
 import importlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -70,6 +72,11 @@ def locked_folders(config: JobConfig) -> list[Path]:
     return [folder, folder / config.checkpoint.folder] if config.checkpoint.enable else [folder]
 
 
+def ranks_here() -> int:
+    """Of all machines, as a rank finds them."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def check(config: JobConfig, num_ranks: int | None) -> None:
     """num_ranks: of all machines; None where it is not known yet. A ValueError says what there is."""
     register()
@@ -80,6 +87,9 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
         _one_of("model.converters", name, model_converter._registry_model_converter_cls)
     _one_of("optimizer.name", config.optimizer.name, dict.fromkeys(OPTIMIZERS))
     _check_ignored(config)
+    if config.comm.mode != "default":  # one process stands for all, as many as TorchTitan reads from there
+        told = os.environ.get("NGPU", "")
+        num_ranks = int(told) if told.isdigit() else None
     dims = None if num_ranks is None else _dims(config, num_ranks)
     if dims is not None:
         _check_batch(config, dims)

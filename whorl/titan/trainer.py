@@ -27,7 +27,7 @@ class WhorlTrainer(Trainer):
     checkpointer: CheckpointManager
 
     def __init__(self, job_config: JobConfig) -> None:
-        job_options.check(job_config, int(os.environ.get("WORLD_SIZE", "1")))
+        job_options.check(job_config, job_options.ranks_here())
         # Before anything is written. One rank does for all: the others cannot save without it.
         self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if _is_first()]
         super().__init__(job_config)
