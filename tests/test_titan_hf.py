@@ -51,8 +51,8 @@ def make_model(args: DeepSeekV32Args, seed: int = 0) -> DeepSeekV32Model:
     return model
 
 
-def make_peer(model: DeepSeekV32Model, args: DeepSeekV32Args) -> Any:
-    config = transformers.DeepseekV32Config(**to_hf_config(args))
+def make_peer(model: DeepSeekV32Model, args: DeepSeekV32Args, config: Any = None) -> Any:
+    config = transformers.DeepseekV32Config(**(config or to_hf_config(args)))
     config._attn_implementation = "eager"
     peer = transformers.DeepseekV32ForCausalLM(config).eval()
     tensors = DeepSeekV32StateDictAdapter(args, None).to_hf(model.state_dict())
@@ -142,24 +142,130 @@ def test_transformers_names_are_ours() -> None:
     assert ours.keys() == peer.state_dict().keys()
 
 
-def test_configuration_there_and_back() -> None:
-    args = make_args(rope_factor=40.0, experts=GROUPS, n_mtp_layers=1)
+# What a job sets, and what a config.json has no place for because it changes no result.
+OF_THE_JOB = {
+    *("stage", "attention", "indexer_loss_coeff", "mtp_loss_coeff", "global_tokens", "bootstrap_indexer", "moe_impl"),
+    *("moe_args.use_grouped_mm", "moe_args.load_balance_coeff", "moe_args._debug_force_load_balance", "_enforced"),
+}
+# Hugging Face's deepseek_v32 has one value of them.
+ONE_VALUE = {"moe_args.score_func", "moe_args.score_before_experts", "moe_args.gate_bias"}
+
+
+def fields(args: DeepSeekV32Args) -> dict[str, Any]:
+    found = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "moe_args"}
+    return found | {f"moe_args.{name}": value for name, value in dataclasses.asdict(args.moe_args).items()}
+
+
+def other_values(args: DeepSeekV32Args) -> DeepSeekV32Args:
+    """Every field of the model another than by default."""
+    moe = {"num_expert_groups": 4, "num_limited_groups": 2, "route_norm": False}
+    more: dict[str, Any] = {"rope_factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.6, "n_mtp_layers": 1}
+    for owner, changes, skipped in (
+        (args.moe_args, moe, OF_THE_JOB | ONE_VALUE),
+        (args, more, OF_THE_JOB | {"moe_args"}),
+    ):
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name)
+            if {field.name, f"moe_args.{field.name}"} & skipped or field.name in changes:
+                continue
+            changes[field.name] = value + 4 if isinstance(value, int) else value * 2
+    return dataclasses.replace(args, **more, moe_args=dataclasses.replace(args.moe_args, **moe))
+
+
+@pytest.mark.parametrize("through_transformers", [False, True])
+def test_every_field_of_a_configuration_comes_back(through_transformers: bool) -> None:
+    args = other_values(DeepSeekV32Args())
+    before, default = fields(args), fields(DeepSeekV32Args())
+    kept = before.keys() - OF_THE_JOB - ONE_VALUE
+    assert [name for name in sorted(kept) if before[name] == default[name]] == []
     config = to_hf_config(args)
-    back = from_hf_config(config)
-    assert to_hf_config(back) | {"max_position_embeddings": 0} == config | {"max_position_embeddings": 0}
-    read = transformers.DeepseekV32Config(**config).to_dict()
-    assert to_hf_config(from_hf_config(read)) | {"max_position_embeddings": 0} == config | {
-        "max_position_embeddings": 0
-    }
+    if through_transformers:
+        config = transformers.DeepseekV32Config(**config).to_dict()
+    after = fields(from_hf_config(config))
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert {name: after[name] for name in ONE_VALUE} == {name: before[name] for name in ONE_VALUE}
+
+
+@pytest.mark.parametrize(
+    ("more", "longest"),
+    [
+        ({"max_seq_len": 96}, 96),
+        ({"max_seq_len": 96, "rope_factor": 40.0}, 163840),  # trained on less than YaRN reaches
+        ({"max_seq_len": 200_000, "rope_factor": 40.0}, 200_000),
+    ],
+)
+def test_the_longest_sequence_is_exported(more: dict[str, Any], longest: int) -> None:
+    args = make_args(experts=GROUPS, n_mtp_layers=1, **more)
+    config = to_hf_config(args)
+    assert config["max_position_embeddings"] == longest
+    read = transformers.DeepseekV32Config(**config)
+    assert read.max_position_embeddings == longest
+    for back in (from_hf_config(config), from_hf_config(read.to_dict())):
+        assert back.max_seq_len == args.max_seq_len
+        assert to_hf_config(back) == config
+
+
+def test_a_published_configuration_comes_back() -> None:
+    """163840 = 40 x 4096, the lengths of the published model."""
+    config = to_hf_config(DeepSeekV32Args(rope_factor=40.0, max_seq_len=163840))
+    assert config["max_position_embeddings"] == transformers.DeepseekV32Config().max_position_embeddings
+    assert to_hf_config(from_hf_config(config)) == config
+    assert not any("seq" in key for key in config), "no key that a server might take for its own limit"
+
+
+@pytest.mark.parametrize(
+    "mscales", [{}, {"mscale": 1.0}, {"mscale": 0.7, "mscale_all_dim": 0.0}, {"mscale": 1.0, "mscale_all_dim": 0.5}]
+)
+def test_yarn_without_its_factors_is_transformers(mscales: dict[str, float]) -> None:
+    config = to_hf_config(make_args(rope_factor=4.0, original_seq_len=16, index_topk=64))
+    rope = {k: v for k, v in config["rope_parameters"].items() if not k.startswith("mscale")}
+    config["rope_parameters"] = rope | mscales
+    args = from_hf_config(config)
+    args = dataclasses.replace(args, moe_args=dataclasses.replace(args.moe_args, use_grouped_mm=False))
+    model = make_model(args)
+    peer = make_peer(model, args, config)
+    tokens = torch.randint(0, args.vocab_size, (1, S))
+    with torch.no_grad():
+        theirs = peer(tokens).logits
+        assert (model(tokens) - theirs).abs().max() < 2e-5 * theirs.abs().max()
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"model_type": "llama"}, "model_type is 'llama'"), ({"attention_bias": True}, "attention_bias")],
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; .* known here with 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .*1 dense layers"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "type is 'linear'; .*'default' or 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 2.0}}, "attention_factor is 2.0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": 1.0}}, "without mscale"),
+    ],
 )
 def test_other_configurations_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_hf_config(to_hf_config(make_args()) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"experts": {"score_func": "softmax"}},
+            "score_func is 'softmax', and Hugging Face's deepseek_v32 has 'sigmoid'",
+        ),
+        ({"experts": {"score_before_experts": True}}, "score_before_experts is True"),
+        ({"rope_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.0}, "mscale is 0.7"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_not_exported(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        to_hf_config(make_args(**change))
 
 
 def train(model: DeepSeekV32Model, steps: int = 5) -> None:

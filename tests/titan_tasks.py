@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from titan_job import build, digest
 
+from whorl.titan.folder_lock import FILE
+
 Tell = Callable[[tuple[Any, ...]], None]
 
 
@@ -71,7 +73,7 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
 
     def names() -> list[str]:
         checkpoints.close()  # waits for what is being removed
-        return sorted(p.name for p in folder.iterdir())
+        return sorted(p.name for p in folder.iterdir() if p.name != FILE)
 
     (folder / "step-8").mkdir()  # under way
     checkpoints._writing = str(folder / "step-8")
@@ -166,6 +168,21 @@ def spoiled_weights(flags: list[str], tell: Tell) -> str:
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "saved"
+
+
+def spoiled_checkpoint(flags: list[str], tell: Tell) -> None:
+    """Steps 2 and 4, the last with a NaN where the last flag says, as TorchTitan's own trainer writes it."""
+    *flags, where = flags
+    trainer = build(flags, tell)
+    trainer.train()
+    (model,), checkpoints = trainer.model_parts, trainer.checkpointer
+    weight = model.layers["1"].ffn_norm.weight
+    if where == "weights":
+        weight.data[0] = torch.nan
+    else:
+        trainer.optimizers.optimizers[0].state[weight]["exp_avg_sq"][0] = torch.nan
+    theirs = type(checkpoints).__mro__[1]
+    theirs.save(checkpoints, 4)
 
 
 # ---- stages

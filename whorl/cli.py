@@ -449,12 +449,15 @@ def train(
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:
     need_torch()
     from whorl.titan import train_command
+    from whorl.titan.folder_lock import check_free
 
     with asking():
         job = train_command.prepare(recipe, options, ranks=ranks, torchrun=torchrun)
     if dry_run:
         print(shlex.join(job.command))
         return 0
+    with asking():
+        check_free(job.locked)
     if fresh and (aside := train_command.set_aside(job.folder)):
         print(f"the earlier run is now in {aside}")
     return train_command.run(job)

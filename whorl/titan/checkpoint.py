@@ -30,7 +30,7 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.tools.logging import logger
 
-from whorl.titan.watch import NotFinite, bad_weights
+from whorl.titan.watch import NotFinite, bad_moments, bad_weights
 
 METADATA = ".metadata"
 RECORD = "whorl"
@@ -202,6 +202,13 @@ def agree(decide: Callable[[], T]) -> T:
     return box[0]
 
 
+def first_of(found: str | None) -> str | None:
+    """What the first rank found that found anything; all ranks get it."""
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return next((each for each in everyone if each is not None), None)
+
+
 @dataclass(slots=True)
 class Wanted:
     """What a run expects to find; pipeline stages have a part of it each."""
@@ -245,6 +252,8 @@ class Checkpoints(CheckpointManager):
         self.fall_back, self.accept_changes = fall_back, accept_changes
         self.states[RECORD] = record
         self._writing = ""
+        self._finite: set[int] = set()  # steps whose checkpoint this run looked into
+        self._spoilt: dict[int, str] = {}
 
     # ---- loading
 
@@ -252,7 +261,19 @@ class Checkpoints(CheckpointManager):
     def load(self, step: int = -1) -> bool:
         if not self.enable:
             return False
-        chosen = agree(lambda: self._choose(step))
+        while True:
+            chosen = agree(lambda: self._choose(step))
+            if not self._load(chosen):
+                return False
+            bad = first_of(self._not_finite())
+            if bad is None:
+                self._finite |= {chosen}
+                return True
+            if chosen < 0:
+                raise Refused(f"checkpoint.initial_load_path {self.initial_load_path}: {bad} are not finite")
+            self._spoilt[chosen] = f"{bad} are not finite in it"
+
+    def _load(self, chosen: int) -> bool:
         if chosen >= 0:
             return super().load(chosen)
         # TorchTitan takes a folder without a finished checkpoint for a run of its own and forgets initial_load_path.
@@ -262,6 +283,22 @@ class Checkpoints(CheckpointManager):
         finally:
             self.folder = folder
 
+    def _not_finite(self) -> str | None:
+        """What this rank has now that no checkpoint should have."""
+        if weights := bad_weights(self.states[MODEL].model):
+            return f"weights of {listed(weights)}"
+        if moments := bad_moments(self.states[OPTIMIZER]):
+            return f"moments of {listed(moments)}"
+        return None
+
+    def last_good(self) -> str:
+        """For whoever has to go back, as this rank sees the folder."""
+        for step in self._steps():
+            if step in self._finite and self._why_not(step) is None:
+                folder = self._create_checkpoint_id(step)
+                return f"{folder} is whole, and its weights and moments were finite when this run last had them"
+        return f"this run has no whole checkpoint in {self.folder} to go back to"
+
     def _steps(self) -> list[int]:
         """Of all folders, newest first."""
         folder = Path(self.folder)
@@ -269,6 +306,8 @@ class Checkpoints(CheckpointManager):
         return sorted((int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name))), reverse=True)
 
     def _why_not(self, step: int) -> str | None:
+        if step in self._spoilt:
+            return self._spoilt[step]
         try:
             metadata = read_whole(Path(self._create_checkpoint_id(step)))
         except Refused as e:
@@ -362,11 +401,13 @@ class Checkpoints(CheckpointManager):
 
     @torch.no_grad()
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        if self._should_save(curr_step, last_step):
-            bad = bad_weights(self.states[MODEL].model)
-            if bad:
-                raise NotFinite(f"step {curr_step}: weights of {listed(bad)} are not finite; no checkpoint was written")
+        is_due = self._should_save(curr_step, last_step)
+        if is_due and (bad := self._not_finite()):
+            raise NotFinite(f"step {curr_step}: {bad} are not finite; no checkpoint was written")
         super().save(curr_step, last_step)
+        if is_due:
+            self._finite |= {curr_step}
+            self._spoilt.pop(curr_step, None)  # fallen back from, and written again
 
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *args: Any, **more: Any

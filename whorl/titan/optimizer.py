@@ -65,9 +65,10 @@ def _check_swap(config: OptimizerConfig, ft_manager: FTManager | None) -> None:
 
 def _swapped(plain: torch.optim.Optimizer, config: OptimizerConfig) -> SwapAdamW:
     """In the place of an optimizer that has no state yet."""
-    kept: dict[str, Any] = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    params = [p for group in plain.param_groups for p in group["params"]]
-    return SwapAdamW(params, **kept, moments=getattr(config, "moments", "exact"))
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad")
+    groups: list[dict[str, Any]] = [{name: group[name] for name in kept} for group in plain.param_groups]
+    defaults = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
+    return SwapAdamW(groups, **defaults, moments=getattr(config, "moments", "exact"))
 
 
 def _beside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:

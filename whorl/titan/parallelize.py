@@ -27,9 +27,12 @@ from whorl import ops
 
 from .compiled import compile_blocks
 from .context_parallel import ContextParallelDSA
+from .deepseek_v32.args import DeepSeekV32Args
 from .deepseek_v32.model import DeepSeekV32Model
 from .sharding import Sharding, blocks_of, shard
 from .tensor_parallel import share_out, share_out_cut_experts, share_out_whole_experts
+
+QUANTIZING = "quantize."  # so TorchTitan's converters to float8 and MX begin
 
 # FSDP2 marks its work for the profiler also inside of a block, where its experts are a unit of their own: not the same
 # number of times when the block is computed again, which selective checkpointing takes for nondeterminism.
@@ -43,7 +46,7 @@ def parallelize_deepseek_v32(
     model: DeepSeekV32Model, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> DeepSeekV32Model:
     """What TorchTitan calls with the model, or a stage of it, on the meta device."""
-    _check(model, parallel_dims, job_config)
+    check_layout(model.model_args, parallel_dims, job_config)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if parallel_dims.tp_enabled:
         mesh = parallel_dims.get_mesh("tp")
@@ -76,17 +79,18 @@ def parallelize_deepseek_v32(
     return model
 
 
-def _check(model: DeepSeekV32Model, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+def check_layout(args: DeepSeekV32Args, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """That a model of these sizes can be shared out in this way."""
     length, tokens = job_config.training.seq_len, parallel_dims.seq_len_divisor
     if length % tokens:
         raise ValueError(
             f"training.seq_len is {length}, expected a multiple of {tokens}: tensor parallelism ({parallel_dims.tp}) "
             f"times two runs for each context-parallel rank ({parallel_dims.cp})"
         )
-    heads = model.model_args.n_heads
+    heads = args.n_heads
     if heads % parallel_dims.tp:
         raise ValueError(f"{heads} heads cannot be shared out over {parallel_dims.tp} tensor-parallel ranks")
-    experts = model.model_args.moe_args.num_experts
+    experts = args.moe_args.num_experts
     if experts % parallel_dims.ep:
         raise ValueError(f"{experts} experts cannot be spread over {parallel_dims.ep} ranks")
     if job_config.parallelism.expert_parallel_comm_backend == "deepep" and (
@@ -101,8 +105,12 @@ def _check(model: DeepSeekV32Model, parallel_dims: ParallelDims, job_config: Job
             f"data_parallel_replicate_degree is {parallel_dims.dp_replicate} without shards: TorchTitan 0.2's DDP "
             "takes the mean of gradients that are already divided by all tokens; set data_parallel_shard_degree above 1"
         )
-    if "float8" in job_config.model.converters and parallel_dims.tp_enabled:
-        raise ValueError("the float8 converter does not go with tensor parallelism here: leave one of them out")
+    quantizing = [name for name in job_config.model.converters if name.startswith(QUANTIZING)]
+    if quantizing and parallel_dims.tp_enabled:
+        raise ValueError(
+            f"the converter {quantizing[0]} does not go with tensor parallelism here (tensor_parallel_degree is "
+            f"{parallel_dims.tp}): leave one of them out"
+        )
 
 
 def costly_operators() -> set[Any]:

@@ -7,7 +7,8 @@ The update is torch's own fused kernel, so its bits are torch.optim.AdamW(fused=
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,13 +17,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from whorl.device import Lane, Reached, host_buffer
+from whorl.device import HOST, Lane, Reached, host_buffer
 from whorl.titan.moments import BLOCK, FORMATS, Format
 
 # A parameter is cut at multiples of what the CUDA kernel gives a block, and so of any vector of the CPU's:
 # then no element moves between a kernel's vector body and its tail, which may round differently.
 CUT = 1 << 16
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What torch.optim.AdamW has and this has not, with the values that ask for nothing; a group may have its own.
+FIXED: dict[str, tuple[object, ...]] = {
+    "amsgrad": (False,),
+    "foreach": (None, False),
+    "capturable": (False,),
+    "differentiable": (False,),
+    "fused": (True,),
+    "decoupled_weight_decay": (True,),
+}
+# Of these, how a step is computed, which is no part of a saved state.
+COMPUTED = {"foreach": None, "capturable": False, "differentiable": False, "fused": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,11 @@ class SwapAdamW(torch.optim.AdamW):
         ring: int = 3,
         prefetch: float | None = 0.1,
     ) -> None:
+        self._prepare(moments, chunk, ring, prefetch)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+        self._start_lanes()
+
+    def _prepare(self, moments: str, chunk: int, ring: int, prefetch: float | None) -> None:
         if moments not in FORMATS:
             raise ValueError(f"moments is {moments!r}: use one of {', '.join(FORMATS)}")
         if chunk < CUT or chunk % CUT:
@@ -128,29 +145,60 @@ class SwapAdamW(torch.optim.AdamW):
             raise ValueError(f"ring is {ring} chunks: 2 overlap loads with updates, 3 overlap stores, too")
         if prefetch is not None and not 0 <= prefetch <= 1:
             raise ValueError(f"prefetch is {prefetch}: use a share of the parameters, 0 to 1, or None")
+        self._settings = {"moments": moments, "chunk": chunk, "ring": ring, "prefetch": prefetch}
         self.formats, self.room = FORMATS[moments], chunk
         self._hosts: dict[Tensor, Host] = {}
         self._targets: dict[Tensor, Host] = {}  # where the moments of a lent one go in this step
         self._chunks: list[Chunk] = []
-        self._planned: list[Tensor] = []
+        self._planned: list[list[Tensor]] = []
         self._slots: list[Slot] = []
         self._ring, self._next, self._updates = ring, 0, 0  # the next chunk to load; updates made, for the rounding
         self._written: Any = Reached()  # the last store
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+
+    def _start_lanes(self) -> None:
         self._step_supports_amp_scaling = False  # GradScaler unscales and skips by itself
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         kind = (trainable or self.param_groups[0]["params"])[0].device.type
         self._load, self._compute, self._store = Lane(kind), Lane(kind, beside=False), Lane(kind)
+        prefetch = cast(float | None, self._settings["prefetch"])
         if prefetch is not None and trainable:
             me = weakref.ref(self)
             trigger = trainable[min(int(prefetch * len(trainable)), len(trainable) - 1)]
             trigger.register_post_accumulate_grad_hook(lambda _: _prefetch(me()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if param.requires_grad:
                 self._open(param)
+
+    # ---- copies and pickles
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the moments as they are kept: what is made of it goes on by itself, to the bit."""
+        self._written.synchronize()
+        steps = {param: {"step": state["step"].clone()} for param, state in self.state.items()}
+        kept = {param: host.moments for param, host in self._hosts.items()}
+        swap = {"settings": self._settings, "updates": self._updates, "kept": kept}
+        return super().__getstate__() | {"state": steps, "swap": swap}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        swap = state.get("swap")
+        super().__setstate__({name: value for name, value in state.items() if name != "swap"})
+        if swap is None:  # torch's own load_state_dict comes this way
+            return
+        self._prepare(**swap["settings"])
+        steps, self.state = self.state, defaultdict(dict)
+        for param, parts in swap["kept"].items():
+            self._open(param)
+            self.state[param]["step"].copy_(steps[param]["step"])
+            for mine, theirs in zip(self._hosts[param].moments, parts, strict=True):
+                for to, value in zip(mine, theirs, strict=True):
+                    to.copy_(value)
+        self._updates = swap["updates"]
+        self._start_lanes()
 
     # ---- memory on the host
 
@@ -187,6 +235,11 @@ class SwapAdamW(torch.optim.AdamW):
             shown = parts[0] if len(form.parts(param.dtype)) == 1 else None
             self.state[param][name] = shaped(param, shown)
 
+    def kept(self, param: Tensor) -> list[Tensor]:
+        """What is on the host of a parameter's moments, in the form it is kept in."""
+        self._written.synchronize()
+        return [part for parts in self._hosts[param].moments for part in parts] if param in self._hosts else []
+
     # ---- the step
 
     @torch.no_grad()
@@ -202,7 +255,9 @@ class SwapAdamW(torch.optim.AdamW):
         for param in params:
             if param not in self._hosts:  # it was frozen
                 self._open(param)
-        self._plan(groups, params)
+        for group in self.param_groups:
+            check_group(group)  # it may have been changed since
+        self._plan(groups)
         grads = {param: flat_gradient(param) for param in params}
         torch._foreach_add_([self.state[param]["step"] for param in params], 1)
         self._updates += 1
@@ -212,11 +267,11 @@ class SwapAdamW(torch.optim.AdamW):
         self._drop()
         return loss
 
-    def _plan(self, groups: list[list[Tensor]], params: list[Tensor]) -> None:
+    def _plan(self, groups: list[list[Tensor]]) -> None:
         """Chunks of the parameters that have gradients; another set than last time, and what was loaded is not it."""
-        if len(params) != len(self._planned) or any(a is not b for a, b in zip(params, self._planned, strict=True)):
+        if not same(groups, self._planned):
             self._drop()
-            self._chunks, self._planned = cut(groups, self.room), params
+            self._chunks, self._planned = cut(groups, self.room), groups
 
     def _start_loading(self, n: int) -> None:
         """Load what the ring has room for while chunk n is the one to update."""
@@ -231,7 +286,7 @@ class SwapAdamW(torch.optim.AdamW):
     def _make_slots(self) -> None:
         room = max(chunk.size for chunk in self._chunks)
         itemsize = max(chunk.dtype.itemsize for chunk in self._chunks)
-        device = local(self._planned[0]).device
+        device = local(self._chunks[0].pieces[0].param).device
 
         def part(form: Format, index: int) -> Tensor:
             dtype, values = form.parts(torch.float32)[index]
@@ -286,8 +341,10 @@ class SwapAdamW(torch.optim.AdamW):
             [form.decode(view[i], size) for view, size in zip(views, sizes, strict=True)]
             for i, form in enumerate(self.formats)
         )
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
         lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != HOST:  # one on the host is a number to the kernel
+            lr = lr.to(first[0].device)
         torch._fused_adamw_(
             [flat_parameter(piece.param)[piece.start : piece.stop] for piece in chunk.pieces],
             [grads[piece.param][piece.start : piece.stop] for piece in chunk.pieces],
@@ -296,7 +353,7 @@ class SwapAdamW(torch.optim.AdamW):
             [],
             [self.state[piece.param]["step"] for piece in chunk.pieces],
             amsgrad=False,
-            lr=lr.to(first[0].device) if isinstance(lr, Tensor) else lr,
+            lr=lr,
             beta1=beta1,
             beta2=beta2,
             weight_decay=group["weight_decay"],
@@ -348,6 +405,8 @@ class SwapAdamW(torch.optim.AdamW):
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError("the state was saved with amsgrad=True, which SwapAdamW does not have")
         super().load_state_dict(state_dict | {"state": steps})
+        for group in self.param_groups:
+            group.update({name: value for name, value in COMPUTED.items() if group[name] not in FIXED[name]})
         self._hosts = {}
         for param, index in self._indices(state_dict):
             saved = state_dict["state"].get(index)
@@ -373,6 +432,23 @@ class SwapAdamW(torch.optim.AdamW):
                 )
             dtype = param.dtype if form.is_exact else torch.float32
             form.encode(flat(value, order).to(device=parts[0].device, dtype=dtype), parts, None)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """That nothing is asked for which the step would not do."""
+    for name, values in FIXED.items():
+        if name in group and group[name] not in values:
+            raise ValueError(
+                f"{name} is {group[name]} in a group of parameters, and SwapAdamW has {values[0]} alone: leave it out, "
+                "or take torch.optim.AdamW"
+            )
+
+
+def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
+    """The same tensors in the same groups."""
+    return len(a) == len(b) and all(
+        len(x) == len(y) and all(p is q for p, q in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _prefetch(optimizer: SwapAdamW | None) -> None:

@@ -3,11 +3,9 @@
 import contextlib
 import importlib.util
 import shlex
-import signal
-import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from typing import Any
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
 LOGS = "logs"
-POLL = 0.25  # seconds
-GRACE = 45  # seconds after Ctrl-C; torchrun gives its ranks 30
 SHOWN_LINES = 25  # of a rank's log when it failed
+STOPPED = "stopped; the same command goes on from the last checkpoint, where the recipe makes them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +23,7 @@ class Job:
     folder: Path
     ranks: int
     command: list[str]
+    locked: list[Path]  # folders that one run at a time writes into; none where several machines share them
 
 
 def recipes() -> dict[str, str]:
@@ -98,15 +96,41 @@ def prepare(recipe: str, options: Sequence[str], *, ranks: int | None, torchrun:
     more = [] if job.get("custom_config_module") else ["--job.custom_config_module", CONFIG]
     if given(options, "job", "custom_config_module"):
         more = []
+    arguments = ["--job.config_file", str(path), "--job.dump_folder", folder, *more, *options]
+    launch = shlex.split(torchrun)
+    machines = num_machines(launch)
+    locked = _check_job(arguments, None if machines is None else machines * count)
     meeting = [] if torchrun else ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *(f"--nproc-per-node={count}", *meeting, *shlex.split(torchrun)),
+        *(f"--nproc-per-node={count}", *meeting, *launch),
         *(f"--log-dir={Path(folder) / LOGS}", "--redirects=3"),
-        *("-m", "whorl.titan.worker", "--job.config_file", str(path)),
-        *("--job.dump_folder", folder, *more, *options),
+        *("-m", "whorl.titan.worker", *arguments),
     ]
-    return Job(recipe=path, folder=Path(folder), ranks=count, command=command)
+    return Job(recipe=path, folder=Path(folder), ranks=count, command=command, locked=[] if torchrun else locked)
+
+
+def num_machines(launch: Sequence[str]) -> int | None:
+    """By torchrun's options; None where it may change while the run goes."""
+    found = "1"
+    for i, option in enumerate(launch):
+        key, is_joined, value = option.partition("=")
+        if key == "--nnodes":
+            found = value if is_joined else next(iter(launch[i + 1 : i + 2]), "")
+    first, _, last = found.partition(":")
+    return int(first) if first.isdigit() and last in ("", first) else None
+
+
+def _check_job(arguments: Sequence[str], num_ranks: int | None) -> list[Path]:
+    """As every rank reads and checks it, but before there are any. The folders that the run will lock."""
+    from whorl.titan import job_options
+
+    try:
+        config = job_options.read(arguments)
+        job_options.check(config, num_ranks)
+    except ValueError as error:
+        raise ValueError(f"train: {error}") from error
+    return job_options.locked_folders(config)
 
 
 def _need_torchtitan() -> None:
@@ -132,46 +156,25 @@ def set_aside(folder: Path) -> Path | None:
 
 def run(job: Job) -> int:
     """The exit code: 0, or 1 when it was stopped or a rank failed; then the end of that rank's log is printed."""
+    from whorl.titan import ending
     from whorl.titan.display import Display
 
     logs = job.folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     before = set(logs.iterdir())
-    # A session of its own: Ctrl-C reaches us alone, and we tell torchrun once.
-    process = subprocess.Popen(
-        job.command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with Display(job.folder) as display:
-        errors = _wait(process, display.update)
+    with ending.Signals() as signals:
+        process = ending.start(job.command)
+        with Display(job.folder) as display:
+            errors = ending.wait(process, display.update, signals)
     if errors is None:
-        print(
-            "stopped; the same command goes on from the last checkpoint, where the recipe makes them", file=sys.stderr
-        )
+        with contextlib.suppress(OSError):  # the terminal may be what is gone
+            print(STOPPED, file=sys.stderr)
         return 1
     if process.returncode:
         _say_failure(set(logs.iterdir()) - before, errors, process.returncode)
         return 1
     _say_end(job, len(display.history.steps))
     return 0
-
-
-def _wait(process: "subprocess.Popen[str]", update: Callable[[], None]) -> str | None:
-    """What it wrote on standard error; None when Ctrl-C ended it. It does not outlive this call."""
-    try:
-        while True:
-            try:
-                return process.communicate(timeout=POLL)[1]
-            except subprocess.TimeoutExpired:
-                update()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=GRACE)
-        return None
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def _say_end(job: Job, num_steps: int) -> None:

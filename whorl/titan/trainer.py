@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import os
 from typing import Any
 
 from torch import Tensor
@@ -11,15 +12,24 @@ from torchtitan.components.checkpoint import LR_SCHEDULER, CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.train import Trainer
 
+from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints, Record
+from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.watch import Watch
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 class WhorlTrainer(Trainer):
     checkpointer: CheckpointManager
 
     def __init__(self, job_config: JobConfig) -> None:
+        job_options.check(job_config, job_options.ranks_here())
+        # Before anything is written. One rank does for all: the others cannot save without it.
+        self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if _is_first()]
         super().__init__(job_config)
         self._batches: list[dict[str, Any]] = []
         self.watch: Watch | None = getattr(self.optimizers, "watch", None)
@@ -28,6 +38,11 @@ class WhorlTrainer(Trainer):
         if job_config.checkpoint.enable:
             self._take_checkpoints()
 
+    def close(self) -> None:
+        super().close()
+        for lock in self._locks:
+            lock.release()
+
     # ---- checkpoints
 
     def _take_checkpoints(self) -> None:
@@ -35,7 +50,7 @@ class WhorlTrainer(Trainer):
         settings: Any = getattr(config, "whorl", None)
         plain = self.checkpointer
         plain.close()
-        self.checkpointer = Checkpoints(
+        checkpoints = Checkpoints(
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -53,6 +68,9 @@ class WhorlTrainer(Trainer):
             fall_back=getattr(settings, "fall_back", False),
             accept_changes=getattr(settings, "accept_changes", False),
         )
+        if self.watch is not None:
+            self.watch.last_good = checkpoints.last_good
+        self.checkpointer = checkpoints
 
     def _begin_stage(self, start: int) -> None:
         """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""

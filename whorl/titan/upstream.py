@@ -113,6 +113,7 @@ SIGNATURES = {
     "torchtitan.tools.utils:get_device_info": "()",
     "torchtitan.tools.utils:has_cuda_capability": "(major, minor)",
     "torchtitan.train:Trainer.__init__": "(self, job_config)",
+    "torchtitan.train:Trainer.close": "(self)",
     "torchtitan.train:Trainer.forward_backward_step": "(self, *, input_dict, labels, global_valid_tokens)",
     "torchtitan.train:Trainer.train_step": "(self, data_iterator)",
     "torchtitan.train:main": "(trainer_class)",
@@ -121,15 +122,17 @@ SIGNATURES = {
 # Of which we write or read these fields.
 FIELDS = {
     "torchtitan.config.job_config:ActivationCheckpoint": "mode",
-    "torchtitan.config.job_config:Checkpoint": "enable folder interval last_save_model_only exclude_from_loading",
+    "torchtitan.config.job_config:Checkpoint": (
+        "enable folder interval last_save_model_only exclude_from_loading enable_ft_dataloader_checkpoints"
+    ),
     "torchtitan.config.job_config:Comm": "mode train_timeout_seconds trace_buf_size",
     "torchtitan.config.job_config:Compile": "enable components backend",
     "torchtitan.config.job_config:Debug": "seed moe_force_load_balance",
     "torchtitan.config.job_config:Experimental": "custom_import",
     "torchtitan.config.job_config:Job": "config_file dump_folder description custom_config_module",
     "torchtitan.config.job_config:JobConfig": (
-        "job metrics model optimizer lr_scheduler training parallelism checkpoint activation_checkpoint compile comm"
-        " experimental debug"
+        "job metrics model optimizer lr_scheduler training parallelism checkpoint activation_checkpoint compile"
+        " quantize comm memory_estimation fault_tolerance experimental validation debug"
     ),
     "torchtitan.config.job_config:Metrics": "log_freq",
     "torchtitan.config.job_config:Model": "name flavor hf_assets_path converters",
@@ -138,10 +141,12 @@ FIELDS = {
         "tensor_parallel_degree pipeline_parallel_degree pipeline_parallel_schedule context_parallel_degree"
         " context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree"
         " expert_parallel_comm_backend fsdp_reshard_after_forward disable_loss_parallel"
-        " pipeline_parallel_expert_parallel_overlap"
+        " pipeline_parallel_expert_parallel_overlap pipeline_parallel_schedule_csv enable_async_tensor_parallel"
+        " context_parallel_rotate_method data_parallel_replicate_degree data_parallel_shard_degree"
     ),
     "torchtitan.config.job_config:Training": (
         "local_batch_size global_batch_size seq_len steps dtype mixed_precision_param mixed_precision_reduce"
+        " enable_cpu_offload dataset dataset_path dataloader"
     ),
     "torchtitan.distributed.parallel_dims:ParallelDims": "dp_replicate dp_shard cp tp pp ep etp world_size",
     "torchtitan.models.moe.moe:MoEArgs": (
@@ -156,7 +161,9 @@ FIELDS = {
 
 # What their methods set on self and ours read.
 ATTRIBUTES = {
-    "torchtitan.components.checkpoint:CheckpointManager": "enable keep_latest_k purge_queue sd_adapter states",
+    "torchtitan.components.checkpoint:CheckpointManager": (
+        "enable initial_load_path keep_latest_k purge_queue sd_adapter states"
+    ),
     "torchtitan.components.metrics:MetricsProcessor": (
         "device_memory_monitor job_config logger model_parts parallel_dims"
     ),
@@ -185,6 +192,8 @@ NAMES = [
     "torchtitan.components.checkpoint:AsyncMode",
     "torchtitan.components.loss:LossFunction",
     "torchtitan.config:TORCH_DTYPE_MAP",
+    "torchtitan.experiments:_supported_experiments",
+    "torchtitan.models:_supported_models",
     "torchtitan.protocols.model_converter:_registry_model_converter_cls",
     "torchtitan.protocols.train_spec:ParallelizeFunction",
     "torchtitan.protocols.train_spec:_extra_train_specs",

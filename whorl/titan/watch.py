@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.optimizer import OptimizersContainer
 
-from whorl.titan.swap_optimizer import local
+from whorl.titan.swap_optimizer import SwapAdamW, local
 
 WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
@@ -51,6 +51,27 @@ def bad_weights(parts: list[nn.Module]) -> list[str]:
         for name, module in named_modules(parts)
         if not is_finite([*module.parameters(recurse=False), *module.buffers(recurse=False)])
     ]
+
+
+def bad_moments(optimizers: OptimizersContainer) -> list[str]:
+    """Names of the parameters whose optimizer state is not finite; each is read once, on the device it is on."""
+    names = {p: f"{name}.{key}" for name, m in named_modules(optimizers.model_parts) for key, p in _own(m)}
+    found: list[tuple[str, Tensor]] = []
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            kept = optimizer.kept(parameter) if isinstance(optimizer, SwapAdamW) else state.values()
+            found += [(names.get(parameter, "a parameter"), local(x)) for x in kept if isinstance(x, Tensor)]
+    found = [(name, x) for name, x in found if x.is_floating_point() and x.numel()]
+    if not found:
+        return []
+    # The least and the greatest: NaN is both where there is one, and nothing as large as the state is made.
+    flags = [torch.isfinite(torch.stack(torch.aminmax(x))).all() for _, x in found]
+    are_good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return sorted({name for (name, _), is_good in zip(found, are_good, strict=True) if not is_good})
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False)
 
 
 @dataclass(slots=True)
@@ -129,6 +150,7 @@ class Watch:
         self.step: int | None = None
         self.replay: Callable[[], None] | None = None
         self.replays_backward = False
+        self.last_good: Callable[[], str] | None = None  # says which checkpoint to go back to
         self._batches: list[Callable[[], None]] = []
         self._probe: Tensor | None = None
 
@@ -177,7 +199,8 @@ class Watch:
         where = "" if self.step is None else f"step {self.step}: "
         what = "loss" if not is_finite(self.losses) else "gradient"
         cause = self._cause() if not is_finite([least]) else "the loss function made it: all gradients are finite"
-        raise NotFinite(f"{where}the {what} is not finite. {cause}. Nothing was updated; the last checkpoint is sound")
+        back = "" if self.last_good is None else f"; {self.last_good()}"
+        raise NotFinite(f"{where}the {what} is not finite. {cause}. Nothing was updated in this step{back}")
 
     def _cause(self) -> str:
         if self.replay is None:

@@ -166,8 +166,30 @@ def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Ar
 # ---- configuration
 
 
+TRAINED = "trained_seq_len"  # not max_seq_len or seq_length: servers take the least of those they know
+# What transformers does for these, and this model too; by key of a config.json, where None is as good as absent.
+FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+}
+FIXED_ROPE: dict[str, tuple[object, ...]] = {
+    "rope_type": ("default", "yarn"),
+    "type": ("default", "yarn"),
+    "attention_factor": (),
+    "truncate": (True,),
+    "partial_rotary_factor": (1,),
+}
+
+
 def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """config.json of these sizes."""
+    """config.json of these sizes. What a job sets, as the stage or the coefficients of losses, is not in it."""
+    _check_export(args)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
     if args.rope_factor > 1:
         rope |= {
@@ -180,6 +202,9 @@ def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> d
             "mscale_all_dim": args.mscale_all_dim,
         }
     moe = args.moe_args
+    # A run may train on shorter sequences than YaRN reaches: what is exported is not cut to them.
+    reach = int(args.original_seq_len * args.rope_factor) if args.rope_factor > 1 else 0
+    longest = max(args.max_seq_len, reach)
     return {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
@@ -212,26 +237,42 @@ def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> d
         "index_topk": args.index_topk,
         "rms_norm_eps": args.norm_eps,
         "rope_parameters": rope,
-        "max_position_embeddings": max(args.max_seq_len, int(args.original_seq_len * args.rope_factor)),
+        "max_position_embeddings": longest,
+        **({TRAINED: args.max_seq_len} if args.max_seq_len < longest else {}),
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
 
 
+def _check_export(args: DeepSeekV32Args) -> None:
+    """That transformers' model can compute what this one does."""
+    moe = args.moe_args
+    wrong = {
+        "moe_args.score_func": (moe.score_func, "sigmoid"),
+        "moe_args.score_before_experts": (moe.score_before_experts, False),
+        "moe_args.gate_bias": (moe.gate_bias, False),
+    }
+    if args.rope_factor > 1 and not args.mscale_all_dim:
+        wrong["mscale"] = (args.mscale, 1.0)
+    for name, (found, expected) in wrong.items():
+        if found != expected:
+            raise ValueError(f"{name} is {found!r}, and Hugging Face's deepseek_v32 has {expected!r} alone")
+
+
 def from_hf_config(config: Mapping[str, Any]) -> DeepSeekV32Args:
     """The sizes that a config.json names; `rope_scaling`, the older spelling, is read too."""
     if config.get("model_type") not in ("deepseek_v32", "deepseek_v3"):
         raise ValueError(f"model_type is {config.get('model_type')!r}, expected deepseek_v32 or deepseek_v3")
-    for key in ("attention_bias", "tie_word_embeddings"):
-        if config.get(key):
-            raise ValueError(f"{key} is set; DeepSeek-V3.2 has none")
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    _check_fixed(config, rope)
     groups = config.get("n_group") or 1
     given = DeepSeekV32Args()
     yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    mscale, mscale_all_dim = _mscales(rope) if yarn else (given.mscale, given.mscale_all_dim)
     return DeepSeekV32Args(
         vocab_size=config["vocab_size"],
+        max_seq_len=config.get(TRAINED) or config.get("max_position_embeddings") or given.max_seq_len,
         dim=config["hidden_size"],
         inter_dim=config["intermediate_size"],
         moe_inter_dim=config["moe_intermediate_size"],
@@ -264,9 +305,31 @@ def from_hf_config(config: Mapping[str, Any]) -> DeepSeekV32Args:
         original_seq_len=rope.get("original_max_position_embeddings") or given.original_seq_len,
         beta_fast=rope.get("beta_fast") or given.beta_fast,
         beta_slow=rope.get("beta_slow") or given.beta_slow,
-        mscale=rope.get("mscale", given.mscale),
-        mscale_all_dim=rope.get("mscale_all_dim", given.mscale_all_dim),
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
     )
+
+
+def _check_fixed(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    for where, known in ((config, FIXED), (rope, FIXED_ROPE)):
+        for key, values in known.items():
+            found = where.get(key)
+            if found is not None and found not in values:
+                expected = " or ".join(map(repr, values)) or "nothing"
+                raise ValueError(f"{key} is {found!r}; DeepSeek-V3.2 is known here with {expected}")
+    kinds, dense = config.get("mlp_layer_types"), config["first_k_dense_replace"]
+    if kinds is not None and list(kinds) != ["dense" if i < dense else "sparse" for i in range(len(kinds))]:
+        raise ValueError(
+            f"mlp_layer_types is {kinds}; known are {dense} dense layers (first_k_dense_replace), then experts"
+        )
+
+
+def _mscales(rope: Mapping[str, Any]) -> tuple[float, float]:
+    """mscale and mscale_all_dim; where one is missing or 0, transformers turns by 0.1 ln(factor) + 1."""
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if of_all and not mscale:
+        raise ValueError(f"mscale_all_dim is {of_all} without mscale: say both, or neither")
+    return (float(mscale), float(of_all)) if mscale and of_all else (1.0, 0.0)
 
 
 # ---- files
