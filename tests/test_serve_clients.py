@@ -160,7 +160,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
             text += lines
         assert text[-1] == "data: [DONE]"
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in text[:-1]) == ALPHABET[1:]
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(30) == 0  # stopped as asked
     finally:
         process.kill()
         process.wait()

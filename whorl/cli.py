@@ -353,7 +353,7 @@ def serve(
             timeout=timeout,
             drain_seconds=drain,
         )
-    run()
+    sys.exit(run())
 
 
 PLAN = "With --plan"

@@ -105,7 +105,13 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_middleware(Gate, api_key=settings.api_key, max_body=settings.max_body, body_seconds=settings.body_seconds)
+    app.add_middleware(
+        Gate,
+        running=service.running,
+        api_key=settings.api_key,
+        max_body=settings.max_body,
+        body_seconds=settings.body_seconds,
+    )
     if settings.origins:
         names = list(settings.origins)
         app.add_middleware(CORSMiddleware, allow_origins=names, allow_methods=["*"], allow_headers=["*"])
@@ -151,8 +157,9 @@ def prepare(
     sp_quantize: Any = None,
     report: bool = False,
     **settings: Any,
-) -> Callable[[], None]:
-    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it.
+) -> Callable[[], int]:
+    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it, and gives the
+    exit code: 0, or 1 where requests had to be ended.
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
@@ -189,17 +196,16 @@ def prepare(
     return lambda: _serve(app, chosen, host, port)
 
 
-def run(model: str | Path | None = None, **options: Any) -> None:
+def run(model: str | Path | None = None, **options: Any) -> int:
     """`prepare`, then serve."""
-    prepare(model, **options)()
+    return prepare(model, **options)()
 
 
-def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> None:
-    import uvicorn
+def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
+    from .http_server import HttpServer
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # as uvicorn writes
-    drain = max(1, round(settings.drain_seconds))
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=drain))
+    server = HttpServer(app, host=host, port=port)
     engine = app.state.service.engine
 
     def end() -> None:
@@ -210,6 +216,7 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> None:
     server.run()
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure
+    return server.exit_code
 
 
 def _check_address(host: str, port: int) -> None:

@@ -16,6 +16,7 @@ from .metrics import Metrics
 from .openai import Settings
 from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
+from .running import Running
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .stream import EventStream, unless_gone
 from .tools import END_THINK
@@ -36,6 +37,7 @@ class Service:
         self.tokenizer: Tokenizer = tokenizer
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
+        self.running = Running()
         self._preparer = Preparer(tokenizer, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size)
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
