@@ -86,7 +86,12 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with."""
+        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with.
+
+        ValueError: the text is not Unicode, because it has half a surrogate pair, or is too much for the expression
+        that cuts it into words.
+        """
+        text.encode()
         with _panics_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be cut into tokens"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 

@@ -15,6 +15,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from .conversation import Conversation
+from .text_streams import as_text
 from .tools import END_THINK, THINK, Parts, ReplyParser
 
 # A model may write what steers a terminal; only line breaks and tabs get through.
@@ -176,7 +177,7 @@ class Chat:
     def run(self) -> int:
         while True:
             try:
-                line = self._read_message()
+                line = as_text(self._read_message(), "not sent: it")
                 if line.startswith("/"):
                     self._command(line)
                 elif line.strip():
