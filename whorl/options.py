@@ -103,6 +103,15 @@ MaxSeq = Annotated[
         "--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together, in tokens. Default: what fits."
     ),
 ]
+MaxStepTokens = Annotated[
+    int | None,
+    number(
+        "--max-step-tokens",
+        panel=MODEL,
+        least=1,
+        text="Prompt tokens of one step; others wait for its end. Default: 2048, on a CPU what takes half a second.",
+    ),
+]
 TensorParallel = Annotated[
     int | None,
     typer.Option(

@@ -217,6 +217,7 @@ def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Docu
         device=settings.device,
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, batch),
+        max_prompt_tokens=max(2048, batch),
         max_model_len=length,
         block_size=_BLOCK,
         num_blocks=batch * -(-length // _BLOCK),
@@ -272,6 +273,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
         device=settings.device,
         max_num_seqs=1,
         max_num_batched_tokens=min(length, 8192),
+        max_prompt_tokens=min(length, 8192),  # whole prompts, whatever they take
         max_model_len=length + 1,
         block_size=_BLOCK,
         num_blocks=-(-(length + 1) // _BLOCK),

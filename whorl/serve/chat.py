@@ -15,6 +15,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from .conversation import Conversation
+from .prompt_progress import PromptProgress
 from .text_streams import as_text
 from .tools import END_THINK, THINK, Parts, ReplyParser
 
@@ -101,15 +102,19 @@ def stop_request() -> Iterator[threading.Event]:
 
 def stream(llm: LLM, seq: Sequence, show: Callable[[str], None]) -> None:
     """Run a sequence to its end, or to Ctrl-C, and show its text piece by piece."""
+    progress = PromptProgress(seq)
     try:
         with stop_request() as asked:
             while not seq.is_finished:
-                for delta in llm.step():
+                deltas = llm.step()
+                progress.update()
+                for delta in deltas:
                     if delta.sequence is seq:
                         show(delta.text)
                 if asked.is_set():
                     llm.abort(seq)
     finally:
+        progress.close()
         llm.abort(seq)
     show(seq.text.take(is_finished=True))
 

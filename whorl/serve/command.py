@@ -39,6 +39,7 @@ class Options:
     stream: bool = True
     think: bool | None = None
     max_seq: int | None = None
+    max_step_tokens: int | None = None
     tp: int | None = None
     sp: str = "off"
     sp_quantize: str | None = None
@@ -135,6 +136,8 @@ def load(options: Options) -> "LLM":
         draft_length="fixed" if options.draft_fixed else "measured",
         max_model_len=options.max_seq,
         max_num_seqs=1,
+        max_num_batched_tokens=max(2048, options.max_step_tokens or 0),
+        max_prompt_tokens=options.max_step_tokens,
         tp=options.tp,
         sp=options.sp,  # type: ignore[arg-type]
         sp_quantize=options.sp_quantize,  # type: ignore[arg-type]

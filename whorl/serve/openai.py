@@ -152,6 +152,7 @@ def prepare(
     device: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
+    max_step_tokens: int | None = None,
     tp: int | None = None,
     sp: Any = "off",
     sp_quantize: Any = None,
@@ -163,7 +164,8 @@ def prepare(
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
-    drafting: what `whorl generate` takes about speculation; None: none. settings: fields of `Settings`.
+    max_step_tokens: of prompts, see `LLM`. drafting: what `whorl generate` takes about speculation; None: none.
+    settings: fields of `Settings`.
     """
     need_extra()
     chosen = Settings(names=tuple(names) or _names(model), **settings)
@@ -186,7 +188,8 @@ def prepare(
             tp=tp,
             sp=sp,
             sp_quantize=sp_quantize,
-            max_num_batched_tokens=max(2048, max_num_seqs),
+            max_num_batched_tokens=max(2048, max_num_seqs, max_step_tokens or 0),
+            max_prompt_tokens=max_step_tokens,
         )
     if report:
         from .command import print_report
