@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
 from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import Settings, create_app
 
@@ -154,13 +154,14 @@ class Served:
 
 @contextlib.contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
-    app = create_app(llm, Settings(**({"names": (MODEL,)} | settings)))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    chosen = Settings(**({"names": (MODEL,)} | settings))
+    app = create_app(llm, chosen)
+    (listener,) = listen("127.0.0.1", 0)
     server = HttpServer(app, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
-    served = Served(llm, app, server, listener.getsockname()[1], app.state.service.settings.api_key)
+    served = Served(llm, app, server, listener.getsockname()[1], next(iter(chosen.keys), None))
     try:
         yield served
     finally:

@@ -216,6 +216,7 @@ SURFACE = {
     "whorl generate": sorted(MODEL | PROMPT),
     "whorl chat": sorted(MODEL),
     "whorl serve": [
+        "--allowed-hosts",
         "--api-key",
         "--device",
         "--draft-fixed",

@@ -288,8 +288,23 @@ def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0: any that is free.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="WHORL_API_KEY", metavar="KEY", help="Clients must send it as a bearer token.")
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            envvar="WHORL_API_KEY",
+            metavar="KEY",
+            help="Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-hosts",
+            metavar="NAME",
+            help="Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own "
+            "where only it can reach the server, else any.",
+        ),
     ] = None,
     names: Annotated[
         list[str] | None,
@@ -351,7 +366,8 @@ def serve(
             sp_quantize=sp_quantize.value if sp_quantize else None,
             report=report,
             drafting=drafting,
-            api_key=api_key,
+            api_key=tuple(api_keys) if api_keys else None,
+            allowed_hosts=allowed_hosts or (),
             origins=tuple(origins or ()),
             max_queue=max_queue,
             max_body=max_body,

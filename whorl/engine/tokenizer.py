@@ -199,7 +199,20 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
+    for file in files.values():
+        _check_link(file, folder)
     return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """A template is shown to whoever asks: it must not be a link to what its author may not read, but the user can.
+
+    What lies beside the real tokenizer.json is fine, as in Hugging Face's cache, where every file is a link.
+    """
+    real = file.resolve()
+    homes = (folder.resolve(), (folder / "tokenizer.json").resolve().parent)
+    if not any(real.is_relative_to(home) for home in homes):
+        raise ValueError(f"{file}: is a link to {real}, outside of the model's folder; put a copy in its place")
 
 
 # ---- GGUF

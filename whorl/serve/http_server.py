@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from .connections import Connections
+
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SWEEP = 5  # uvicorn's ticks of 0.1 seconds
 _GRACE = 5  # seconds, to write errors to those whose time is up; then connections are cut
 
 
@@ -22,15 +25,22 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: "FastAPI", **options: Any) -> None:
         self._service = app.state.service
-        self._drain = self._service.settings.drain_seconds
+        settings = self._service.settings
+        self._drain = settings.drain_seconds
+        self.connections = Connections(most=settings.max_connections, head_seconds=settings.head_seconds)
         # An upgraded connection would pass by every check of requests.
         options |= {"ws": "none", "timeout_graceful_shutdown": round(self._drain) + _GRACE}
-        super().__init__(uvicorn.Config(app, **options))
+        super().__init__(uvicorn.Config(app, http=self.connections.protocol(), **options))
 
     @property
     def exit_code(self) -> int:
         """0: every request was answered in full; 1: `drain` was too short for some; 130: Ctrl-C came twice."""
         return 130 if self.force_exit else int(self._service.running.num_ended > 0)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP == 0:
+            self.connections.sweep()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         reason = f"the server is shutting down, and gave running requests {self._drain:g} seconds"

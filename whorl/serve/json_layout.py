@@ -3,7 +3,10 @@
 Where any of it may stand, a weak model writes little else.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 _MOST_LEVELS = 8  # of indentation, where a schema does not say how deep its values are
 _WIDEST = 4  # spaces a level
@@ -12,7 +15,7 @@ _LISTS, _TABLES, _SINGLE = ("prefixItems",), ("properties", "patternProperties")
 _CONTAINERS = ("object", "array")
 
 
-def json_layout(schema: Any) -> dict[str, str]:
+def json_layout(schema: Any) -> "JsonCompileOptions":
     """llguidance's options for values of a schema: a space behind a comma or a colon, or a line break and as much
     indentation as the schema is deep. All of it may be left out, so a limit forbids no value."""
     levels = max(1, _depth(schema, _MOST_LEVELS))
