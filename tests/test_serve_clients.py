@@ -151,7 +151,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
     process = subprocess.Popen([sys.executable, "-c", f"from serving import told; {code}"], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _answers(url), seconds=60)
+        wait_until(lambda: _answers(url), seconds=180)
         body = {"prompt": "a", "max_tokens": 25, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = (line for line in response.iter_lines() if line)

@@ -175,7 +175,7 @@ sys.exit(run("told", port=int(sys.argv[1]), llm=told()))
     with log.open("wb") as out, ExitStack() as stack:
         process = subprocess.Popen([sys.executable, "-c", program, str(port)], env=environment, stdout=out, stderr=out)
         try:
-            wait_until(lambda: is_served(port), seconds=60)
+            wait_until(lambda: is_served(port), seconds=180)
             for _ in range(140):
                 stack.enter_context(connect(port))
             wait_until(lambda: is_served(port))

@@ -221,7 +221,7 @@ def test_the_exit_code_says_that_not_all_were_answered() -> None:  # 0: tests/te
     process = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), seconds=60)
+        wait_until(lambda: answers(url), seconds=180)
         body = {"prompt": "a", "max_tokens": 500, "stream": True}
         with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=30) as response:
             lines = (line for line in response.iter_lines() if line)

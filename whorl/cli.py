@@ -15,6 +15,8 @@ import typer
 from whorl.bench.command import bench
 from whorl.options import (
     CHAT,
+    AllowedHosts,
+    ApiKeys,
     Device,
     DraftFixed,
     DraftK,
@@ -37,9 +39,11 @@ from whorl.options import (
     ModelDir,
     ModelDtype,
     NoStream,
+    Origins,
     Reset,
     Seed,
     SequenceParallel,
+    ServedNames,
     Sp,
     SpQuantize,
     SpReport,
@@ -288,30 +292,9 @@ def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0: any that is free.")] = 8000,
-    api_keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            envvar="WHORL_API_KEY",
-            metavar="KEY",
-            help="Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-hosts",
-            metavar="NAME",
-            help="Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own "
-            "where only it can reach the server, else any.",
-        ),
-    ] = None,
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
-        ),
-    ] = None,
+    api_keys: ApiKeys = None,
+    allowed_hosts: AllowedHosts = None,
+    names: ServedNames = None,
     max_seq: MaxSeq = None,
     max_step_tokens: MaxStepTokens = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
@@ -319,10 +302,7 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 16 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
-    origins: Annotated[
-        list[str] | None,
-        typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
-    ] = None,
+    origins: Origins = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = Sp.off,
     sp_quantize: SpQuantize = None,

@@ -208,3 +208,31 @@ DraftK = Annotated[int | None, number("--draft-k", panel=DRAFT, least=1, text="L
 DraftFixed = Annotated[
     bool, flag("--draft-fixed", panel=DRAFT, text="Always draft the longest. Default: as much as pays, by measurement.")
 ]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar="WHORL_API_KEY",
+        metavar="KEY",
+        help="Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-hosts",
+        metavar="NAME",
+        help="Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own where "
+        "only it can reach the server, else any.",
+    ),
+]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
+]
