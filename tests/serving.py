@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 
 import httpx
 import torch
-import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
@@ -18,6 +16,8 @@ from torch import Tensor
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
 from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.serve.connections import listen
+from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import Settings, create_app
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -120,7 +120,7 @@ def told(answers: dict[str, str] | None = None, *, delay: float = 0.0, **options
 class Served:
     """A running server: where it is and what is behind it."""
 
-    def __init__(self, llm: LLM, app: Any, server: uvicorn.Server, port: int, api_key: str | None) -> None:
+    def __init__(self, llm: LLM, app: Any, server: HttpServer, port: int, api_key: str | None) -> None:
         self.llm, self.app, self.server, self.url = llm, app, server, f"http://127.0.0.1:{port}"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
@@ -154,14 +154,14 @@ class Served:
 
 @contextlib.contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
-    app = create_app(llm, Settings(**({"names": (MODEL,)} | settings)))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    drain = round(app.state.service.settings.drain_seconds)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=drain))
+    chosen = Settings(**({"names": (MODEL,)} | settings))
+    app = create_app(llm, chosen)
+    (listener,) = listen("127.0.0.1", 0)
+    server = HttpServer(app, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
-    served = Served(llm, app, server, listener.getsockname()[1], app.state.service.settings.api_key)
+    served = Served(llm, app, server, listener.getsockname()[1], next(iter(chosen.keys), None))
     try:
         yield served
     finally:

@@ -119,7 +119,7 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     import torch
 
     arguments = "some/folder --max-seq 64 --device cpu --dtype float32 --pld --pld-k 4 --pld-ngram 2 --pld-min-hist 0"
-    more = "--pld-guard-distinct 5 --pld-guard-tail 7 --pld-loop-warn 9 --prompt x --tp 1"
+    more = "--pld-guard-distinct 5 --pld-guard-tail 7 --pld-loop-warn 9 --prompt x --tp 1 --max-step-tokens 4000"
     assert run(*arguments.split(), *more.split()).stdout == "Yes.\n"
     proposer = made[0].pop("speculate")
     assert isinstance(proposer, PromptLookup)
@@ -127,11 +127,13 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
     expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1, "tp": 1}
     expected |= {"draft_length": "measured", "sp": "off", "sp_quantize": None}
+    expected |= {"max_num_batched_tokens": 4000, "max_prompt_tokens": 4000}
     assert made == [{"path": "some/folder", **expected}]
     run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
     assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
     run("-p", "x")
     assert (made[2]["path"], made[2]["speculate"]) == (None, None)
+    assert (made[2]["max_num_batched_tokens"], made[2]["max_prompt_tokens"]) == (2048, None)
 
 
 def test_lookup_defaults() -> None:

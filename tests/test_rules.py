@@ -204,7 +204,7 @@ def test_operators() -> None:
 
 
 MODEL = {
-    *("MODEL", "--model-dir", "--device", "--dtype", "--max-seq", "--tp", "--tp-size"),
+    *("MODEL", "--model-dir", "--device", "--dtype", "--max-seq", "--max-step-tokens", "--tp", "--tp-size"),
     *("--sp", "--sp-quantize", "--report"),
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
     *("--pld", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct"),
@@ -217,6 +217,7 @@ SURFACE = {
     "whorl generate": sorted(MODEL | PROMPT),
     "whorl chat": sorted(MODEL),
     "whorl serve": [
+        "--allowed-hosts",
         "--api-key",
         "--device",
         "--draft-fixed",
@@ -229,6 +230,7 @@ SURFACE = {
         "--max-num-seqs",
         "--max-queue",
         "--max-seq",
+        "--max-step-tokens",
         "--model-dir",
         "--name",
         "--origin",

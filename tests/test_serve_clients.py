@@ -151,7 +151,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
     process = subprocess.Popen([sys.executable, "-c", f"from serving import told; {code}"], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _answers(url), seconds=60)
+        wait_until(lambda: _answers(url), seconds=180)
         body = {"prompt": "a", "max_tokens": 25, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -160,7 +160,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
             text += lines
         assert text[-1] == "data: [DONE]"
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in text[:-1]) == ALPHABET[1:]
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(30) == 0  # stopped as asked
     finally:
         process.kill()
         process.wait()

@@ -198,6 +198,7 @@ def test_other_origins_only_when_asked_for(served: Served) -> None:
     with serving(told(), origins=("http://page",), api_key="k") as open_to:
         response = httpx.options(f"{open_to.url}{CHAT}", headers=headers)
         assert response.headers["access-control-allow-origin"] == "http://page"
+        refused(httpx.options(f"{open_to.url}{CHAT}", headers=headers | {"Origin": "http://other"}), 400)
         refusal = httpx.post(f"{open_to.url}{CHAT}", headers={"Origin": "http://page"}, json={})
         assert refusal.headers["access-control-allow-origin"] == "http://page"
 

@@ -15,6 +15,8 @@ import typer
 from whorl.bench.command import bench
 from whorl.options import (
     CHAT,
+    AllowedHosts,
+    ApiKeys,
     Device,
     DraftFixed,
     DraftK,
@@ -29,6 +31,7 @@ from whorl.options import (
     LookupTail,
     LookupWarn,
     MaxSeq,
+    MaxStepTokens,
     MaxTokens,
     MinP,
     Model,
@@ -36,9 +39,11 @@ from whorl.options import (
     ModelDir,
     ModelDtype,
     NoStream,
+    Origins,
     Reset,
     Seed,
     SequenceParallel,
+    ServedNames,
     Sp,
     SpQuantize,
     SpReport,
@@ -158,6 +163,7 @@ def generate(
     reset: Reset = False,
     no_stream: NoStream = False,
     max_seq: MaxSeq = None,
+    max_step_tokens: MaxStepTokens = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = Sp.off,
     sp_quantize: SpQuantize = None,
@@ -201,6 +207,7 @@ def chat(
     reset: Reset = False,
     no_stream: NoStream = False,
     max_seq: MaxSeq = None,
+    max_step_tokens: MaxStepTokens = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = Sp.off,
     sp_quantize: SpQuantize = None,
@@ -275,25 +282,17 @@ def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0: any that is free.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="WHORL_API_KEY", metavar="KEY", help="Clients must send it as a bearer token.")
-    ] = None,
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
-        ),
-    ] = None,
+    api_keys: ApiKeys = None,
+    allowed_hosts: AllowedHosts = None,
+    names: ServedNames = None,
     max_seq: MaxSeq = None,
+    max_step_tokens: MaxStepTokens = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; one more gets 429.")] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 16 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
-    origins: Annotated[
-        list[str] | None,
-        typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
-    ] = None,
+    origins: Origins = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = Sp.off,
     sp_quantize: SpQuantize = None,
@@ -331,19 +330,21 @@ def serve(
             dtype=dtype.value if dtype else None,
             max_model_len=max_seq,
             max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
             tp=tp,
             sp=sp.value,
             sp_quantize=sp_quantize.value if sp_quantize else None,
             report=report,
             drafting=drafting,
-            api_key=api_key,
+            api_key=tuple(api_keys) if api_keys else None,
+            allowed_hosts=allowed_hosts or (),
             origins=tuple(origins or ()),
             max_queue=max_queue,
             max_body=max_body,
             timeout=timeout,
             drain_seconds=drain,
         )
-    run()
+    sys.exit(run())
 
 
 PLAN = "With --plan"

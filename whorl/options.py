@@ -103,6 +103,15 @@ MaxSeq = Annotated[
         "--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together, in tokens. Default: what fits."
     ),
 ]
+MaxStepTokens = Annotated[
+    int | None,
+    number(
+        "--max-step-tokens",
+        panel=MODEL,
+        least=1,
+        text="Prompt tokens of one step; others wait for its end. Default: 2048, on a CPU what takes half a second.",
+    ),
+]
 TensorParallel = Annotated[
     int | None,
     typer.Option(
@@ -198,4 +207,32 @@ DraftModelPath = Annotated[
 DraftK = Annotated[int | None, number("--draft-k", panel=DRAFT, least=1, text="Longest draft of --draft-model (4).")]
 DraftFixed = Annotated[
     bool, flag("--draft-fixed", panel=DRAFT, text="Always draft the longest. Default: as much as pays, by measurement.")
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar="WHORL_API_KEY",
+        metavar="KEY",
+        help="Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-hosts",
+        metavar="NAME",
+        help="Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own where "
+        "only it can reach the server, else any.",
+    ),
+]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
 ]

@@ -216,6 +216,7 @@ def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Docu
         device=settings.device,
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, batch),
+        max_prompt_tokens=max(2048, batch),
         max_model_len=length,
         num_blocks=batch * -(-length // devices.block_size(settings.device)),
         use_prefix_cache=False,
@@ -270,6 +271,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
         device=settings.device,
         max_num_seqs=1,
         max_num_batched_tokens=min(length, 8192),
+        max_prompt_tokens=min(length, 8192),  # whole prompts, whatever they take
         max_model_len=length + 1,
         num_blocks=-(-(length + 1) // devices.block_size(settings.device)),
         use_prefix_cache=False,

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from .sequence import Sequence
 
 _ROOT = 0
-# Name of the content before the block, the block's tokens, their roles. Keys are compared, not only hashed: two
-# prefixes that collide stay apart. Names are never used twice, so the chain before a block is verified too.
-_Key = tuple[int, tuple[int, ...], bytes]
+# Name of the content before the block, or the salt where there is none; the block's tokens; their roles. Keys are
+# compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so the chain before a
+# block is verified too, and with it the salt.
+_Key = tuple[int | str, tuple[int, ...], bytes]
 
 
 class BlockPool:
@@ -101,17 +102,18 @@ class BlockPool:
             limit = min(limit, len(seq.prompt_logprobs))
         found: list[tuple[int, int]] = []
         for i in range(limit // self.block_size):
-            hit = self._prefixes.get(self._key(seq, i, parent=found[-1][1] if found else _ROOT))
+            hit = self._prefixes.get(self._key(seq, i, parent=found[-1][1] if found else None))
             if hit is None:
                 break
             found.append(hit)
         return found
 
     def _key(self, seq: Sequence, index: int, parent: int | None = None) -> _Key:
-        if parent is None:
-            parent = seq.chain[index - 1] if index else _ROOT
+        before: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
+        if index:
+            before = seq.chain[index - 1] if parent is None else parent
         span = slice(index * self.block_size, (index + 1) * self.block_size)
-        return parent, tuple(seq.token_ids[span]), bytes(seq.roles[span])
+        return before, tuple(seq.token_ids[span]), bytes(seq.roles[span])
 
     def _hold(self, block: int) -> None:
         self._num_holders[block] += 1

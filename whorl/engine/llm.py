@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
@@ -25,6 +26,7 @@ from .scheduler import Chunk, Scheduler
 from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
 from .sequence_parallel import Settings
 from .speculate import DraftLength, Proposer, cut, measure_cost
+from .step_budget import StepBudget
 from .tensor_parallel import Lead, load
 
 Prompt = str | List[int]
@@ -77,6 +79,7 @@ class LLM:
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
     block_size: tokens of a cache block; None: what attention on the device takes, see `whorl.device.block_size`.
     num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
+    max_prompt_tokens: of one step; None: as many as there is room for, and on a CPU as many as take half a second.
     max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
     tp: ranks that share the model, started and ended with the engine; None: those that torchrun has started, else one.
     sp: sequence parallelism of prompts over these ranks: "on", "off", or "auto": where it pays. What comes out is the
@@ -101,6 +104,7 @@ class LLM:
         draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        max_prompt_tokens: int | None = None,
         max_model_len: int | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
@@ -134,6 +138,7 @@ class LLM:
             num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=use_prefix_cache)
         self.max_model_len = _at_most(max_model_len, min(max_len, num_blocks * block_size), "the cache")
+        self._budget = StepBudget(max_num_batched_tokens, device=device, fixed=max_prompt_tokens)
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         self.runner = (Runner if self._lead is None else self._lead.runner)(
@@ -273,13 +278,17 @@ class LLM:
 
     def _launch(self) -> None:
         """Schedule a round and start it on the device; sequences stand as they will when it has run."""
-        chunks = self.scheduler.schedule(lookahead=self.proposer.k if self.proposer else 0)
+        lookahead = self.proposer.k if self.proposer else 0
+        chunks = self.scheduler.schedule(lookahead=lookahead, max_prompt_tokens=self._budget.tokens)
         if not chunks:
             return
+        started = time.perf_counter()
         batch = Batch(chunks)
         if self.proposer is not None:
             self._propose(self.proposer, batch)
         self._flights.append((batch, self.sampler.start(self.runner.run(batch))))
+        if num_filled := sum(chunk.length for chunk in chunks if chunk.role == PROMPT):
+            self._budget.observe(num_filled, time.perf_counter() - started)
         for chunk in chunks:
             seq = chunk.sequence
             seq.num_computed = chunk.start + chunk.length
@@ -408,8 +417,15 @@ class LLM:
                 self.step()
                 num_tokens = sum(seq.num_outputs for seq in sequences)
                 elapsed = bar.tasks[task].elapsed or 1e-9
-                bar.update(task, completed=num_done, speed=f"{num_tokens / elapsed:.1f} tok/s")
+                speed = f"{num_tokens / elapsed:.1f} tok/s" if num_tokens else _reading(sequences)
+                bar.update(task, completed=num_done, speed=speed)
             bar.update(task, completed=len(sequences))
+
+
+def _reading(sequences: List[Sequence]) -> str:
+    """How far prompts are, before the first token."""
+    num_read = sum(min(seq.num_computed, seq.prompt_len) for seq in sequences)
+    return f"{num_read} of {sum(seq.prompt_len for seq in sequences)} prompt tokens"
 
 
 def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:

@@ -56,10 +56,15 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def schedule(self, *, lookahead: int = 0) -> list[Chunk]:
-        """The next step's chunks; each sequence has at most one. lookahead: the longest draft wanted."""
+    def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
+        """The next step's chunks; each sequence has at most one. lookahead: the longest draft wanted.
+
+        max_prompt_tokens: of all that do more than decode one token; None: what the step has room for.
+        """
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
+        if max_prompt_tokens is not None:
+            budget = min(budget, max_prompt_tokens)
         filling: list[Chunk] = []
         for seq in self.running:
             if seq.num_pending > 1 or not seq.is_decoding:

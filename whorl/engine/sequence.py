@@ -36,7 +36,8 @@ class SamplingParams:
 
     seed: noise is a function of the seed and the token's place alone, so the same request gives the same text in any
     batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
-    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all.
+    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. cache_salt:
+    the prefix cache is shared only with requests of the same salt, so that neither time nor counts tell of others.
     """
 
     max_tokens: int | None = None  # None: until the model stops or the context is full
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     allow: "Callable[[List[int]], Tensor | None] | None" = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, is_valid, expected in (

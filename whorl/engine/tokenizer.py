@@ -3,8 +3,9 @@
 Built on the tokenizers package. The chat template is in `chat_template`.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,20 @@ from .gguf_metadata import read_metadata
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@contextlib.contextmanager
+def _panics_as(kind: type[Exception], what: str) -> Iterator[None]:
+    """Around a call of the tokenizers package, where a failed assumption is a panic, which is not even an Exception.
+
+    A regular expression that gives up on a text, as millions of spaces make it, is one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the class has no module that could be imported
+            raise
+        raise kind(f"{what}: {error}") from error
 
 
 class Tokenizer:
@@ -71,14 +86,21 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with."""
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with.
+
+        ValueError: the text is not Unicode, because it has half a surrogate pair, or is too much for the expression
+        that cuts it into words.
+        """
+        text.encode()
+        with _panics_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be cut into tokens"):
+            return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Bytes that are not UTF-8 become U+FFFD."""
         if bad := [i for i in token_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: ids {bad[:4]} are outside the vocabulary of {self._size}")
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
+        with _panics_as(RuntimeError, f"tokenizer: {len(token_ids)} ids cannot be made text"):
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def to_json(self) -> str:
         """As a tokenizer.json, for libraries that read one."""
@@ -171,7 +193,8 @@ def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
 def _from_json(path: Path) -> Tokenizer:
     folder = path.parent
     try:
-        backend = Backend.from_file(str(path))
+        with _panics_as(ValueError, "the tokenizers package fails"):
+            backend = Backend.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{path}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
@@ -207,11 +230,24 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
+    for file in files.values():
+        _check_link(file, folder)
     return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
 
 
 def _is_template(entry: Any) -> bool:
     return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """A template is shown to whoever asks: it must not be a link to what its author may not read, but the user can.
+
+    What lies beside the real tokenizer.json is fine, as in Hugging Face's cache, where every file is a link.
+    """
+    real = file.resolve()
+    homes = (folder.resolve(), (folder / "tokenizer.json").resolve().parent)
+    if not any(real.is_relative_to(home) for home in homes):
+        raise ValueError(f"{file}: is a link to {real}, outside of the model's folder; put a copy in its place")
 
 
 # ---- GGUF

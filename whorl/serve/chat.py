@@ -15,6 +15,8 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from .conversation import Conversation
+from .prompt_progress import PromptProgress
+from .text_streams import as_text
 from .tools import END_THINK, THINK, Parts, ReplyParser
 
 # A model may write what steers a terminal; only line breaks and tabs get through.
@@ -100,15 +102,19 @@ def stop_request() -> Iterator[threading.Event]:
 
 def stream(llm: LLM, seq: Sequence, show: Callable[[str], None]) -> None:
     """Run a sequence to its end, or to Ctrl-C, and show its text piece by piece."""
+    progress = PromptProgress(seq)
     try:
         with stop_request() as asked:
             while not seq.is_finished:
-                for delta in llm.step():
+                deltas = llm.step()
+                progress.update()
+                for delta in deltas:
                     if delta.sequence is seq:
                         show(delta.text)
                 if asked.is_set():
                     llm.abort(seq)
     finally:
+        progress.close()
         llm.abort(seq)
     show(seq.text.take(is_finished=True))
 
@@ -176,7 +182,7 @@ class Chat:
     def run(self) -> int:
         while True:
             try:
-                line = self._read_message()
+                line = as_text(self._read_message(), "not sent: it")
                 if line.startswith("/"):
                     self._command(line)
                 elif line.strip():

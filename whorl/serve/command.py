@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .text_streams import as_argument, prepare_streams, read_stdin
+
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.sequence import SamplingParams, Sequence
@@ -37,6 +39,7 @@ class Options:
     stream: bool = True
     think: bool | None = None
     max_seq: int | None = None
+    max_step_tokens: int | None = None
     tp: int | None = None
     sp: str = "off"
     sp_quantize: str | None = None
@@ -94,6 +97,8 @@ def prepare(options: Options) -> Callable[[], int]:
     from .conversation import Conversation
 
     options.check()
+    system = as_argument(options.system, "--system")
+    prepare_streams()
     # What the engine warns about, such as a model that repeats itself.
     logging.basicConfig(format="[warn] %(message)s", level=logging.WARNING)
     llm = load(options)
@@ -102,7 +107,7 @@ def prepare(options: Options) -> Callable[[], int]:
     params = sampling(options, llm)
     conversation = Conversation(
         llm,
-        system=options.system,
+        system=system,
         is_chat=options.chat,
         has_memory=not options.reset,
         enable_thinking=options.think,
@@ -131,6 +136,8 @@ def load(options: Options) -> "LLM":
         draft_length="fixed" if options.draft_fixed else "measured",
         max_model_len=options.max_seq,
         max_num_seqs=1,
+        max_num_batched_tokens=max(2048, options.max_step_tokens or 0),
+        max_prompt_tokens=options.max_step_tokens,
         tp=options.tp,
         sp=options.sp,  # type: ignore[arg-type]
         sp_quantize=options.sp_quantize,  # type: ignore[arg-type]
@@ -212,11 +219,13 @@ def read_prompt(prompt: str | None, file: str | None, *, or_pipe: bool = False) 
     if prompt is not None and file is not None:
         raise ValueError("--prompt and --prompt-file: say one of them")
     if prompt is None and file is None and or_pipe and sys.stdin is not None and not sys.stdin.isatty():
-        return sys.stdin.read().removesuffix("\n") or None
+        return read_stdin().removesuffix("\n") or None
     if file is None:
-        return prompt
+        return as_argument(prompt, "--prompt")
+    if file == "-":
+        return read_stdin()
     try:
-        return sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--prompt-file {file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -197,7 +197,7 @@ class EngineThread:
         try:
             for prompt, params in zip(job.prompts, job.params, strict=True):
                 job.sequences += self.llm.add(prompt, params)
-        except Exception as error:  # of this request alone: nothing has run
+        except BaseException as error:  # of this request alone: nothing has run. A panic is no Exception
             self._abort(job)
             self._call(job.loop, _settle, job.accepted, error)
             return
@@ -256,7 +256,7 @@ class EngineThread:
             loop.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+def _settle(future: "asyncio.Future[None]", error: BaseException | None) -> None:
     if future.done():
         return
     if error is None:

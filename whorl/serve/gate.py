@@ -5,18 +5,25 @@ import hmac
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine_thread import EngineError, QueueFull
+from .hosts import refused_host
+from .running import Running
 
 _LOG = logging.getLogger("whorl.serve")
 # Probes and scrapers have no key.
 _OPEN = ("/health", "/metrics")
+DONE = "data: [DONE]\n\n"  # what a stream of events ends with
+# What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
+STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+KEY_NUMBER = "whorl.key_number"  # in a request's scope: whose it is
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
 
 
@@ -34,7 +41,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @classmethod
-    def of(cls, error: Exception) -> "ApiError":
+    def of(cls, error: BaseException) -> "ApiError":
         """What an error of the engine or of a check means to a client."""
         if isinstance(error, cls):
             return error
@@ -58,6 +65,10 @@ class ApiError(Exception):
         param = self.param and self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
+    def event(self) -> str:
+        """The last of a stream of events."""
+        return f"data: {json.dumps(self.body(), ensure_ascii=False, separators=(',', ':'))}\n\n{DONE}"
+
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, headers=dict(self.headers or {}))
 
@@ -65,9 +76,18 @@ class ApiError(Exception):
 class Gate:
     """ASGI middleware. The body is read here, whole: within its size and time, or not at all."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body: int, body_seconds: float) -> None:
-        self.app, self.max_body, self.body_seconds = app, max_body, body_seconds
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        running: Running,
+        keys: Sequence[str],
+        allowed_hosts: Sequence[str],
+        max_body: int,
+        body_seconds: float,
+    ) -> None:
+        self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
+        self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,34 +95,54 @@ class Gate:
             return
         number = Headers(scope=scope).get("x-request-id", "")
         number = number if number.isascii() and number.isprintable() and 0 < len(number) <= 128 else uuid.uuid4().hex
-        has_begun = False
+        begun: Message | None = None
 
         async def send_numbered(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal begun
             if message["type"] == "http.response.start":
-                has_begun = True
+                begun = message
                 MutableHeaders(scope=message)["x-request-id"] = number
-            await send(message)
+            try:
+                async with asyncio.timeout(self.body_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionAbortedError("the client does not take its answer") from None
 
         try:
-            self._check_key(scope)
-            _check_kind(scope)
-            body = await self._read(scope, receive)
-            await self.app(scope, _replay(body, receive), send_numbered)
-        except Exception as error:
-            if has_begun:
+            async with self.running.request():
+                self._check_host(scope)
+                self._check_key(scope)
+                _check_kind(scope)
+                body = await self._read(scope, receive)
+                await self.app(scope, _replay(body, receive), send_numbered)
+        except STEERING:
+            raise
+        except ConnectionAbortedError as error:  # nobody to tell; the server closes what was not finished
+            _LOG.warning("a request was given up: %s", error)
+        except BaseException as error:
+            if begun is None:
+                await ApiError.of(error).response()(scope, receive, send_numbered)
+            elif _is_stream(begun):
+                await send({"type": "http.response.body", "body": ApiError.of(error).event().encode()})
+            else:
                 raise
-            await ApiError.of(error).response()(scope, receive, send_numbered)
+
+    def _check_host(self, scope: Scope) -> None:
+        if reason := refused_host(scope, self._allowed_hosts):
+            raise ApiError(421, reason, code="unknown_host")
 
     def _check_key(self, scope: Scope) -> None:
         # A browser asks without a key whether it may ask with one.
-        if self._key is None or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+        given = key.strip().encode("latin-1")
+        found = [hmac.compare_digest(given, each) for each in self._keys]
+        if kind.lower() != "bearer" or not any(found):
             what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY"
             header = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"the API key {what}", code="invalid_api_key", headers=header)
+        scope[KEY_NUMBER] = found.index(True)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         announced = Headers(scope=scope).get("content-length", "")
@@ -125,6 +165,20 @@ class Gate:
     def _check_size(self, size: int) -> None:
         if size > self.max_body:
             raise ApiError(413, f"the body has {size} bytes; up to {self.max_body} are taken", code="body_too_large")
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with refusals in this server's form."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        return ApiError(response.status_code, bytes(response.body).decode(), code="cors").response()
+
+
+def _is_stream(begun: Message) -> bool:
+    return Headers(raw=begun["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
 def _check_kind(scope: Scope) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .tools import END_THINK, THINK, WHITESPACE
+from .json_layout import json_layout
+from .tools import END_THINK, THINK
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,7 +25,7 @@ class Grammars:
     def json_schema(self, schema: dict[str, Any]) -> str:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema))
 
     def compile(self, grammar: str, *, is_thinking: bool, num_copies: int) -> "Allow":
         """is_thinking: the prompt has opened a think tag, so the grammar begins behind its end."""

@@ -30,25 +30,35 @@ class Settings:
 
     max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests
     after SIGTERM. stall: a step this long makes the server unhealthy. origins: whose web pages may ask.
+    api_key: one, or several, which then do not share the prefix cache. allowed_hosts: names that requests may call the
+    server by; none or `*`: any. head: from a connection to its request. max_connections: None: by the limit on files.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
-    api_key: str | None = None
+    api_key: str | tuple[str, ...] | None = None
+    allowed_hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body: int = 16 << 20
     max_queue: int = 1024
     timeout: float = 600.0
+    head_seconds: float = 10.0
     body_seconds: float = 30.0
     drain_seconds: float = 60.0
     stall_seconds: float = 120.0
+    max_connections: int | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return () if self.api_key is None else (self.api_key,) if isinstance(self.api_key, str) else self.api_key
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
-        if self.api_key is not None and not self.api_key.strip():
+        if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
-        for name in ("max_body", "max_queue", "timeout", "body_seconds", "drain_seconds", "stall_seconds"):
-            if not getattr(self, name) > 0:
+        sizes = ("max_body", "max_queue", "max_connections")
+        for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
 
 
@@ -64,13 +74,12 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
-    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import Request
     from starlette.responses import Response
 
     from whorl import __version__
 
-    from .gate import ApiError, Gate, validation_error
+    from .gate import ApiError, Cors, Gate, validation_error
     from .service import Service
 
     service = Service(llm, settings)
@@ -105,10 +114,17 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_middleware(Gate, api_key=settings.api_key, max_body=settings.max_body, body_seconds=settings.body_seconds)
+    app.add_middleware(
+        Gate,
+        running=service.running,
+        keys=settings.keys,
+        allowed_hosts=settings.allowed_hosts,
+        max_body=settings.max_body,
+        body_seconds=settings.body_seconds,
+    )
     if settings.origins:
         names = list(settings.origins)
-        app.add_middleware(CORSMiddleware, allow_origins=names, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(Cors, allow_origins=names, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -118,7 +134,8 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
     def refusing(*codes: int) -> dict[int | str, dict[str, Any]]:
         return {code: {"model": ErrorResponse} for code in codes}
 
-    generating, reading = refusing(400, 401, 404, 408, 413, 415, 429, 503), refusing(400, 401, 404, 408, 413, 415)
+    reading = refusing(400, 401, 404, 408, 413, 415, 421, 500, 503)
+    generating = reading | refusing(429)
     for path, method, function, responses in (
         ("/v1/chat/completions", "POST", service.chat_completions, generating),
         ("/v1/completions", "POST", service.completions, generating),
@@ -127,9 +144,9 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         ("/tokenize", "POST", service.tokenize, reading),
         ("/detokenize", "POST", service.detokenize, reading),
         ("/tokenizer_info", "GET", service.tokenizer_info, reading),
-        ("/health", "GET", service.health, refusing(503)),
-        ("/metrics", "GET", service.prometheus, refusing()),
-        ("/version", "GET", service.version, refusing(401)),
+        ("/health", "GET", service.health, refusing(421, 503)),
+        ("/metrics", "GET", service.prometheus, refusing(421, 500, 503)),
+        ("/version", "GET", service.version, refusing(401, 421, 503)),
     ):
         app.add_api_route(path, function, methods=[method], responses=responses)
 
@@ -140,26 +157,34 @@ def prepare(
     host: str = "127.0.0.1",
     port: int = 8000,
     names: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
     dtype: str | None = None,
     drafting: "Options | None" = None,
     llm: "LLM | None" = None,
     device: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
+    max_step_tokens: int | None = None,
     tp: int | None = None,
     sp: Any = "off",
     sp_quantize: Any = None,
     report: bool = False,
     **settings: Any,
-) -> Callable[[], None]:
-    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it.
+) -> Callable[[], int]:
+    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it, and gives the
+    exit code: 0, or 1 where requests had to be ended.
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
+    allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
     model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
-    drafting: what `whorl generate` takes about speculation; None: none. settings: fields of `Settings`.
+    max_step_tokens: of prompts, see `LLM`. drafting: what `whorl generate` takes about speculation; None: none.
+    settings: fields of `Settings`.
     """
     need_extra()
-    chosen = Settings(names=tuple(names) or _names(model), **settings)
+    from .hosts import hosts_for
+
+    hosts = hosts_for(host, allowed_hosts)
+    chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, **settings)
     _check_address(host, port)  # before minutes of loading
     if llm is None:
         import torch
@@ -179,7 +204,8 @@ def prepare(
             tp=tp,
             sp=sp,
             sp_quantize=sp_quantize,
-            max_num_batched_tokens=max(2048, max_num_seqs),
+            max_num_batched_tokens=max(2048, max_num_seqs, max_step_tokens or 0),
+            max_prompt_tokens=max_step_tokens,
         )
     if report:
         from .command import print_report
@@ -189,27 +215,35 @@ def prepare(
     return lambda: _serve(app, chosen, host, port)
 
 
-def run(model: str | Path | None = None, **options: Any) -> None:
+def run(model: str | Path | None = None, **options: Any) -> int:
     """`prepare`, then serve."""
-    prepare(model, **options)()
+    return prepare(model, **options)()
 
 
-def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> None:
-    import uvicorn
+def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
+    from .connections import listen
+    from .hosts import is_loopback
+    from .http_server import HttpServer
+    from .log_limit import limit_logs
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # as uvicorn writes
-    drain = max(1, round(settings.drain_seconds))
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=drain))
+    server = HttpServer(app)
+    limit_logs()  # after uvicorn has set its loggers up
     engine = app.state.service.engine
 
     def end() -> None:
         server.should_exit = True
 
     engine.on_failure = end
-    _LOG.info("serving %s", settings.names[0])
-    server.run()
+    if not is_loopback(host) and not settings.keys:
+        _LOG.warning("%s can be reached from other machines, and there is no --api-key: anybody may ask", host)
+    listeners = listen(host, port)
+    where = f"[{host}]" if ":" in host else host
+    _LOG.info("serving %s at http://%s:%d/v1", settings.names[0], where, listeners[0].getsockname()[1])
+    server.run(sockets=list(listeners))
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure
+    return server.exit_code
 
 
 def _check_address(host: str, port: int) -> None:

@@ -29,6 +29,9 @@ class Sampling(Strict):
     """What both ways of asking share."""
 
     model: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="the prefix cache is shared only with requests of the same salt"
+    )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool = False
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -10,12 +11,13 @@ from starlette.responses import JSONResponse, Response
 from whorl import __version__
 
 from .engine_thread import EngineThread
-from .gate import ApiError
+from .gate import KEY_NUMBER, ApiError
 from .logprobs import TokenTexts
 from .metrics import Metrics
 from .openai import Settings
 from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
+from .running import Running
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .stream import EventStream, unless_gone
 from .tools import END_THINK
@@ -36,6 +38,7 @@ class Service:
         self.tokenizer: Tokenizer = tokenizer
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
+        self.running = Running()
         self._preparer = Preparer(tokenizer, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size)
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
@@ -65,7 +68,8 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
             prepared: Prepared = await asyncio.to_thread(prepare, request)
-            job = await self.engine.submit(prepared.prompts, [prepared.params] * len(prepared.prompts))
+            params = replace(prepared.params, cache_salt=self._salt(request, http))
+            job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts))
         reply = make_reply(prepared, job, model)
         if request.stream:
             return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
@@ -77,6 +81,12 @@ class Service:
             return await unless_gone(http, whole())
         finally:
             self.engine.close(job)
+
+    def _salt(self, request: Sampling, http: Request) -> str | None:
+        """Whose cache a request may find its prompt in: each key has its own, and in it each salt."""
+        if len(self.settings.keys) < 2 and request.cache_salt is None:
+            return None
+        return f"{http.scope.get(KEY_NUMBER)} {request.cache_salt or ''}"
 
     def _model(self, asked: str | None) -> str:
         """The name that the client used."""

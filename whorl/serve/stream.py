@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .gate import ApiError
+from .gate import DONE, STEERING, ApiError
 
-_DONE = "data: [DONE]\n\n"
 # Proxies must neither keep an answer nor collect it before passing it on.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it
@@ -35,9 +34,12 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
     try:
         async for chunk in chunks:
             yield _event(chunk)
-    except Exception as error:  # the status is out: the error travels in the stream
-        yield _event(ApiError.of(error).body())
-    yield _DONE
+    except STEERING:
+        raise
+    except BaseException as error:  # the status is out: the error travels in the stream
+        yield ApiError.of(error).event()
+    else:
+        yield DONE
 
 
 def _event(chunk: dict[str, Any]) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .json_layout import json_layout
+
 if TYPE_CHECKING:  # a chat in a terminal takes replies apart, too, and does not need pydantic
     from .schemas import NamedTool, Tool
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, _END_CALL = "<tool_call>", "</tool_call>"
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end to it a weak model finds none
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def call_grammar(tools: "Sequence[Tool]", choice: "NamedTool | str", *, is_paral
     has_tokens: the tags are tokens of their own; such a token has no text that a quoted string would match.
     """
     chosen = [t for t in tools if isinstance(choice, str) or t.function.name == choice.function.name]
-    calls = {"anyOf": [_call_schema(tool) for tool in chosen], "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    calls: dict[str, Any] = {"anyOf": [_call_schema(tool) for tool in chosen]}
+    calls["x-guidance"] = json_layout(calls)
     more = r' ("\n" call)*' if is_parallel and isinstance(choice, str) else ""
     begin, end = (CALL, _END_CALL) if has_tokens else (f'"{CALL}"', f'"{_END_CALL}"')
     return f'start: call{more}\ncall: {begin} "\\n" body "\\n" {end}\nbody: %json {json.dumps(calls)}\n'

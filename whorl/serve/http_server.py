@@ -1,0 +1,64 @@
+"""The HTTP server under the application: uvicorn's, with an end that every client and the caller are told about."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from .connections import Connections
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SWEEP = 5  # uvicorn's ticks of 0.1 seconds
+_GRACE = 5  # seconds, to write errors to those whose time is up; then connections are cut
+
+
+class HttpServer(uvicorn.Server):
+    """Serves the application of `create_app` until it is asked to stop; `exit_code` then says how it ended."""
+
+    def __init__(self, app: "FastAPI", **options: Any) -> None:
+        self._service = app.state.service
+        settings = self._service.settings
+        self._drain = settings.drain_seconds
+        self.connections = Connections(most=settings.max_connections, head_seconds=settings.head_seconds)
+        # An upgraded connection would pass by every check of requests.
+        options |= {"ws": "none", "timeout_graceful_shutdown": round(self._drain) + _GRACE}
+        super().__init__(uvicorn.Config(app, http=self.connections.protocol(), **options))
+
+    @property
+    def exit_code(self) -> int:
+        """0: every request was answered in full; 1: `drain` was too short for some; 130: Ctrl-C came twice."""
+        return 130 if self.force_exit else int(self._service.running.num_ended > 0)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP == 0:
+            self.connections.sweep()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        reason = f"the server is shutting down, and gave running requests {self._drain:g} seconds"
+        timer = asyncio.get_running_loop().call_later(self._drain, self._service.running.end, reason)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises the signal again at the end: a server that has stopped as asked ends with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
