@@ -43,16 +43,19 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            optimized=False,  # else constants such as 'a' * 10**10 are computed when the template is read
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.sources = dict(sources)
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ValueError(f"chat template: cannot be parsed: {error}") from error
 
     def render(
@@ -67,8 +70,10 @@ class ChatTemplate:
         if name not in self._templates:
             has = sorted(self._templates) or "none: is this a base model? Prompt it with plain text"
             raise ValueError(f"chat template: no {name!r} template. Has: {has}")
-        given = {"messages": messages, "tools": tools, "documents": None, **self._variables, **variables}
+        given = {"messages": messages, "tools": tools, "documents": None, **self.variables, **variables}
         try:
             return self._templates[name].render(add_generation_prompt=add_generation_prompt, **given)
+        except MemoryError:
+            raise ValueError("chat template: takes more memory than there is") from None
         except Exception as error:  # a stranger's program may fail in any way
             raise ValueError(f"chat template: refuses these messages: {error}") from error

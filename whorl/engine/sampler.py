@@ -27,7 +27,7 @@ from whorl.ops.sample import gumbel
 from .batch import Sample, Score
 from .runner import Result
 from .scheduler import Chunk
-from .sequence import Logprob, SamplingParams
+from .sequence import AllowError, Logprob, SamplingParams
 
 _SCORE_ROWS = 256  # of logits held at once while a prompt is scored
 
@@ -259,17 +259,29 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
-    if all(sample.chunk.sequence.params.allow is None for sample in samples):
+    if all(sample.chunk.sequence.allow is None for sample in samples):
         return logits
     keep = torch.ones_like(logits, dtype=torch.bool)
     for row, sample in enumerate(samples):
-        seq = sample.chunk.sequence
-        mask = seq.params.allow and seq.params.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
+        mask = _mask(sample)
         if mask is not None:
             size = min(len(mask), keep.shape[1])
             keep[row, size:] = False
             keep[row, :size] = mask[:size].to(keep.device)
     return logits.masked_fill(~keep, -math.inf)
+
+
+def _mask(sample: Sample) -> Tensor | None:
+    seq = sample.chunk.sequence
+    if seq.allow is None:
+        return None
+    try:
+        return seq.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
+    except AllowError as error:
+        # A draft may leave what is allowed: the row before it has its own token then, and this row does not count.
+        if sample.num_drafted == 0:
+            seq.error = error
+        return None
 
 
 def _column(values: list[float] | list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

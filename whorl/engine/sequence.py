@@ -28,6 +28,11 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"
+    ERROR = "error"  # `Sequence.error` says which
+
+
+class AllowError(ValueError):
+    """Raised by `SamplingParams.allow`: what may follow cannot be said. It ends its own sequence, and no other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +41,8 @@ class SamplingParams:
 
     seed: noise is a function of the seed and the token's place alone, so the same request gives the same text in any
     batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
-    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all.
+    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. One that keeps
+    a state has a method `fork`, which is called for each sequence.
     """
 
     max_tokens: int | None = None  # None: until the model stops or the context is full
@@ -196,6 +202,9 @@ class Sequence:
                 self.roles[position] = GENERATED
         self.params, self.copy, self.after = params, copy, after
         self.is_plain = params.is_plain
+        fork = getattr(params.allow, "fork", None)
+        self.allow = params.allow if fork is None else fork()
+        self.error: AllowError | None = None
         self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
         asked = params.seed if params.seed is not None else seed
         self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64

@@ -3,6 +3,7 @@
 Built on the tokenizers package. The chat template is in `chat_template`.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,11 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+# How many times longer than what it makes of it a text may be, by kind of normaliser.
+_SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
+_KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers
+
+
 class Tokenizer:
     """One model's vocabulary, its end-of-text ids and its chat template."""
 
@@ -31,6 +37,9 @@ class Tokenizer:
         templates: Mapping[str, str],
         sampling: Mapping[str, float] | None = None,
     ) -> None:
+        # Files may ask for padding to any length, or cut what is longer: neither is wanted of a prompt.
+        backend.no_padding()
+        backend.no_truncation()
         self._backend = backend
         self._size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
@@ -83,6 +92,33 @@ class Tokenizer:
     def to_json(self) -> str:
         """As a tokenizer.json, for libraries that read one."""
         return self._backend.to_str()
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, for `from_state` in another process."""
+        return {
+            "backend": self.to_json(),
+            "eos_ids": self.eos_ids,
+            "roles": self.template.variables,
+            "templates": self.template.sources,
+            "sampling": self.sampling,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        return cls(Backend.from_str(state["backend"]), **{k: v for k, v in state.items() if k != "backend"})
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None where a token may stand for any number, as an
+        unknown word does, or white space that a special token swallows."""
+        file = json.loads(self.to_json())
+        model, normalizer = file["model"], file["normalizer"]
+        is_bytes = model["type"] == "BPE" and (model.get("unk_token") is None or bool(model.get("byte_fallback")))
+        has_strips = any(token["lstrip"] or token["rstrip"] for token in file["added_tokens"])
+        factor = 1 if normalizer is None else _SHRINKS.get(normalizer["type"])
+        if not is_bytes or has_strips or factor is None or not _keeps_all(file["pre_tokenizer"]):
+            return None
+        return factor * max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
         return Detokenizer(self, skip_special=skip_special)
@@ -137,6 +173,15 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether all of a text is left after it is cut."""
+    if pre_tokenizer is None or pre_tokenizer["type"] in _KEEPS:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    return pre_tokenizer["type"] in ("Split", "Punctuation") and pre_tokenizer["behavior"] != "Removed"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from whorl.engine.sequence import AllowError
+
 from .engine_thread import EngineError, QueueFull
 
 _LOG = logging.getLogger("whorl.serve")
@@ -44,6 +46,8 @@ class ApiError(Exception):
             return cls(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
         if isinstance(error, TimeoutError):
             return cls(503, str(error) or "the request took too long", code="timeout")
+        if isinstance(error, AllowError):
+            return cls(400, str(error), code="schema_limit")
         if isinstance(error, UnicodeError):
             return cls(400, "the text is not valid Unicode")
         if isinstance(error, ValueError | RecursionError):
@@ -163,7 +167,7 @@ def validation_error(errors: Any, body: Any) -> ApiError:
     place, error = places[chosen], errors[chosen]
     others = {other for other in places if other != place[: len(other)]}
     more = f" (and {len(others)} more)" if others else ""
-    param = ".".join(place) or None
+    param = ".".join(step[:100] for step in place) or None
     return ApiError(400, f"{param}: {_message(error)}{more}" if param else f"{_message(error)}{more}", param=param)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("whorl.serve")
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+_JOB = ("job_seconds", "job_memory")
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
@@ -29,25 +30,29 @@ class Settings:
     """names: what clients may call the model, the first is its own. Sizes in bytes, times in seconds.
 
     max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests
-    after SIGTERM. stall: a step this long makes the server unhealthy. origins: whose web pages may ask.
+    after SIGTERM. stall: a step this long, or a prompt that waits this long for a worker, makes the server unhealthy.
+    origins: whose web pages may ask. job: what a prompt's template and tokens may take of a worker, in CPU time; a
+    schema half the time and a quarter of the memory.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
     api_key: str | None = None
     origins: tuple[str, ...] = ()
-    max_body: int = 16 << 20
+    max_body: int = 4 << 20
     max_queue: int = 1024
     timeout: float = 600.0
     body_seconds: float = 30.0
     drain_seconds: float = 60.0
     stall_seconds: float = 120.0
+    job_seconds: float = 10.0
+    job_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
-        for name in ("max_body", "max_queue", "timeout", "body_seconds", "drain_seconds", "stall_seconds"):
+        for name in ("max_body", "max_queue", "timeout", "body_seconds", "drain_seconds", "stall_seconds", *_JOB):
             if not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
 
@@ -77,9 +82,9 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        await service.start()
         yield
-        await service.engine.stop()
+        await service.stop()
 
     app = FastAPI(title="whorl", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
