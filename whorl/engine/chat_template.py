@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,6 +22,15 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Unfolded(CodeGenerator):
+    """Computes nothing when a template is read: `'a' * 10**10` must wait until somebody watches what it takes."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -46,8 +56,9 @@ class ChatTemplate:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            optimized=False,  # else constants such as 'a' * 10**10 are computed when the template is read
+            optimized=False,
         )
+        environment.code_generator_class = _Unfolded
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -20,6 +20,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+_WINDOW = 32  # ids that are decoded again with each new one, at most twice as many
 # How many times longer than what it makes of it a text may be, by kind of normaliser.
 _SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
 _KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers
@@ -48,6 +49,7 @@ class Tokenizer:
         # Think and tool tokens of Qwen3 are added but not special: they stay in the decoded text.
         self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
         self.added_ids = frozenset(added)
+        self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # by `decode`
         self.sampling = dict(sampling or {})
         self.template = ChatTemplate(templates, roles)
         if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
@@ -154,6 +156,8 @@ class Detokenizer:
         self._shown = 0
 
     def add(self, token_id: int) -> str:
+        if self._skip_special and token_id in self._tokenizer.skipped_ids:
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         # An unfinished character is at most 3 bytes, each of which may show as a replacement of its own.
@@ -163,7 +167,16 @@ class Detokenizer:
         # The latest id stays, if it has text: decoders strip a space from the start of a text.
         if end == len(text) and (last := self._decode([token_id])):
             self._window, self._shown = [token_id], len(last)
+        elif len(self._window) > 2 * _WINDOW:
+            self._shorten(text)
         return new
+
+    def _shorten(self, text: str) -> None:
+        """Bytes that never make a character would be decoded again with each token: keep the last of them."""
+        recent = self._window[-_WINDOW:]
+        tail, num_held = self._decode(recent), len(text) - self._shown
+        if len(tail) >= num_held and text.endswith(tail[len(tail) - num_held :]):
+            self._window, self._shown = recent, len(tail) - num_held
 
     def finish(self) -> str:
         """What was held back: bytes that will never become a character."""

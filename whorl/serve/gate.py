@@ -103,7 +103,8 @@ class Gate:
         if self._key is None or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+        key = key.strip(" \t")  # nothing else: headers are read as Latin-1, where half a letter may look like a space
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
             what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY"
             header = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"the API key {what}", code="invalid_api_key", headers=header)

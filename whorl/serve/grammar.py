@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR = 256 << 10  # characters; OpenAI's limit for the strings of a schema is 120,000
 _NUM_PROVEN = 256
 # What a request's masks may take of the engine's thread, in seconds of CPU time: at first, and for each token.
-_FREE_SECONDS, _TOKEN_SECONDS = 5.0, 0.1
+_FREE_SECONDS, _TOKEN_SECONDS = 2.0, 0.05
 
 
 class Grammars:
@@ -64,6 +64,8 @@ class Grammars:
 
         # The library never raises: what is wrong with the grammar is kept in the matcher.
         matcher = LLMatcher(self._native, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first takes longest, and here nobody waits for it
         if matcher.is_error():
             raise ValueError(f"the JSON schema cannot be followed: {_reason(matcher)}")
         return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking)

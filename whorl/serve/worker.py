@@ -12,19 +12,21 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 from whorl.engine.tokenizer import Tokenizer
 
 from .tools import THINK
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 _LENGTH = struct.Struct("<Q")
 OVER_MEMORY = "it takes more memory than this server allows"
+_PROOF_TOKENS, _PROOF_SECONDS = 16, 1.0  # what the first tokens of an answer may take
 _SETUP_SECONDS = 60  # of CPU time: the vocabulary of a large model takes one or two
 
 
@@ -36,13 +38,13 @@ class Refused(Exception):
         self.kind = kind
 
 
-def write(stream: BinaryIO, value: Any) -> None:
+def write(stream: IO[bytes], value: Any) -> None:
     data = json.dumps(value).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read(stream: BinaryIO) -> Any:
+def read(stream: IO[bytes]) -> Any:
     """EOFError where the other side has gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -100,17 +102,20 @@ class Jobs:
         return [self._tokenizer.decode(ids, skip_special=False) for ids in lists]
 
     def prove(self, grammar: str) -> None:
-        """That the grammar can be compiled, and that a text can begin with it."""
+        """That the grammar can be compiled, that a text can begin with it, and that its tokens take little time."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._native, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            reason = matcher.get_error().splitlines()[0]
-            if reason.startswith("NoExtension"):
-                reason = "no JSON value is valid"
-            raise Refused(f"the JSON schema cannot be followed: {reason}", "schema")
+        _check(matcher)
+        began = time.process_time()
+        for _ in range(_PROOF_TOKENS):
+            mask = matcher.compute_logit_bias()
+            _check(matcher)
+            if time.process_time() - began > _PROOF_SECONDS:
+                raise Refused("the JSON schema takes too long to follow", "schema")
+            token = next((i for i, bias in enumerate(mask) if bias and i not in self._tokenizer.eos_ids), None)
+            if token is None or not matcher.try_consume_tokens([token]):
+                return
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":
@@ -120,6 +125,14 @@ class Jobs:
         """What the first job of a kind needs that is not its own cost."""
         if name == "prove":
             _ = self._native
+
+
+def _check(matcher: "LLMatcher") -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().partition("\n")[0]
+        if reason.startswith("NoExtension"):
+            reason = "no text is valid"
+        raise Refused(f"the JSON schema cannot be followed: {reason}", "schema")
 
 
 def native_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
