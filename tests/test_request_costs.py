@@ -21,7 +21,7 @@ from whorl.engine.batch import Sample
 from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import AllowError, FinishReason, SamplingParams, Sequence, Text
-from whorl.serve import grammar
+from whorl.serve import grammar, worker
 from whorl.serve.gate import validation_error
 from whorl.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -147,13 +147,22 @@ def test_a_schema_that_is_given_up_ends_with_an_error(
     [
         ({"$ref": "#"}, "cannot be followed: no text is valid"),
         ({"enum": ["x" * 300_000]}, "characters; up to 262144 are taken"),
-        ({"enum": ["x" * 200_000]}, "takes too long to follow"),
     ],
 )
 def test_a_schema_that_is_refused_at_once(served: Served, schema: Any, says: str) -> None:
     response = served.http.post(CHAT, json=shaped(schema))
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
+
+
+def test_a_schema_whose_first_tokens_take_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    jobs = worker.Jobs(tokenizer, len(tokenizer))
+    text = grammar.Grammars(tokenizer, len(tokenizer)).json_schema(WIDE)
+    jobs.prove(text)
+    monkeypatch.setattr(worker, "_PROOF_SECONDS", 0.0)
+    with pytest.raises(worker.Refused, match="takes too long to follow"):
+        jobs.prove(text)
 
 
 def test_a_grammar_decides_itself_when_the_text_ends(served: Served) -> None:

@@ -204,7 +204,7 @@ def test_no_key_but_the_whole_key(right: str) -> None:
         parts = [right[:size] for size in range(len(right))] + [right[size:] for size in range(1, len(right) + 1)]
         longer = [f"{right}{right}", f"{right}x", f"x{right}", f"{right},other", f"other,{right}", f"{right} other"]
         alike = [right.swapcase(), f'"{right}"', right.encode("utf-8").decode("latin-1"), "*", "None", right[::-1]]
-        for wrong in [*parts, *longer, *alike]:
+        for wrong in {*parts, *longer, *alike} - {right}:
             assert status(f"Bearer {wrong}") == 401, wrong
         for wrong in (right, f"Basic {right}", f"Bearer{right}", f"Token {right}", "Bearer", ""):
             assert status(wrong) == 401, wrong

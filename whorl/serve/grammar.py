@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR = 256 << 10  # characters; OpenAI's limit for the strings of a schema is 120,000
 _NUM_PROVEN = 256
 # What a request's masks may take of the engine's thread, in seconds of CPU time: at first, and for each token.
-_FREE_SECONDS, _TOKEN_SECONDS = 2.0, 0.05
+_FREE_SECONDS, _TOKEN_SECONDS = 1.0, 0.02
 
 
 class Grammars:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 OVER_MEMORY = "it takes more memory than this server allows"
-_PROOF_TOKENS, _PROOF_SECONDS = 16, 1.0  # what the first tokens of an answer may take
+_PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # what the first tokens of an answer may take
 _SETUP_SECONDS = 60  # of CPU time: the vocabulary of a large model takes one or two
 
 
