@@ -257,6 +257,10 @@ def test_what_is_kept_from_step_to_step_is_what_is_asked(seed: int) -> None:
         expected = torch.stack([naive(row[:size], sample) for row, sample in zip(logits, samples, strict=True)])
         assert torch.equal(found, expected)
         for seq in sequences:
+            kept_length = rng.randint(max(seq.prompt_len, len(seq.token_ids) - 3), len(seq.token_ids))
+            if seq.counts is not None:  # as a draft model does with what was not taken
+                seq.counts.cut(kept_length)
+            del seq.token_ids[kept_length:]
             seq.token_ids += rng.sample(range(size), rng.randint(1, 3))
 
 

@@ -70,25 +70,37 @@ class Adjuster:
 
 
 class Counts:
-    """How often a sequence has generated each of its tokens; 0: it stands in the prompt alone."""
+    """How often a sequence has generated each of its tokens; 0: it stands in the prompt alone, -1: nowhere any more."""
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
         prompt = dict.fromkeys(token for token in seq.token_ids[: seq.prompt_len] if token < vocab_size)
         self._places = {token: place for place, token in enumerate(prompt)}
         self._tokens, self._times = np.array(list(prompt), dtype=np.int64), np.zeros(len(prompt), dtype=np.int64)
-        self._vocab_size, self._num_read = vocab_size, seq.prompt_len
+        self._vocab_size, self._num_prompt = vocab_size, len(prompt)
+        self._start, self._read = seq.prompt_len, list[int]()
 
     def read(self, token_ids: List[int]) -> None:
         """Take over the tokens of the sequence that are new."""
-        new = token_ids[self._num_read :]
-        self._num_read += len(new)
+        new = token_ids[self._start + len(self._read) :]
+        self._read += new
         self._tokens, self._times = self._with(new)
         for token in self._tokens[len(self._places) :].tolist():
             self._places[token] = len(self._places)
 
+    def cut(self, length: int) -> None:
+        """The sequence has lost its tokens from here on: a draft that was not taken."""
+        keep = max(0, length - self._start)
+        for token in self._read[keep:]:
+            if token in self._places:
+                self._times[self._places[token]] -= 1
+        del self._read[keep:]
+
     def row(self, draft: List[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids and how often each was generated, the draft with it."""
-        return self._with(draft) if draft else (self._tokens, self._times)
+        tokens, times = self._with(draft) if draft else (self._tokens, self._times.copy())
+        late = times[self._num_prompt :]
+        late[late == 0] = -1
+        return tokens, times
 
     def _with(self, new: List[int]) -> tuple[np.ndarray, np.ndarray]:
         new = [token for token in new if token < self._vocab_size]
