@@ -339,3 +339,11 @@ def test_answers_are_what_they_were(served: Served) -> None:
     choice = served.complete("a", max_tokens=25, stop=["xyz", "opq"], logprobs=2, logit_bias={"0": -100})["choices"][0]
     assert choice["text"] == ALPHABET[1 : ALPHABET.index("o")]
     assert json.dumps(choice["logprobs"])
+
+
+def test_limits_are_in_the_interface(served: Served) -> None:
+    parts = served.http.get("/openapi.json").json()["components"]["schemas"]
+    chat, completion = parts["ChatRequest"]["properties"], parts["CompletionRequest"]["properties"]
+    assert chat["messages"]["items"] == {"$ref": "#/components/schemas/ChatMessage"}
+    assert next(kind["maxProperties"] for kind in chat["logit_bias"]["anyOf"] if kind["type"] == "object") == 1024
+    assert sorted(kind["type"] for kind in completion["prompt"]["oneOf"]) == ["array", "array", "array", "string"]

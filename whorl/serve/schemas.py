@@ -34,7 +34,7 @@ def _at_most(count: int) -> BeforeValidator:
             raise ValueError(f"has {len(value)} entries; up to {count} are taken")
         return value
 
-    return BeforeValidator(check, json_schema_input_type=Any)
+    return BeforeValidator(check)
 
 
 # Of a list's faults the first is reported, and the rest of it is not read.
@@ -189,7 +189,7 @@ def _has_few_parts(messages: Any) -> Any:
 Messages = Annotated[
     list[ChatMessage],
     Field(fail_fast=True, min_length=1, max_length=MAX_PARTS),
-    BeforeValidator(_has_few_parts, json_schema_input_type=Any),
+    BeforeValidator(_has_few_parts),
 ]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=1024)]
 
