@@ -122,7 +122,7 @@ class Served:
 
     def __init__(self, llm: LLM, app: Any, server: HttpServer, port: int, api_key: str | None) -> None:
         self.llm, self.app, self.server, self.url = llm, app, server, f"http://127.0.0.1:{port}"
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
 
     def post(self, path: str, **body: Any) -> Any:

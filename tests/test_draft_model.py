@@ -366,7 +366,7 @@ def draws(way: str, draft: str, num: int = DRAWS) -> tuple[Tensor, Tensor, float
     for row, token, each in zip(rows, ids.tolist(), probs[:, None], strict=True):
         row.chunk.draft, row.chunk.probs = [token], each
     found = target.sample(TARGET.expand(num, -1), rows)
-    adjusted = target._adjust(TARGET[None], rows[:1])
+    adjusted = target._adjuster.adjust(TARGET[None], rows[:1])
     right = probabilities(adjusted, *sampler._filters([params], adjusted.device))[0]
     return found.bincount(minlength=VOCAB), right, float((found == ids).float().mean())
 

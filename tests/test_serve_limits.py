@@ -192,6 +192,26 @@ def test_the_key() -> None:
         assert httpx.get(f"{served.url}/metrics").status_code == 200
 
 
+@pytest.mark.parametrize("right", ["s3cret-Key", "cl\u00e9-\u00e0", "\u043a\u043b\u044e\u0447"])
+def test_no_key_but_the_whole_key(right: str) -> None:
+    with serving(told(), api_key=right) as served:
+
+        def status(value: str) -> int:
+            headers = [(b"Authorization", value.strip().encode())]
+            return httpx.get(f"{served.url}/v1/models", headers=headers).status_code
+
+        assert [status(f"Bearer {right}"), status(f"bearer  {right}")] == [200, 200]
+        parts = [right[:size] for size in range(len(right))] + [right[size:] for size in range(1, len(right) + 1)]
+        longer = [f"{right}{right}", f"{right}x", f"x{right}", f"{right},other", f"other,{right}", f"{right} other"]
+        alike = [right.swapcase(), f'"{right}"', right.encode("utf-8").decode("latin-1"), "*", "None", right[::-1]]
+        for wrong in {*parts, *longer, *alike} - {right}:
+            assert status(f"Bearer {wrong}") == 401, wrong
+        for wrong in (right, f"Basic {right}", f"Bearer{right}", f"Token {right}", "Bearer", ""):
+            assert status(wrong) == 401, wrong
+        several = [(b"Authorization", b"Bearer wrong"), (b"Authorization", f"Bearer {right}".encode())]
+        assert httpx.get(f"{served.url}/v1/models", headers=several).status_code == 401
+
+
 def test_other_origins_only_when_asked_for(served: Served) -> None:
     headers = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in served.http.options(CHAT, headers=headers).headers

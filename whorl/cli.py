@@ -289,7 +289,7 @@ def serve(
     max_step_tokens: MaxStepTokens = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; one more gets 429.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 16 << 20,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 4 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
     origins: Origins = None,

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,6 +22,15 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Unfolded(CodeGenerator):
+    """Computes nothing when a template is read: `'a' * 10**10` must wait until somebody watches what it takes."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -43,16 +53,20 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            optimized=False,
         )
+        environment.code_generator_class = _Unfolded
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.sources = dict(sources)
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ValueError(f"chat template: cannot be parsed: {error}") from error
 
     def render(
@@ -67,8 +81,10 @@ class ChatTemplate:
         if name not in self._templates:
             has = sorted(self._templates) or "none: is this a base model? Prompt it with plain text"
             raise ValueError(f"chat template: no {name!r} template. Has: {has}")
-        given = {"messages": messages, "tools": tools, "documents": None, **self._variables, **variables}
+        given = {"messages": messages, "tools": tools, "documents": None, **self.variables, **variables}
         try:
             return self._templates[name].render(add_generation_prompt=add_generation_prompt, **given)
+        except MemoryError:
+            raise ValueError("chat template: takes more memory than there is") from None
         except Exception as error:  # a stranger's program may fail in any way
             raise ValueError(f"chat template: refuses these messages: {error}") from error

@@ -240,7 +240,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Output]:
-        """Outputs in the order of the prompts, the `n` of a prompt side by side."""
+        """Outputs in the order of the prompts, the `n` of a prompt side by side. AllowError: an `allow` gave up."""
         sequences = self._add_all(_as_prompts(prompts), params)
         try:
             self._run(sequences, progress)
@@ -328,6 +328,9 @@ class LLM:
             return None
         seq.num_unread -= 1
         first = len(seq.token_ids)
+        if seq.error is not None:  # these tokens were sampled without a mask
+            seq.finish(FinishReason.ERROR)
+            tokens = []
         for token in tokens:
             seq.append(token.id, token.logprob)
             if seq.is_finished:  # what the draft holds behind the end was never generated
@@ -344,7 +347,7 @@ class LLM:
         return Delta(seq, seq.token_ids[first:], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)
 
     def _count(self, chunk: Chunk, num_new: int) -> None:
-        num_drafted, num_accepted = len(chunk.draft), min(num_new - 1, len(chunk.draft))
+        num_drafted, num_accepted = len(chunk.draft), max(0, min(num_new - 1, len(chunk.draft)))
         chunk.sequence.num_drafted += num_drafted
         chunk.sequence.num_accepted += num_accepted
         self.num_drafted += num_drafted
@@ -436,6 +439,8 @@ def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
 
 def _output(seq: Sequence) -> Output:
     assert seq.finish_reason is not None
+    if seq.error is not None:
+        raise seq.error
     return Output(
         prompt_ids=seq.token_ids[: seq.prompt_len],
         text=seq.text.value,

@@ -11,7 +11,6 @@ though for one seed not the same text as without a draft.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from whorl.device import fetch, lasting
 from whorl.nn import Model
 from whorl.ops.sample import gumbel
 
+from .adjust import Adjuster
 from .batch import Sample, Score
 from .runner import Result
 from .scheduler import Chunk
@@ -42,6 +42,7 @@ class Sampler:
 
     def __init__(self, model: Model, vocab_size: int) -> None:
         self.model, self.vocab_size = model, vocab_size
+        self._adjuster = Adjuster(vocab_size)
 
     @torch.inference_mode()
     def start(self, results: List[Result]) -> Callable[[], dict[Chunk, list[Token]]]:
@@ -66,7 +67,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, samples: List[Sample]) -> Tensor:
         """One id for each row, by the parameters of its sequence."""
-        logits = self._adjust(logits, samples)
+        logits = self._adjuster.adjust(logits, samples)
         drawn = [row for row, sample in enumerate(samples) if _is_drawn(sample)]
         if not drawn:
             return _sample(logits, samples)
@@ -81,15 +82,12 @@ class Sampler:
 
         The noise is a stream of its own: with the target's, a token's draft would tell what replaces it.
         """
-        logits = self._adjust(logits, samples)
+        logits = self._adjuster.adjust(logits, samples)
         temperature, *cuts = _filters([sample.chunk.sequence.params for sample in samples], logits.device)
         probs = probabilities(logits, temperature, *cuts)
         is_drawn = temperature > 0
         chosen = torch.where(is_drawn[:, None], probs.log(), logits)
         return _pick(chosen, is_drawn.float(), samples, _DRAFT), probs
-
-    def _adjust(self, logits: Tensor, samples: List[Sample]) -> Tensor:
-        return _allow(_penalize(logits[:, : self.vocab_size], samples), samples)
 
     def _score(self, all_scores: List[Score], hidden: Tensor) -> None:
         for start in range(0, len(all_scores), _SCORE_ROWS):
@@ -213,63 +211,6 @@ def _filters(params: List[SamplingParams], device: torch.device) -> tuple[Tensor
         _column([p.top_p for p in params], device),
         _column([p.min_p for p in params], device),
     )
-
-
-# ---- what changes logits before sampling
-
-
-def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
-    """Penalties and biases; each row's penalties see the output and the part of the draft before it."""
-    wanted = [_adjustments(sample, logits.shape[1]) for sample in samples]
-    width = max(map(len, wanted))
-    if width == 0:
-        return logits
-    params, device = [sample.chunk.sequence.params for sample in samples], logits.device
-
-    def rows(part: int, empty: float, dtype: torch.dtype) -> Tensor:
-        padded = [[each[part] for each in row] + [empty] * (width - len(row)) for row in wanted]
-        return lasting(torch.tensor(padded, dtype=dtype), device.type).to(device, non_blocking=True)
-
-    return ops.penalize(
-        logits,
-        rows(0, -1, torch.int64),
-        rows(1, -1, torch.int64),
-        repetition=_column([p.repetition_penalty for p in params], device),
-        presence=_column([p.presence_penalty for p in params], device),
-        frequency=_column([p.frequency_penalty for p in params], device),
-        bias=rows(2, 0.0, torch.float32),
-    )
-
-
-def _adjustments(sample: Sample, vocab_size: int) -> list[tuple[int, int, float]]:
-    """Token, how often it was generated (0: only in the prompt, -1: not at all) and its bias."""
-    seq, params = sample.chunk.sequence, sample.chunk.sequence.params
-    bias = dict(params.logit_bias)
-    if sample.place < params.min_tokens:
-        bias |= dict.fromkeys(seq.stop_ids, -math.inf)
-    counts: dict[int, int] = {}
-    if _has_penalties(params):
-        counts = dict.fromkeys(seq.token_ids[: seq.prompt_len], 0)
-        counts |= Counter(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
-    return [(t, counts.get(t, -1), bias.get(t, 0.0)) for t in counts.keys() | bias.keys() if t < vocab_size]
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
-    if all(sample.chunk.sequence.params.allow is None for sample in samples):
-        return logits
-    keep = torch.ones_like(logits, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        seq = sample.chunk.sequence
-        mask = seq.params.allow and seq.params.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
-        if mask is not None:
-            size = min(len(mask), keep.shape[1])
-            keep[row, size:] = False
-            keep[row, :size] = mask[:size].to(keep.device)
-    return logits.masked_fill(~keep, -math.inf)
 
 
 def _column(values: list[float] | list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from whorl.nn import Rows
 
+from .stop_strings import StopStrings
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .adjust import Counts
 
 _NUMBERS = itertools.count()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
@@ -28,6 +32,11 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"
+    ERROR = "error"  # `Sequence.error` says which
+
+
+class AllowError(ValueError):
+    """Raised by `SamplingParams.allow`: what may follow cannot be said. It ends its own sequence, and no other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +45,9 @@ class SamplingParams:
 
     seed: noise is a function of the seed and the token's place alone, so the same request gives the same text in any
     batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
-    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. cache_salt:
-    the prefix cache is shared only with requests of the same salt, so that neither time nor counts tell of others.
+    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. One that keeps
+    a state has a method `fork`, which is called for each sequence. cache_salt: the prefix cache is shared only with
+    requests of the same salt, so that neither time nor counts tell of others.
     """
 
     max_tokens: int | None = None  # None: until the model stops or the context is full
@@ -118,22 +128,21 @@ class Text:
     def __init__(self, detokenizer: Detokenizer | None, stop: List[str] = (), *, include_stop: bool = False) -> None:
         self.value = ""
         self.match: str | None = None  # the stop string found
-        self._detokenizer, self._stop, self._include_stop = detokenizer, tuple(stop), include_stop
-        self._longest = max(map(len, self._stop), default=0)
+        self._detokenizer, self._stops, self._include_stop = detokenizer, StopStrings(stop), include_stop
         self._num_sent = 0
 
     def add(self, token_id: int, *, may_stop: bool = True) -> bool:
         """Append a token; True when a stop string is complete."""
         if self._detokenizer is None:
             return False
-        start = max(0, len(self.value) - self._longest + 1)
-        self.value += self._detokenizer.add(token_id)
-        stops = self._stop if may_stop else ()
-        found = [(at, stop) for stop in stops if (at := self.value.find(stop, start)) >= 0]
-        if found:
-            at, self.match = min(found)
-            self.value = self.value[: at + (len(self.match) if self._include_stop else 0)]
-        return bool(found)
+        piece = self._detokenizer.add(token_id)
+        self.value += piece
+        found = self._stops.add(piece)
+        if not found or not may_stop:
+            return False
+        at, self.match = min(found)
+        self.value = self.value[: at + (len(self.match) if self._include_stop else 0)]
+        return True
 
     def finish(self) -> None:
         if self._detokenizer is not None and self.match is None:
@@ -141,15 +150,9 @@ class Text:
 
     def take(self, *, is_finished: bool) -> str:
         """Text not taken before; what may yet turn into a stop string is held back until it cannot."""
-        end = len(self.value) if is_finished else len(self.value) - self._num_held()
+        end = len(self.value) - (0 if is_finished else self._stops.num_held)
         piece, self._num_sent = self.value[self._num_sent : end], max(end, self._num_sent)
         return piece
-
-    def _num_held(self) -> int:
-        if not self._stop:
-            return 0
-        sizes = range(min(self._longest - 1, len(self.value)), 0, -1)
-        return next((n for n in sizes if any(stop.startswith(self.value[-n:]) for stop in self._stop)), 0)
 
 
 @dataclass(slots=True)
@@ -198,6 +201,10 @@ class Sequence:
                 self.roles[position] = GENERATED
         self.params, self.copy, self.after = params, copy, after
         self.is_plain = params.is_plain
+        fork = getattr(params.allow, "fork", None)
+        self.allow = params.allow if fork is None else fork()
+        self.error: AllowError | None = None
+        self.counts: Counts | None = None  # kept by adjust.py
         self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
         asked = params.seed if params.seed is not None else seed
         self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64

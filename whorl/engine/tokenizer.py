@@ -4,6 +4,7 @@ Built on the tokenizers package. The chat template is in `chat_template`.
 """
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ from .gguf_metadata import read_metadata
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+_WINDOW = 32  # ids that are decoded again with each new one, at most twice as many
+# How many times longer than what it makes of it a text may be, by kind of normaliser.
+_SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
+_KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers
 
 
 @contextlib.contextmanager
@@ -46,6 +53,9 @@ class Tokenizer:
         templates: Mapping[str, str],
         sampling: Mapping[str, float] | None = None,
     ) -> None:
+        # Files may ask for padding to any length, or cut what is longer: neither is wanted of a prompt.
+        backend.no_padding()
+        backend.no_truncation()
         self._backend = backend
         self._size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
@@ -54,6 +64,7 @@ class Tokenizer:
         # Think and tool tokens of Qwen3 are added but not special: they stay in the decoded text.
         self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
         self.added_ids = frozenset(added)
+        self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # by `decode`
         self.sampling = dict(sampling or {})
         self.template = ChatTemplate(templates, roles)
         if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
@@ -106,6 +117,33 @@ class Tokenizer:
         """As a tokenizer.json, for libraries that read one."""
         return self._backend.to_str()
 
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, for `from_state` in another process."""
+        return {
+            "backend": self.to_json(),
+            "eos_ids": self.eos_ids,
+            "roles": self.template.variables,
+            "templates": self.template.sources,
+            "sampling": self.sampling,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        return cls(Backend.from_str(state["backend"]), **{k: v for k, v in state.items() if k != "backend"})
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None where a token may stand for any number, as an
+        unknown word does, or white space that a special token swallows."""
+        file = json.loads(self.to_json())
+        model, normalizer = file["model"], file["normalizer"]
+        is_bytes = model["type"] == "BPE" and (model.get("unk_token") is None or bool(model.get("byte_fallback")))
+        has_strips = any(token["lstrip"] or token["rstrip"] for token in file["added_tokens"])
+        factor = 1 if normalizer is None else _SHRINKS.get(normalizer["type"])
+        if not is_bytes or has_strips or factor is None or not _keeps_all(file["pre_tokenizer"]):
+            return None
+        return factor * max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
+
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
         return Detokenizer(self, skip_special=skip_special)
 
@@ -140,6 +178,8 @@ class Detokenizer:
         self._shown = 0
 
     def add(self, token_id: int) -> str:
+        if self._skip_special and token_id in self._tokenizer.skipped_ids:
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         # An unfinished character is at most 3 bytes, each of which may show as a replacement of its own.
@@ -149,7 +189,16 @@ class Detokenizer:
         # The latest id stays, if it has text: decoders strip a space from the start of a text.
         if end == len(text) and (last := self._decode([token_id])):
             self._window, self._shown = [token_id], len(last)
+        elif len(self._window) > 2 * _WINDOW:
+            self._shorten(text)
         return new
+
+    def _shorten(self, text: str) -> None:
+        """Bytes that never make a character would be decoded again with each token: keep the last of them."""
+        recent = self._window[-_WINDOW:]
+        tail, num_held = self._decode(recent), len(text) - self._shown
+        if len(tail) >= num_held and text.endswith(tail[len(tail) - num_held :]):
+            self._window, self._shown = recent, len(tail) - num_held
 
     def finish(self) -> str:
         """What was held back: bytes that will never become a character."""
@@ -159,6 +208,15 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether all of a text is left after it is cut."""
+    if pre_tokenizer is None or pre_tokenizer["type"] in _KEEPS:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    return pre_tokenizer["type"] in ("Split", "Punctuation") and pre_tokenizer["behavior"] != "Removed"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

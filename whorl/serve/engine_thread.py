@@ -104,18 +104,19 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what is left and end the thread."""
+        """Abort what is left and end the thread. To wait for it takes no other thread, which might not be free."""
         self._is_stopping = True
         self._commands.put(lambda: None)
-        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+        end = time.monotonic() + _STOP_SECONDS
+        while self._thread.is_alive() and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     async def submit(self, prompts: List[List[int]], params: List[SamplingParams]) -> Job:
         """Queue all prompts or none. ValueError: the engine refuses one; QueueFull and EngineError: it is not the
         request's fault."""
         self.check()
         size = sum(each.n for each in params)
-        if size > self.max_queue:
-            raise ValueError(f"{size} sequences in one request: the queue has room for {self.max_queue}")
+        self.check_size(size)
         if self._num_waiting + size > self.max_queue:
             raise QueueFull(f"{self._num_waiting} sequences wait already; up to {self.max_queue} may")
         loop = asyncio.get_running_loop()
@@ -136,6 +137,11 @@ class EngineThread:
             raise EngineError(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         if self._is_stopping:
             raise EngineError("the server is shutting down")
+
+    def check_size(self, size: int) -> None:
+        """Of a request, in sequences: whether the queue could ever take it."""
+        if size > self.max_queue:
+            raise ValueError(f"{size} sequences in one request: the queue has room for {self.max_queue}")
 
     def close(self, job: Job) -> None:
         """The request is over, one way or another: its blocks are free soon after. May be called again."""
@@ -231,7 +237,9 @@ class EngineThread:
             job, index = owner
             end = seq.num_outputs
             logprobs = seq.logprobs[end - len(delta.token_ids) : end] if seq.logprobs else []
-            piece = Piece(index, delta.text, delta.token_ids, logprobs, delta.finish_reason)
+            piece: Piece | Exception = Piece(index, delta.text, delta.token_ids, logprobs, delta.finish_reason)
+            if seq.error is not None:
+                piece = seq.error
             by_loop.setdefault(job.loop, []).append((job, piece))
             self.metrics.progressed(seq, len(delta.token_ids))
             if delta.finish_reason is not None:

@@ -13,6 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from whorl.engine.sequence import AllowError
+
 from .engine_thread import EngineError, QueueFull
 from .hosts import refused_host
 from .running import Running
@@ -51,6 +53,8 @@ class ApiError(Exception):
             return cls(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
         if isinstance(error, TimeoutError):
             return cls(503, str(error) or "the request took too long", code="timeout")
+        if isinstance(error, AllowError):
+            return cls(400, str(error), code="schema_limit")
         if isinstance(error, UnicodeError):
             return cls(400, "the text is not valid Unicode")
         if isinstance(error, ValueError | RecursionError):
@@ -136,8 +140,8 @@ class Gate:
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")
-        found = [hmac.compare_digest(given, each) for each in self._keys]
+        key = key.strip(" \t")  # nothing else: headers are read as Latin-1, where half a letter may look like a space
+        found = [hmac.compare_digest(key.encode("latin-1"), each) for each in self._keys]
         if kind.lower() != "bearer" or not any(found):
             what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY"
             header = {"WWW-Authenticate": "Bearer"}
@@ -217,7 +221,7 @@ def validation_error(errors: Any, body: Any) -> ApiError:
     place, error = places[chosen], errors[chosen]
     others = {other for other in places if other != place[: len(other)]}
     more = f" (and {len(others)} more)" if others else ""
-    param = ".".join(place) or None
+    param = ".".join(step[:100] for step in place) or None
     return ApiError(400, f"{param}: {_message(error)}{more}" if param else f"{_message(error)}{more}", param=param)
 
 

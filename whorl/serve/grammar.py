@@ -1,19 +1,34 @@
 """Grammars that replies must follow, by llguidance: which tokens may come next."""
 
+import bisect
 import functools
+import hashlib
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from whorl.engine.sequence import AllowError
+
+from .gate import ApiError
 from .json_layout import json_layout
 from .tools import END_THINK, THINK
+from .worker import native_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from whorl.engine.tokenizer import Tokenizer
+
+    from .worker_pool import Worker
+
+MAX_GRAMMAR = 256 << 10  # characters; OpenAI's limit for the strings of a schema is 120,000
+_NUM_PROVEN = 256
+# What a request's masks may take of the engine's thread, in seconds of CPU time: at first, and for each token.
+_FREE_SECONDS, _TOKEN_SECONDS = 1.0, 0.02
 
 
 class Grammars:
@@ -21,34 +36,61 @@ class Grammars:
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._proven: OrderedDict[bytes, ApiError | None] = OrderedDict()  # None: it can be compiled
 
     def json_schema(self, schema: dict[str, Any]) -> str:
         from llguidance import LLMatcher
 
         return LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema))
 
-    def compile(self, grammar: str, *, is_thinking: bool, num_copies: int) -> "Allow":
+    def prove(self, grammar: str, worker: "Worker") -> None:
+        """Raise ApiError unless the grammar has been compiled within the limits of a process that can be ended.
+
+        A schema with a large `multipleOf` would otherwise be compiled for ever; nothing can end a thread.
+        """
+        if len(grammar) > MAX_GRAMMAR:
+            raise ApiError(400, f"the JSON schema has {len(grammar)} characters; up to {MAX_GRAMMAR} are taken")
+        name = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        if name not in self._proven:
+            self._proven[name] = _refusal(grammar, worker)
+        self._proven.move_to_end(name)
+        if len(self._proven) > _NUM_PROVEN:
+            self._proven.popitem(last=False)
+        if (refusal := self._proven[name]) is not None:
+            raise refusal
+
+    def compile(self, grammar: str, *, is_thinking: bool) -> "Allow":
         """is_thinking: the prompt has opened a think tag, so the grammar begins behind its end."""
         from llguidance import LLMatcher
 
         # The library never raises: what is wrong with the grammar is kept in the matcher.
         matcher = LLMatcher(self._native, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first takes longest, and here nobody waits for it
         if matcher.is_error():
-            reason = matcher.get_error().splitlines()[0]
-            raise ValueError(f"the JSON schema cannot be followed: {reason}")
-        return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking, num_copies=num_copies)
+            raise ValueError(f"the JSON schema cannot be followed: {_reason(matcher)}")
+        return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking)
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer
+        return native_tokenizer(self._tokenizer, self._vocab_size)
 
-        text = self._tokenizer.to_json()
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_ids))
+
+def _refusal(grammar: str, worker: "Worker") -> ApiError | None:
+    try:
+        worker.ask("prove", grammar=grammar)
+    except ApiError as error:
+        is_known = error.message.startswith("the JSON schema")
+        message = error.message if is_known else f"the JSON schema cannot be compiled: {error.message}"
+        return ApiError(400, message, param="response_format", code=error.code)
+    return None
 
 
 class Allow:
-    """`SamplingParams.allow` of one request. Copies of a prompt share it, and drafts are tried: any output may come
-    after any other, so a few matchers are moved back and forth to follow it."""
+    """`SamplingParams.allow` of one request; the engine forks it, once for each copy of the prompt.
+
+    Drafts are tried, so an output may be shorter than the one before or differ at its end: the matcher is moved back.
+    """
 
     def __init__(
         self,
@@ -57,26 +99,28 @@ class Allow:
         vocab_size: int,
         *,
         is_thinking: bool,
-        num_copies: int,
+        clock: "_Clock | None" = None,
     ) -> None:
-        self._vocab_size, self._num_copies = vocab_size, num_copies
+        self._tokenizer, self._vocab_size, self._is_thinking = tokenizer, vocab_size, is_thinking
         self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
-        self._eos_ids = list(tokenizer.eos_ids)
-        self._is_thinking = is_thinking
-        self._blank = matcher
-        self._followed: list[tuple[list[int], LLMatcher]] = []
+        self._blank, self._clock = matcher, clock or _Clock()
+        self._matcher: LLMatcher | None = None
+        self._seen: list[int] = []  # what the matcher has taken
+
+    def fork(self) -> "Allow":
+        """For another sequence; both count as one request."""
+        return Allow(self._blank, self._tokenizer, self._vocab_size, is_thinking=self._is_thinking, clock=self._clock)
 
     def __call__(self, output_ids: Sequence[int]) -> Tensor | None:
-        start = self._start(list(output_ids))
+        """AllowError where the output has left the grammar, or the library has reached one of its limits."""
+        ids = list(output_ids)
+        start = self._start(ids)
         if start is None:
             return None
-        matcher = self._follow(list(output_ids[start:]))
-        if matcher is None:  # a draft that leaves the grammar: it is refused before its successor matters
-            return None
-        mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
-        if not mask.any():  # the library gave up: its limits are for grammars that would take for ever
-            mask[self._eos_ids] = True
-        if not output_ids and not self._is_thinking and self._open is not None and self._close is not None:
+        began = time.thread_time()
+        mask = self._mask(ids[start:])
+        self._clock.spend(time.thread_time() - began, len(ids))
+        if not ids and not self._is_thinking and self._open is not None and self._close is not None:
             mask[self._open] = True
         return mask
 
@@ -87,23 +131,55 @@ class Allow:
             return 0
         return ids.index(self._close) + 1 if self._close in ids else None
 
-    def _follow(self, ids: list[int]) -> "LLMatcher | None":
-        best = max(range(len(self._followed)), key=lambda i: _num_common(self._followed[i][0], ids), default=None)
-        if best is None or (
-            _num_common(self._followed[best][0], ids) < len(self._followed[best][0])
-            and len(self._followed) < self._num_copies
-        ):
-            best = len(self._followed)
-            self._followed.append(([], self._blank.deep_copy()))
-        seen, matcher = self._followed[best]
-        num_common = _num_common(seen, ids)
-        if num_common < len(seen):
+    def _mask(self, ids: list[int]) -> Tensor:
+        matcher = self._follow(ids)
+        mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
+        self._check(matcher)
+        if not mask.any():
+            raise AllowError("the JSON schema cannot be followed any further: no token may come next")
+        return mask
+
+    def _follow(self, ids: list[int]) -> "LLMatcher":
+        if self._matcher is None:
+            self._matcher, self._seen = self._blank.deep_copy(), []
+        matcher, seen = self._matcher, self._seen
+        if ids[: len(seen)] != seen:
+            num_common = _num_common(seen, ids)
             matcher.rollback(len(seen) - num_common)
             del seen[num_common:]
-        num_taken = matcher.try_consume_tokens(ids[num_common:])
-        seen += ids[num_common : num_common + num_taken]
-        return matcher if len(seen) == len(ids) else None
+        num_taken = matcher.try_consume_tokens(ids[len(seen) :])
+        seen += ids[len(seen) : len(seen) + num_taken]
+        self._check(matcher)
+        if len(seen) < len(ids):
+            raise AllowError("the output has left the JSON schema")
+        return matcher
+
+    def _check(self, matcher: "LLMatcher") -> None:
+        if matcher.is_error():  # for good: what follows a draft that is not taken starts anew
+            self._matcher = None
+            raise AllowError(f"the JSON schema cannot be followed any further: {_reason(matcher)}")
+
+
+class _Clock:
+    """CPU time that the masks of one request have taken, all its copies together."""
+
+    def __init__(self) -> None:
+        self._spent, self._longest = 0.0, 0
+
+    def spend(self, seconds: float, num_tokens: int) -> None:
+        self._spent += seconds
+        self._longest = max(self._longest, num_tokens)
+        if self._spent > _FREE_SECONDS + _TOKEN_SECONDS * self._longest:
+            raise AllowError(
+                f"the JSON schema takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
+            )
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    return matcher.get_error().partition("\n")[0]
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """How many ids both begin with."""
+    size = min(len(a), len(b))
+    return bisect.bisect_left(range(size), True, key=lambda i: a[: i + 1] != b[: i + 1])

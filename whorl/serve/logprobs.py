@@ -17,9 +17,12 @@ class TokenTexts:
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
+        self._kept: dict[int, str] = {}  # twenty alternatives for each token of many sequences: mostly the same ones
 
     def text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special=False)
+        if token_id not in self._kept:
+            self._kept[token_id] = self._tokenizer.decode([token_id], skip_special=False)
+        return self._kept[token_id]
 
     def bytes(self, token_id: int) -> list[int]:
         text = self.text(token_id)

@@ -103,7 +103,7 @@ class Metrics:
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         latest, admitted = self._latest.pop(seq, None), self._admitted.pop(seq, None)
         self._finished.labels(self._model, reason.value).inc()
-        if reason is FinishReason.ABORT or latest is None or admitted is None:
+        if reason in (FinishReason.ABORT, FinishReason.ERROR) or latest is None or admitted is None:
             return
         timings = seq.timings
         decode = latest - (timings.first_token or latest)

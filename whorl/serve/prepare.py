@@ -1,8 +1,8 @@
-"""From a request to prompts and sampling parameters. Runs beside the event loop: long texts take a while to encode."""
+"""From a request to prompts and sampling parameters."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.sequence import SamplingParams
@@ -10,7 +10,8 @@ from whorl.engine.sequence import SamplingParams
 from .gate import ApiError
 from .grammar import Grammars
 from .schemas import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling, Tool
-from .tools import CALL, END_THINK, THINK, call_grammar
+from .tools import CALL, END_THINK, call_grammar
+from .worker_pool import Worker, WorkerPool
 
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
@@ -37,75 +38,110 @@ class Prepared:
 
 
 class Preparer:
-    def __init__(self, tokenizer: "Tokenizer", *, max_model_len: int, vocab_size: int) -> None:
+    """What may take long is done by the workers: `prompts` for templates and tokens, `schemas` for grammars."""
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        prompts: WorkerPool,
+        schemas: WorkerPool,
+    ) -> None:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
+        self._prompts, self._schemas = prompts, schemas
         self._may_think = tokenizer.token_id(END_THINK) is not None
+        size = tokenizer.max_token_bytes
+        self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
 
-    def chat(self, request: ChatRequest) -> Prepared:
+    async def chat(self, request: ChatRequest) -> Prepared:
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
         tools = request.tools if request.uses_tools else None
-        text = self.render(request.messages, tools, request.add_generation_prompt, variables)
-        prompt = self.encode(text, add_special=False)
-        is_thinking = self._may_think and text.rstrip().endswith(THINK)
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
-        params = self._params(
-            request,
-            max_tokens=asked,
-            logprobs=num_top,
-            allow=self._allow(request, self._chat_grammar(request), is_thinking=is_thinking),
-        )
+        params = self._params(request, max_tokens=asked, logprobs=num_top)
+        found = await self.render(request.messages, tools, request.add_generation_prompt, variables)
+        prompt, is_thinking = found["ids"], self._may_think and found["is_thinking"]
         self._check_length(prompt, asked)
+        allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
         return Prepared(
-            prompts=[prompt], params=params, texts=[text], may_think=self._may_think, is_thinking=is_thinking
+            prompts=[prompt],
+            params=replace(params, allow=allow),
+            texts=[],
+            may_think=self._may_think,
+            is_thinking=is_thinking,
         )
 
-    def completion(self, request: CompletionRequest) -> Prepared:
-        prompts: list[list[int]] = []
-        texts: list[str] = []
-        for prompt in _each(request.prompt):
-            if isinstance(prompt, str):
-                ids = self.encode(prompt, add_special=request.add_special_tokens)
-            else:
-                ids = list(prompt)
-            self._check_ids(ids)
-            self._check_length(ids, request.max_tokens)
-            prompts.append(ids)
-            if request.echo:
-                texts.append(prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special=False))
+    async def completion(self, request: CompletionRequest) -> Prepared:
         params = self._params(
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
-            allow=self._allow(request, self._format_grammar(request.response_format), is_thinking=False),
         )
-        return Prepared(prompts=prompts, params=params, texts=texts)
+        prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
+        allow = await self._allow(request, lambda: self._format_grammar(request.response_format), is_thinking=False)
+        return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
 
-    def render(
+    def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
+        """Of each prompt, its ids and, for echo, its text."""
+        given = _each(request.prompt)
+        prompts: list[list[int]] = []
+        texts: list[str] = []
+        if isinstance(given[0], str):
+            sizes = {"max_bytes": self._max_bytes, "max_tokens": self.max_model_len}
+            prompts = worker.ask("encode", texts=given, add_special=request.add_special_tokens, **sizes)
+            texts = list(given) if request.echo else []  # type: ignore[arg-type]
+        else:
+            prompts = [list(ids) for ids in given]  # type: ignore[arg-type]
+        for ids in prompts:
+            self._check_ids(ids)
+            self._check_length(ids, request.max_tokens)
+        if request.echo and not texts:
+            texts = worker.ask("decode", lists=prompts)
+        return prompts, texts
+
+    async def render(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
         variables: dict[str, Any],
-    ) -> str:
+        *,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        """A conversation's ids and whether it opens a think tag. max_tokens: None: what the model takes."""
         if bad := [name for name in _OWN if name in variables]:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
-        given = [_message(message) for message in messages]
-        listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-        try:
-            return self.tokenizer.apply_chat_template(
-                given, tools=listed, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except Exception as error:  # a template is a program, and its variables come from the client
-            raise ApiError(400, f"the chat template failed: {error}", param="messages") from error
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        text.encode()  # half a surrogate pair raises here
-        return self.tokenizer.encode(text, add_special=add_special)
+        def work(worker: Worker) -> dict[str, Any]:
+            given = [_message(message) for message in messages]
+            return worker.ask(
+                "render",
+                messages=given,
+                tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                max_bytes=self._max_bytes if max_tokens is None else None,
+                max_tokens=self.max_model_len if max_tokens is None else max_tokens,
+            )
+
+        return await self._prompts.run(work)
+
+    async def encode(self, text: str, *, add_special: bool, max_tokens: int) -> list[int]:
+        sizes = {"max_bytes": None, "max_tokens": max_tokens}
+        ids: list[list[int]] = await self._prompts.run(
+            lambda worker: worker.ask("encode", texts=[text], add_special=add_special, **sizes)
+        )
+        return ids[0]
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        texts: list[str] = await self._prompts.run(lambda worker: worker.ask("decode", lists=[ids]))
+        return texts[0]
 
     def _params(self, request: Sampling, **others: Any) -> SamplingParams:
         """The request's own, else what the model's authors recommend, else the engine's defaults."""
@@ -158,12 +194,21 @@ class Preparer:
         schema = asked.json_schema.schema_ if asked.json_schema else None
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
-    def _allow(self, request: Sampling, grammar: str | None, *, is_thinking: bool) -> Any:
-        if grammar is None:
+    async def _allow(self, request: Sampling, make: Callable[[], str | None], *, is_thinking: bool) -> Any:
+        """make: gives the grammar, or None."""
+        if not request.has_grammar:
             return None
-        if request.min_tokens:
-            raise ApiError(400, "min_tokens and a grammar exclude each other: the grammar says when the text ends")
-        return self._grammars.compile(grammar, is_thinking=is_thinking, num_copies=request.n or 1)
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(request, name):
+                raise ApiError(400, f"{name} and a grammar exclude each other: the grammar says when the text ends")
+
+        def compiled(worker: Worker) -> Any:
+            grammar = make()
+            assert grammar is not None
+            self._grammars.prove(grammar, worker)
+            return self._grammars.compile(grammar, is_thinking=is_thinking)
+
+        return await self._schemas.run(compiled)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if bad := [i for i in ids if i >= self.vocab_size]:

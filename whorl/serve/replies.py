@@ -115,10 +115,11 @@ class ChatReply(Reply):
         self._whole = [Parts() for _ in range(count)]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
         self._reasons: list[str | None] = [None] * count
+        self._num_read = [0] * count
+        self._num_thought: dict[Sequence, int] = {}  # counted as the tokens come: a stream may ask with each of them
 
     def num_thought(self, seq: Sequence) -> int:
-        ids = seq.output_ids
-        return ids.index(self._end_think) if self._end_think in ids else 0
+        return self._num_thought.get(seq, 0)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._parsers)):
@@ -154,6 +155,10 @@ class ChatReply(Reply):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
 
     def _parse(self, piece: Piece) -> Parts:
+        seq = self.job.sequences[piece.index]
+        if self._end_think in piece.token_ids and seq not in self._num_thought:
+            self._num_thought[seq] = self._num_read[piece.index] + piece.token_ids.index(self._end_think)
+        self._num_read[piece.index] += len(piece.token_ids)
         return self._parsers[piece.index].add(piece.text, is_last=piece.finish_reason is not None)
 
     def _reason(self, piece: Piece) -> str:

@@ -5,18 +5,54 @@ Fields marked "no effect" are OpenAI's and change nothing that this server answe
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
-TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
-Stop = Annotated[str, Field(min_length=1)]
+MAX_IDS = 2**20
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_PROMPTS = 4096
+MAX_PARTS = 16384
+_FEW = 16  # unknown fields that are counted in an error; of more, only the first is looked at
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Looks at the size before anything inside: what is wrong with a million entries takes seconds to collect."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries; up to {count} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
+# Of a list's faults the first is reported, and the rest of it is not read.
+Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_IDS), _at_most(MAX_IDS)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > len(cls.model_fields) + _FEW:
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in given if name not in known)
+            raise ValueError(f"{str(unknown)[:64]!r} is not a parameter that this server knows, nor are many others")
+        return given
 
 
 class StreamOptions(Strict):
@@ -34,15 +70,20 @@ class Sampling(Strict):
     )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool = False
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), _at_most(MAX_BIASES)
+        ]
+        | None
+    ) = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Count = 0
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,6 +92,15 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     metadata: dict[str, Any] | None = Field(None, description="no effect")
     user: str | None = Field(None, description="no effect")
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer must follow one."""
+        raise NotImplementedError
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Sampling":
@@ -78,11 +128,11 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     # Clients send an assistant's answer back as they got it; both are null in what this server gives.
     annotations: list[Any] | None = None
@@ -129,14 +179,32 @@ class ResponseFormat(Strict):
         return self
 
 
+def _has_few_parts(messages: Any) -> Any:
+    """What is in the messages is counted first, as it takes a few microseconds each to look at."""
+    given = messages if isinstance(messages, list) else []
+    inner = [each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls")]
+    count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+    if count > MAX_PARTS:
+        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are taken")
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, max_length=MAX_PARTS),
+    BeforeValidator(_has_few_parts),
+]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=1024)]
+
+
 class ChatRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=16384)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
@@ -144,7 +212,7 @@ class ChatRequest(Sampling):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: dict[str, Any] | None = Field(None, description="no effect: drafts come from the text itself")
     prompt_cache_key: str | None = Field(None, description="no effect: every prompt is looked up")
     prompt_cache_retention: str | None = Field(None, description="no effect")
@@ -159,14 +227,18 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs is allowed only with logprobs = true")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError(f"tools: a name comes twice in {names}")
+            raise ValueError(f"tools: a name comes twice in {names[:64]}")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names}")
+            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names[:64]}")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required, and there are no tools")
         if self.forces_a_tool and self.response_format is not None and self.response_format.type != "text":
             raise ValueError("response_format: JSON and a forced tool call exclude each other")
         return self
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.forces_a_tool or _is_json(self.response_format)
 
     @property
     def forces_a_tool(self) -> bool:
@@ -177,13 +249,25 @@ class ChatRequest(Sampling):
         return bool(self.tools) and self.tool_choice != "none"
 
 
+def _kind_of_prompt(given: Any) -> str:
+    """By its first entry: each kind by itself would have something to say about every entry of another."""
+    if not isinstance(given, list):
+        return "text"
+    first = given[0] if given else ""
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+_SOME = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+
+
 class CompletionRequest(Sampling):
-    prompt: (
-        str
-        | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=4096)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Ids, Field(min_length=1), Tag("ids")]
+        | Annotated[list[str], _SOME, _at_most(MAX_PROMPTS), Tag("texts")]
+        | Annotated[list[Ids], _SOME, _at_most(MAX_PROMPTS), Tag("lists")],
+        Discriminator(_kind_of_prompt),
+    ]
     best_of: int | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -200,12 +284,25 @@ class CompletionRequest(Sampling):
             raise ValueError("max_tokens 0 is allowed only with echo = true")
         return self
 
+    @property
+    def has_grammar(self) -> bool:
+        return _is_json(self.response_format)
+
+    @property
+    def num_prompts(self) -> int:
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return 1 if is_one else len(self.prompt)
+
+
+def _is_json(asked: ResponseFormat | None) -> bool:
+    return asked is not None and asked.type != "text"
+
 
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -220,7 +317,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: TokenIds
+    tokens: Ids
 
 
 class ErrorBody(BaseModel):

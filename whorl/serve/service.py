@@ -18,9 +18,10 @@ from .openai import Settings
 from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
 from .running import Running
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from .schemas import MAX_IDS, ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .stream import EventStream, unless_gone
 from .tools import END_THINK
+from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
@@ -39,9 +40,28 @@ class Service:
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
         self.running = Running()
-        self._preparer = Preparer(tokenizer, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size)
+        state = {"tokenizer": self.tokenizer.state(), "vocab_size": llm.vocab_size, "memory": settings.job_memory}
+        self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)
+        half = {"seconds": settings.job_seconds / 2, "memory": settings.job_memory // 4}  # done again in this process
+        self._schemas = WorkerPool("schema", state | half, max_queue=settings.max_queue)
+        self._preparer = Preparer(
+            tokenizer,
+            max_model_len=llm.max_model_len,
+            vocab_size=llm.vocab_size,
+            prompts=self._prompts,
+            schemas=self._schemas,
+        )
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
+
+    async def start(self) -> None:
+        await self._prompts.start()
+        self.engine.start()
+
+    async def stop(self) -> None:
+        self._prompts.close()
+        self._schemas.close()
+        await self.engine.stop()
 
     # ---- generating
 
@@ -65,9 +85,10 @@ class Service:
     async def _generate(self, request: Sampling, http: Request, prepare: Any, make_reply: Any) -> Response:
         model = self._model(request.model)
         self.engine.check()
+        self.engine.check_size((request.n or 1) * request.num_prompts)
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
-            prepared: Prepared = await asyncio.to_thread(prepare, request)
+            prepared: Prepared = await prepare(request)
             params = replace(prepared.params, cache_salt=self._salt(request, http))
             job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts))
         reply = make_reply(prepared, job, model)
@@ -98,25 +119,26 @@ class Service:
 
     # ---- tokens
 
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, request: TokenizeRequest) -> Response:
         """The ids of a text or of a conversation."""
         self._model(request.model)
-        ids = await asyncio.to_thread(self._encode, request)
-        found = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
-        return found | ({"token_strs": [self._texts.name(i) for i in ids]} if request.return_token_strs else {})
-
-    def _encode(self, request: TokenizeRequest) -> list[int]:
         if request.messages is None:
             assert request.prompt is not None
-            return self._preparer.encode(request.prompt, add_special=request.add_special_tokens)
-        variables = dict(request.chat_template_kwargs or {})
-        text = self._preparer.render(request.messages, request.tools, request.add_generation_prompt, variables)
-        return self._preparer.encode(text, add_special=False)
+            special = request.add_special_tokens
+            ids = await self._preparer.encode(request.prompt, add_special=special, max_tokens=MAX_IDS)
+        else:
+            variables = dict(request.chat_template_kwargs or {})
+            given = request.messages, request.tools, request.add_generation_prompt, variables
+            ids = (await self._preparer.render(*given, max_tokens=MAX_IDS))["ids"]
+        found = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
+        if request.return_token_strs:
+            found["token_strs"] = [self._texts.name(i) for i in ids]
+        return JSONResponse(found)  # as it is: FastAPI would look at each id by itself, for seconds
 
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(self, request: DetokenizeRequest) -> Response:
         """The text of ids."""
         self._model(request.model)
-        return {"prompt": self.tokenizer.decode(request.tokens, skip_special=False)}
+        return JSONResponse({"prompt": await self._preparer.decode(request.tokens)})
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """What a client needs to know to cut texts as this model does."""
@@ -150,6 +172,9 @@ class Service:
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:
             raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
+        for pool in (self._prompts, self._schemas):
+            if (what := pool.stuck(self.settings.stall_seconds)) is not None:
+                raise ApiError(503, what, code="workers_stalled")
         return {"status": "ok"}
 
     async def prometheus(self) -> Response:

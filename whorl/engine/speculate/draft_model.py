@@ -55,6 +55,8 @@ class _Mirror:
         while agreed < min(len(own.token_ids), len(known)) and own.token_ids[agreed] == known[agreed]:
             agreed += 1
         own.token_ids[agreed:] = known[agreed:]
+        if own.counts is not None:
+            own.counts.cut(agreed)
         own.roles[agreed:] = self.target.roles[agreed : len(known)]
         own.num_computed = min(own.num_computed, agreed, len(known) - 1)
         self.num_known = len(known)

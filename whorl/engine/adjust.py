@@ -1,0 +1,174 @@
+"""What changes logits before sampling: penalties, biases, what a grammar allows.
+
+A request may name a thousand biases, and a penalty concerns every token of a long prompt. So both are kept as arrays
+from step to step, and a step pays for its new tokens alone.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from collections.abc import Sequence as List
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl import ops
+
+from .batch import Sample
+from .sequence import AllowError, Sequence
+
+_NUM_KEPT = 1024
+
+
+class Adjuster:
+    """vocab_size: ids from here on are padding of the model's vocabulary and are never sampled."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        # Ids and values of a request's biases, with the mapping itself, so that no other gets its number.
+        self._kept: OrderedDict[Hashable, tuple[object, Tensor, Tensor]] = OrderedDict()
+
+    def adjust(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+        logits = logits[:, : self._vocab_size]
+        return _allow(self._bias(_penalize(logits, samples), samples), samples)
+
+    def _bias(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+        groups: dict[int, list[int]] = {}
+        banned: dict[frozenset[int], list[int]] = {}
+        for row, sample in enumerate(samples):
+            seq, params = sample.chunk.sequence, sample.chunk.sequence.params
+            if params.logit_bias:
+                groups.setdefault(id(params.logit_bias), []).append(row)
+            if sample.place < params.min_tokens and seq.stop_ids:
+                banned.setdefault(seq.stop_ids, []).append(row)
+        if not groups and not banned:
+            return logits
+        out = logits.clone()
+        for name, rows in groups.items():
+            mapping = samples[rows[0]].chunk.sequence.params.logit_bias
+            ids, values = self._keep(name, mapping, out.device)
+            out[torch.tensor(rows, device=out.device)[:, None], ids] += values
+        for stop_ids, rows in banned.items():
+            ids, _ = self._keep(stop_ids, stop_ids, out.device)
+            out[torch.tensor(rows, device=out.device)[:, None], ids] = -math.inf
+        return out
+
+    def _keep(
+        self, name: Hashable, given: Mapping[int, float] | frozenset[int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The ids of a request's biases and their values; of ids alone, no values."""
+        if name not in self._kept:
+            ids = [i for i in given if i < self._vocab_size]
+            values = [] if isinstance(given, frozenset) else [given[i] for i in ids]
+            tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
+            self._kept[name] = given, tensors[0].to(device), tensors[1].to(device)
+            if len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(name)
+        return self._kept[name][1:]
+
+
+class Counts:
+    """How often a sequence has generated each of its tokens; 0: it stands in the prompt alone, -1: nowhere any more."""
+
+    def __init__(self, seq: Sequence, vocab_size: int) -> None:
+        prompt = dict.fromkeys(token for token in seq.token_ids[: seq.prompt_len] if token < vocab_size)
+        self._places = {token: place for place, token in enumerate(prompt)}
+        self._tokens, self._times = np.array(list(prompt), dtype=np.int64), np.zeros(len(prompt), dtype=np.int64)
+        self._vocab_size, self._num_prompt = vocab_size, len(prompt)
+        self._start, self._read = seq.prompt_len, list[int]()
+
+    def read(self, token_ids: List[int]) -> None:
+        """Take over the tokens of the sequence that are new."""
+        new = token_ids[self._start + len(self._read) :]
+        self._read += new
+        self._tokens, self._times = self._with(new)
+        for token in self._tokens[len(self._places) :].tolist():
+            self._places[token] = len(self._places)
+
+    def cut(self, length: int) -> None:
+        """The sequence has lost its tokens from here on: a draft that was not taken."""
+        keep = max(0, length - self._start)
+        for token in self._read[keep:]:
+            if token in self._places:
+                self._times[self._places[token]] -= 1
+        del self._read[keep:]
+
+    def row(self, draft: List[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and how often each was generated, the draft with it."""
+        tokens, times = self._with(draft) if draft else (self._tokens, self._times.copy())
+        late = times[self._num_prompt :]
+        late[late == 0] = -1
+        return tokens, times
+
+    def _with(self, new: List[int]) -> tuple[np.ndarray, np.ndarray]:
+        new = [token for token in new if token < self._vocab_size]
+        others = list(dict.fromkeys(token for token in new if token not in self._places))
+        late = {token: len(self._places) + i for i, token in enumerate(others)}
+        tokens = np.concatenate([self._tokens, np.array(others, dtype=np.int64)])
+        times = np.concatenate([self._times, np.zeros(len(others), dtype=np.int64)])
+        for token in new:
+            times[self._places[token] if token in self._places else late[token]] += 1
+        return tokens, times
+
+
+def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
+    """Each row's penalties see the output and the part of the draft before it."""
+    params = [sample.chunk.sequence.params for sample in samples]
+    if not any(each.has_penalties for each in params):
+        return logits
+    rows = [_counts(sample, logits.shape[1]) for sample in samples]
+    width = max(len(ids) for ids, _ in rows)
+    padded = np.full((2, len(rows), width), -1, dtype=np.int64)
+    for number, (ids, times) in enumerate(rows):
+        padded[0, number, : len(ids)], padded[1, number, : len(times)] = ids, times
+    tokens, counts = torch.from_numpy(padded).to(logits.device, non_blocking=True)
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values).to(logits.device, non_blocking=True)
+
+    return ops.penalize(
+        logits,
+        tokens,
+        counts,
+        repetition=column([p.repetition_penalty for p in params]),
+        presence=column([p.presence_penalty for p in params]),
+        frequency=column([p.frequency_penalty for p in params]),
+    )
+
+
+def _counts(sample: Sample, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    seq = sample.chunk.sequence
+    if not seq.params.has_penalties:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if seq.counts is None:
+        seq.counts = Counts(seq, vocab_size)
+    seq.counts.read(seq.token_ids)
+    return seq.counts.row(sample.chunk.draft[: sample.num_drafted])
+
+
+def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
+    if all(sample.chunk.sequence.allow is None for sample in samples):
+        return logits
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        mask = _mask(sample)
+        if mask is not None:
+            size = min(len(mask), keep.shape[1])
+            keep[row, size:] = False
+            keep[row, :size] = mask[:size].to(keep.device)
+    return logits.masked_fill(~keep, -math.inf)
+
+
+def _mask(sample: Sample) -> Tensor | None:
+    seq = sample.chunk.sequence
+    if seq.allow is None:
+        return None
+    try:
+        return seq.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
+    except AllowError as error:
+        # A draft may leave what is allowed: the row before it has its own token then, and this row does not count.
+        if sample.num_drafted == 0:
+            seq.error = error
+        return None
