@@ -22,12 +22,12 @@ GRAMMARS = Grammars(WORDS, len(WORDS))
 
 
 def allow_json(schema: Any) -> Allow:
-    return GRAMMARS.compile(GRAMMARS.json_schema(schema), is_thinking=False, num_copies=1)
+    return GRAMMARS.compile(GRAMMARS.json_schema(schema), is_thinking=False)
 
 
 def allow_call() -> Allow:
     grammar = call_grammar([Tool(**TOOL)], "required", is_parallel=False, has_tokens=True)  # type: ignore[arg-type]
-    return GRAMMARS.compile(grammar, is_thinking=False, num_copies=1)
+    return GRAMMARS.compile(grammar, is_thinking=False)
 
 
 def is_allowed(allow: Allow, text: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
+from whorl.device import lasting
 
 from .batch import Sample
 from .sequence import AllowError, Sequence
@@ -123,10 +124,10 @@ def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
     padded = np.full((2, len(rows), width), -1, dtype=np.int64)
     for number, (ids, times) in enumerate(rows):
         padded[0, number, : len(ids)], padded[1, number, : len(times)] = ids, times
-    tokens, counts = torch.from_numpy(padded).to(logits.device, non_blocking=True)
+    tokens, counts = lasting(torch.from_numpy(padded), logits.device.type).to(logits.device, non_blocking=True)
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values).to(logits.device, non_blocking=True)
+        return lasting(torch.tensor(values), logits.device.type).to(logits.device, non_blocking=True)
 
     return ops.penalize(
         logits,
