@@ -404,9 +404,12 @@ def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
         ({"log": torch.zeros(2)}, r"log is \[2\], expected one element"),
         ({"indices": torch.full((5, 3), 32).int()}, "indices go from 32 to 32, expected -1 to 31"),
         ({"indices": torch.zeros(5, 3)}, r"indices is \[5, 3\] torch.float32, expected \[5, K\] torch.int32"),
-        ({"main_k": torch.zeros(32, 12)}, r"indexer_target: k is \[32, 12\] torch.float32, expected \[S, 1, 12\]"),
+        (
+            {"main_k": torch.zeros(32, 12)},
+            r"indexer_kl_gradients: main_k is \[32, 12\] torch.float32, expected \[S, 1, 12\]",
+        ),
         ({"main_lse": torch.zeros(5, 2)}, r"lse is \[5, 2\] torch.float32, expected \[5, 6\]"),
-        ({"k": torch.zeros(32, 9)}, r"indexer_kl: k is \[32, 9\] torch.float32, expected \[S, 8\]"),
+        ({"k": torch.zeros(32, 9)}, r"indexer_kl_gradients: k is \[32, 9\] torch.float32, expected \[S, 8\]"),
     ],
     ids=str,
 )

@@ -29,7 +29,8 @@ def choose_attention(
     selection, and up to `topk` keys, all of which are selected, the masked one. A device that has only the sparse one
     gets it at every length: on Ascend npu_sparse_flash_attention is fused, a mask of bits is not.
     """
-    limit = _crossover(default_device() if device is None else torch.device(device).type)
+    device = default_device() if device is None else device
+    limit = _crossover(device.split(":")[0] if isinstance(device, str) else device.type)
     return "masked" if limit and num_keys <= max(topk, limit * topk // 2048) else "sparse"
 
 

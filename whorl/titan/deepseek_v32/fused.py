@@ -79,7 +79,8 @@ def choose(core: Core, sees: Sees, q: Tensor, k: Tensor, weights: Tensor) -> Ten
     found = []
     for sequence, (q_one, k_one, weights_one) in enumerate(each(sees.batch, q, k, weights)):
         top = min(core.settings.topk, k_one.shape[0])
-        indices, _ = ops.lightning_indexer(q_one, k_one, weights_one, top, **sees.bounds(sequence))
+        bounds = sees.bounds(sequence)
+        indices, _ = ops.lightning_indexer(q_one, k_one, weights_one, top, **bounds, with_scores=False)
         found.append(torch.where(indices < 0, indices, indices + sequence * k_one.shape[0]) if sequence else indices)
     return found[0] if len(found) == 1 else torch.cat(found)
 
