@@ -277,12 +277,12 @@ def test_training_steps_call_fused_operators(steps: dict[str, Any]) -> None:
 def test_training_steps_compute_what_they_do_on_a_cpu(steps: dict[str, Any]) -> None:
     """In bf16: the loss, each indexer's loss, and the gradient of every parameter that learns."""
     compared = dict(steps["compared"])
-    assert compared.pop("loss") < 1e-4  # observed 3e-5
+    assert compared.pop("loss") < 5e-4  # observed 9e-5
     losses = [compared.pop(name) for name in list(compared) if name.endswith(".kl")]
     assert len(losses) == 2
     assert max(losses) < 2e-3  # observed 4e-4
     assert len(compared) == (10 if steps["stage"] == "warmup" else 41)
-    assert max(compared.values()) < 0.06, compared
+    assert max(compared.values()) < 0.08, compared  # observed 0.037
 
 
 def test_training_steps_move_what_learns(steps: dict[str, Any]) -> None:

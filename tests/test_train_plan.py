@@ -320,7 +320,7 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
 
 def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
     """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
-    plans = [prepare("deepseek_v32", name, cards=64, seq=4096, dies=2, bandwidths={}) for name in ("a3", "h200")]
+    plans = [prepare("deepseek-v3.2", name, cards=64, seq=4096, dies=2, bandwidths={}) for name in ("a3", "h200")]
     assert [plan.settings.masked for plan in plans] == [False, True]
     own = [Settings(seq=4096, batch=1, checkpoint=False, masked=masked) for masked in (False, True)]
     absorbed, masked = (memory_of(trim(1), ALONE, settings).activations for settings in own)

@@ -85,7 +85,7 @@ def _flops(values: Values) -> int:
     return pairs * (6 * heads * dim + 2 * values["main_q"].shape[1] * values["main_q"].shape[2])
 
 
-@operator(check=_check, forward_only=True, fake=_fake, flops=_flops)
+@operator(check=_check, forward_only=True, totals=(0,), fake=_fake, flops=_flops)
 def indexer_kl_gradients(
     q: Tensor,
     k: Tensor,
@@ -146,7 +146,7 @@ def _dense_flops(values: Values) -> int:
     return tokens * values["k"].shape[0] * (6 * heads * dim + 2 * main.shape[1] * main.shape[2])
 
 
-@operator(check=_check_dense, forward_only=True, fake=_fake, flops=_dense_flops)
+@operator(check=_check_dense, forward_only=True, totals=(0,), fake=_fake, flops=_dense_flops)
 def dense_indexer_kl_gradients(
     q: Tensor,
     k: Tensor,
