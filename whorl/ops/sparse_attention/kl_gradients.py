@@ -221,17 +221,24 @@ dense_indexer_kl_gradients.impl("torch_npu", accepts=kl_torch_npu.dense_reason)(
 # ---- cases
 
 
-def _make(main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
-    values = make_kl(**case)
-    main = make_target(
-        **{n: v for n, v in case.items() if n not in ("grad_scale", "deterministic")}
-        | {"heads": main_heads, "dim": main_dim}
-    )
+def _main_case(case: Values, heads: int, dim: int) -> Values:
+    """What the attention's tensors are made by: ordinary numbers, whatever the indexer's are."""
+    own = ("grad_scale", "deterministic", "scale")
+    return {name: value for name, value in case.items() if name not in own} | {"heads": heads, "dim": dim}
+
+
+def _beside(values: Values, main: Values) -> Values:
+    """The attention is sharp and the indexer is not, so that the loss is no small rest of large terms."""
     del values["target"]
+    named = {"main_q": 4 * main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}
+    return values | named
+
+
+def _make(main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
+    values = _beside(make_kl(**case), make_target(**_main_case(case, main_heads, main_dim)))
     if causal:
         values["indices"] = _causal_choice(values["indices"], values["k"].shape[0])
-    named = {"main_q": main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}
-    return values | named | {"causal": causal}
+    return values | {"causal": causal}
 
 
 def _causal_choice(indices: Tensor, num_keys: int) -> Tensor:
@@ -242,23 +249,31 @@ def _causal_choice(indices: Tensor, num_keys: int) -> Tensor:
 
 
 def _make_dense(main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **case: Any) -> Values:
-    values = make_dense_kl(**case)
-    main = make_dense_target(
-        **{n: v for n, v in case.items() if n != "grad_scale"}
-        | {"heads": main_heads, "dim": main_dim, "key_heads": key_heads}
-    )
-    del values["target"]
-    return values | {"main_q": main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}
+    main = make_dense_target(**_main_case(case, main_heads, main_dim), key_heads=key_heads)
+    return _beside(make_dense_kl(**case), main)
 
 
+# The halves have the awkward cases; these have queries and keys enough for errors to be compared.
+_CASES: list[Values] = [
+    {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "grad_scale": 0.25},
+    {"tokens": (16,), "keys": 50, "heads": 3, "dim": 24, "k": 33, "sliced": True},
+    {"tokens": (0,), "keys": 9, "heads": 2, "dim": 8, "k": 4},
+    {"tokens": (16,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
+    {"tokens": (16,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
+]
 indexer_kl_gradients.inputs(
-    cases=[*indexer_kl.cases, {"tokens": (6,), "keys": 40, "heads": 4, "dim": 16, "k": 20, "causal": True}],
+    cases=[
+        *_CASES,
+        {"tokens": (16,), "keys": 40, "heads": 4, "dim": 16, "k": 20, "causal": True},
+        {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True},
+    ],
     bench=[{"tokens": (4096,), "keys": 8192, "heads": 64, "dim": 128, "k": 2048, "main_heads": 128, "main_dim": 576}],
 )(_make)
 dense_indexer_kl_gradients.inputs(
     cases=[
-        *dense_indexer_kl.cases,
-        {"tokens": (5,), "keys": 30, "heads": 4, "dim": 24, "main_heads": 4, "key_heads": 4},
+        *_CASES,
+        {"tokens": (16,), "keys": 30, "heads": 4, "dim": 16, "shuffled": True},
+        {"tokens": (16,), "keys": 30, "heads": 4, "dim": 24, "main_heads": 4, "key_heads": 4},
     ],
     bench=[
         {"tokens": (1024,), "keys": 8192, "heads": 64, "dim": 128, "main_heads": 128, "main_dim": 192, "key_heads": 128}
