@@ -52,7 +52,7 @@ LOOSER = {"experts": 2.5}
 # Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula.
 PLAIN = ("route_backward",)
 # The first release that has what the call needs; in older ones the reference runs.
-LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10"}
+LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10", "dense_indexer_kl_gradients": "2.10"}
 
 
 @contextmanager

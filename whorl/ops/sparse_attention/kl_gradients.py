@@ -256,7 +256,7 @@ def _make_dense(main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **c
 # The halves have the awkward cases; these have queries and keys enough for errors to be compared.
 _CASES: list[Values] = [
     {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "grad_scale": 0.25},
-    {"tokens": (16,), "keys": 50, "heads": 3, "dim": 24, "k": 33, "sliced": True},
+    {"tokens": (8,), "keys": 60, "heads": 3, "dim": 24, "k": 33, "sliced": True},
     {"tokens": (0,), "keys": 9, "heads": 2, "dim": 8, "k": 4},
     {"tokens": (16,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
     {"tokens": (16,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
