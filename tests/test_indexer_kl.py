@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from whorl.ops import OPS, Op, causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, indexer_target
+from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.sparse_attention.cases import select
 
 BACKENDS = backends_here(indexer_kl)
@@ -199,7 +199,7 @@ def test_ranks_with_a_slice_of_the_queries_add_up(ranks: int) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_computes_it_once(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("indexer_target", "indexer_kl"):
+    for name in ("indexer_kl_gradients", "indexer_target", "indexer_kl"):
         module = sys.modules[f"{PACKAGE}.loss"]
         op = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, op=op, name=name, **k: (calls.append(name), op(*a, **k))[1])
@@ -213,7 +213,7 @@ def test_checkpointing_computes_it_once(use_reentrant: bool, monkeypatch: pytest
     assert calls == []
     assert loss == 0
     loss.backward()
-    assert calls == ["indexer_target", "indexer_kl"]
+    assert calls == ["indexer_kl_gradients"]
     (expected,) = gradients(lambda x: our_loss(v | {"q": x["q"] * 2}), {"q": v["q"]}, ("q",))
     torch.testing.assert_close(q.grad, expected)
     torch.testing.assert_close(log[0].double(), our_loss(v | {"q": v["q"] * 2}).double(), rtol=1e-5, atol=1e-6)
@@ -222,7 +222,8 @@ def test_checkpointing_computes_it_once(use_reentrant: bool, monkeypatch: pytest
 def test_forward_keeps_gradients_and_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     module = sys.modules[f"{PACKAGE}.loss"]
-    monkeypatch.setattr(module, "indexer_kl", lambda *a, **k: (calls.append(1), indexer_kl(*a, **k))[1])
+    op = indexer_kl_gradients
+    monkeypatch.setattr(module, op.name, lambda *a, **k: (calls.append(1), op(*a, **k))[1])
     gradients(our_loss, inputs())
     assert calls == [1]
 
@@ -403,9 +404,12 @@ def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
         ({"log": torch.zeros(2)}, r"log is \[2\], expected one element"),
         ({"indices": torch.full((5, 3), 32).int()}, "indices go from 32 to 32, expected -1 to 31"),
         ({"indices": torch.zeros(5, 3)}, r"indices is \[5, 3\] torch.float32, expected \[5, K\] torch.int32"),
-        ({"main_k": torch.zeros(32, 12)}, r"indexer_target: k is \[32, 12\] torch.float32, expected \[S, 1, 12\]"),
+        (
+            {"main_k": torch.zeros(32, 12)},
+            r"indexer_kl_gradients: main_k is \[32, 12\] torch.float32, expected \[S, 1, 12\]",
+        ),
         ({"main_lse": torch.zeros(5, 2)}, r"lse is \[5, 2\] torch.float32, expected \[5, 6\]"),
-        ({"k": torch.zeros(32, 9)}, r"indexer_kl: k is \[32, 9\] torch.float32, expected \[S, 8\]"),
+        ({"k": torch.zeros(32, 9)}, r"indexer_kl_gradients: k is \[32, 9\] torch.float32, expected \[S, 8\]"),
     ],
     ids=str,
 )

@@ -3,11 +3,13 @@
 The vendor's formulas stand behind its names here; test_torch_npu.py puts them behind the real schemas.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from npu import losses, sparse_kernels
+from npu.here import cpu_is_npu
 
 from whorl import device as devices
 from whorl.ops import _torch_npu
@@ -15,15 +17,16 @@ from whorl.ops.sparse_attention import kl_torch_npu
 
 
 @pytest.fixture
-def npu_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def npu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """CPU tensors as if they were on an NPU, the vendor's formulas behind its names; which of them are called."""
     called: list[str] = []
-    monkeypatch.setitem(devices.HOME, "torch_npu", "cpu")
+    monkeypatch.setattr(devices, "is_installed", lambda package: package == "torch_npu")
     monkeypatch.setattr(_torch_npu, "missing", lambda name, **_: None)
     monkeypatch.setattr(
         _torch_npu, "call", lambda name, **given: (called.append(name), sparse_kernels.KERNELS[name](**given))[1]
     )
-    return called
+    with cpu_is_npu():
+        yield called
 
 
 def absorbed(name: str = "indexer_kl_loss", tokens: int = 7) -> dict[str, Any]:

@@ -197,6 +197,8 @@ def test_operators() -> None:
         "indexer_kl",
         "dense_indexer_target",
         "dense_indexer_kl",
+        "indexer_kl_gradients",
+        "dense_indexer_kl_gradients",
     }  # loss and gradient in one
     assert set(OPS) == forward | backward | inference
     assert {name for name in OPS if OPS[name].forward_only} == inference | {"rope_", "mrope_"}
@@ -306,7 +308,7 @@ def test_command_line() -> None:
 
 
 # The reference runs there, because:
-_ONE_CALL = "torch_npu computes target, loss and gradient in one call, which indexer_kl_loss makes"
+_ONE_CALL = "torch_npu computes target, loss and gradient in one call, which indexer_kl_gradients makes"
 WITHOUT_TORCH_NPU = {
     "dequantize": "npu_anti_quant has a scale for each channel, not for each token",
     "index_scores": "npu_lightning_indexer gives the scores of the chosen keys only",
@@ -317,9 +319,7 @@ WITHOUT_TORCH_NPU = {
     "dense_indexer_kl": _ONE_CALL,
     "hadamard": "torch_npu has none",
     "hadamard_backward": "torch_npu has none",
-    "masked_attention": "npu_fusion_attention takes a byte, not a bit, for each query and key",
-    "masked_attention_backward": "as masked_attention",
-    "selection_mask": "for masked_attention alone",
+    "selection_mask": "for masked attention alone, where torch_npu takes no bits",
 }
 
 

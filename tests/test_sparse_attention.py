@@ -384,8 +384,29 @@ def test_the_kernels_say_what_they_do_not_hold() -> None:
 
 
 def test_short_sequences_are_masked_long_ones_gathered() -> None:
-    assert [choose_attention(n) for n in (1, 4096, 32768)] == ["masked", "masked", "sparse"]
-    assert choose_attention(4096, topk=256) == "sparse"
+    assert [choose_attention(n, device=DEVICE) for n in (1, 4096, 32768)] == ["masked", "masked", "sparse"]
+    assert choose_attention(4096, topk=256, device=DEVICE) == "sparse"
+    assert choose_attention(4096) == "masked"
+
+
+def test_attention_is_masked_only_where_a_fused_kernel_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an NPU the sparse one is fused and a mask of bits is not: no length is short enough for it."""
+    monkeypatch.setattr("whorl.device.is_installed", lambda package: package in ("torch_npu", "triton"))
+    lengths = (1, 2048, 4096, 32768)
+    assert [choose_attention(n, device="cuda:0") for n in lengths] == ["masked", "masked", "masked", "sparse"]
+    assert [choose_attention(n, device="npu:0") for n in lengths] == ["sparse"] * 4
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_without_bits_it_is_torchs_causal_attention(backend: str) -> None:
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    for queries, keys in ((33, 33), (6, 70)):
+        q, k, v = tensors((queries, 4, 24), (keys, 2, 24), (keys, 2, 16), dtype=dtype)
+        out, _ = masked_attention(q, k, v, None, 0.2, backend=backend)
+        parts = [x.transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
+        expected = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=0.2)
+        torch.testing.assert_close(out, expected.transpose(0, 1))
 
 
 # ---- the tests, tested

@@ -79,7 +79,7 @@ NODES = {
     ),
     "absorbed": (
         {"lightning_indexer": 1, "sparse_attention": 1},
-        {"sparse_attention_backward": 1, "indexer_target": 1, "indexer_kl": 1},
+        {"sparse_attention_backward": 1, "indexer_kl_gradients": 1},
     ),
 }
 

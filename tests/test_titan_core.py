@@ -12,6 +12,7 @@ pytest.importorskip("torchtitan")
 
 from torch.utils.checkpoint import checkpoint
 
+from whorl.device import HOME
 from whorl.ops import OPS
 from whorl.titan.deepseek_v32 import fused
 from whorl.titan.deepseek_v32.core import Core, Settings, SmallOps, attach_loss, new_log, pop_log
@@ -84,6 +85,7 @@ def test_fused_equals_small_operators(path: str, stage: str, queries: list[int] 
 KERNELS = (
     *("lightning_indexer", "selection_mask", "masked_attention", "masked_attention_backward", "sparse_attention"),
     *("sparse_attention_backward", "indexer_target", "indexer_kl", "dense_indexer_target", "dense_indexer_kl"),
+    *("indexer_kl_gradients", "dense_indexer_kl_gradients"),
 )
 
 
@@ -161,10 +163,19 @@ def test_path_is_chosen_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core._path(4096) == "absorbed"
 
 
+def test_path_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch_npu is at home, 4096 keys go to npu_sparse_flash_attention."""
+    monkeypatch.setattr("whorl.device.is_installed", lambda package: package == "torch_npu")
+    monkeypatch.setitem(HOME, "torch_npu", "meta")
+    core = FusedDSA(dataclasses.replace(SETTINGS, topk=2048))
+    assert [core._path(4096, torch.device(kind)) for kind in ("cpu", "meta")] == ["masked", "absorbed"]
+
+
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("path", ["masked", "absorbed"])
 def test_loss_is_computed_once_under_checkpointing(path: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "indexer_kl" if stage == "sparse" else "dense_indexer_kl"
+    sparse = "indexer_kl" if path == "masked" else "indexer_kl_gradients"
+    name = sparse if stage == "sparse" else "dense_indexer_kl_gradients"
     calls: list[int] = []
     real = getattr(fused, name)
     monkeypatch.setattr(fused, name, lambda *a, **k: calls.append(1) or real(*a, **k))

@@ -37,7 +37,9 @@ STUB, PROVE = HERE / "npu" / "cann_stub.py", HERE / "npu" / "prove.py"
 NAMES = [name for name in ascend.__all__ if name != "limits"]
 NPU_OPS = [op.name for op in OPS.values() if "torch_npu" in op.impls]
 ONLY_16_BITS = (
+    "dense_indexer_kl_gradients",
     "dynamic_quant",
+    "indexer_kl_gradients",
     "lightning_indexer",
     "paged_attention",
     "sparse_attention",
@@ -50,7 +52,7 @@ LOOSER = {"experts": 2.5}
 # Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula.
 PLAIN = ("route_backward",)
 # The first release that has what the call needs; in older ones the reference runs.
-LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10"}
+LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10", "dense_indexer_kl_gradients": "2.10"}
 
 
 @contextmanager
@@ -117,7 +119,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if out.exists():
             return json.loads(out.read_text())
         environment = live_environment(build(find_wheel(VERSION)))
-        return run_proof(out, ["signatures", "gradients", "calls", "losses", "rotary", "fake"], **environment)
+        return run_proof(out, ["signatures", "gradients", "calls", "losses", "rotary", "steps", "fake"], **environment)
 
 
 def build(wheel: Path) -> Path:
@@ -264,6 +266,65 @@ def test_losses_are_one_fused_call(proof: dict[str, Any], name: str) -> None:
         assert row["called"] == FUSED[name]
         assert row["found"]["ratio"] <= ALLOWED, row
     assert name in proof["fake_losses"]
+
+
+# Whole training steps: two of them, two layers, two sequences, everything computed again in backward.
+
+EVERY_STAGE = {
+    "npu_grouped_matmul",
+    "npu_moe_token_permute",
+    "npu_moe_token_unpermute",
+    "npu_mrope",
+    "npu_rms_norm",
+    "npu_rms_norm_backward",
+}
+STAGES = {
+    "warmup": {
+        "npu_fusion_attention",
+        "npu_dense_lightning_indexer_softmax_lse",
+        "npu_dense_lightning_indexer_grad_kl_loss",
+    },
+    "sparse": {
+        "npu_lightning_indexer",
+        "npu_sparse_flash_attention",
+        "npu_sparse_flash_attention_grad",
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+        "npu_moe_token_permute_grad",
+        "npu_moe_token_unpermute_grad",
+    },
+}
+
+
+@pytest.fixture(params=STAGES)
+def steps(request: pytest.FixtureRequest, proof: dict[str, Any]) -> dict[str, Any]:
+    (row,) = (row for row in proof["steps"] if row["stage"] == request.param)
+    return row
+
+
+def test_training_steps_call_fused_operators(steps: dict[str, Any]) -> None:
+    """Every converter, both stages: these and no others, and none of ours runs plain torch instead."""
+    assert set(steps["called"]) == EVERY_STAGE | STAGES[steps["stage"]]
+    assert steps["fallbacks"] == []
+    loss = {"warmup": "npu_dense_lightning_indexer_grad_kl_loss", "sparse": "npu_sparse_lightning_indexer_grad_kl_loss"}
+    assert steps["called"][loss[steps["stage"]]] == 2 * 2 * 2, "the indexer's loss, once for each layer and sequence"
+    assert steps["not_on_npu"] == [], "operators of torch for which torch_npu has no kernel"
+
+
+def test_training_steps_compute_what_they_do_on_a_cpu(steps: dict[str, Any]) -> None:
+    """In bf16: the loss, each indexer's loss, and the gradient of every parameter that learns."""
+    compared = dict(steps["compared"])
+    assert compared.pop("loss") < 5e-4  # observed 9e-5
+    losses = [compared.pop(name) for name in list(compared) if name.endswith(".kl")]
+    assert len(losses) == 2
+    assert max(losses) < 2e-3  # observed 4e-4
+    assert len(compared) == (10 if steps["stage"] == "warmup" else 41)
+    assert max(compared.values()) < 0.08, compared  # observed 0.037
+
+
+def test_training_steps_move_what_learns(steps: dict[str, Any]) -> None:
+    learns = [name for name in steps["moved"] if steps["stage"] == "sparse" or ".indexer." in name]
+    assert steps["moved"] == learns
+    assert len(learns) == (10 if steps["stage"] == "warmup" else 41), steps["frozen"]
 
 
 @pytest.mark.parametrize("name", NPU_OPS)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from whorl.cli import app
 from whorl.titan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
 from whorl.titan.plan import A3, H200, Cluster, Plan, make_plan, time_of
+from whorl.titan.plan_command import prepare
 from whorl.titan.plan_layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
 from whorl.titan.plan_memory import GB, Part, masks, memory_of, peak
 
@@ -314,7 +315,17 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
 
     for topk in (64, 2048, 4096):
         for keys in (16, 64, 212, 213, 2048, 4096, 6800, 6801, 13600, 13601, 32768):
-            assert masks(keys, topk) == (choose_attention(keys, topk) == "masked")
+            assert masks(keys, topk) == (choose_attention(keys, topk, "cpu") == "masked")
+
+
+def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
+    """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
+    plans = [prepare("deepseek-v3.2", name, cards=64, seq=4096, dies=2, bandwidths={}) for name in ("a3", "h200")]
+    assert [plan.settings.masked for plan in plans] == [False, True]
+    size = {"weight": 2, "gradient": 2, "moment": 2}
+    own = [Settings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]
+    absorbed, masked = (memory_of(trim(8), ALONE, settings).activations for settings in own)
+    assert absorbed > masked, "absorbed queries and what each head gathered are kept besides"
 
 
 # ---- the command

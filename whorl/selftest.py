@@ -34,6 +34,8 @@ FLOOR = 1 / 128
 # One rounding, half of LIMIT x eps / 2: with few elements the reference may be exact by luck, and so may its sums be
 # in fp32, where there is no coarser dtype that they could have been kept in by mistake.
 FEW, FLOOR_OF_FEW = 32, 1 / 4
+# Of a total, which an operator states: the last digits of its terms add up, and one number is close to gold by luck.
+FLOOR_OF_TOTAL = 4
 # A single element, lost among many in the mean, may be this many times the reference's largest error off.
 OUTLIER = 8.0
 # The reference on an accelerator against the reference on the host: sums run in another order, and of the codes of a
@@ -58,11 +60,11 @@ class Verdict:
         return self.problem is None
 
 
-def error_ratio(got: Tensor, reference: Tensor, gold: Tensor) -> float:
+def error_ratio(got: Tensor, reference: Tensor, gold: Tensor, *, is_total: bool = False) -> float:
     """rms(got - gold) over rms(reference - gold); both are rounded answers, gold is in fp64."""
     eps = torch.finfo(reference.dtype).eps
     is_lucky = gold.numel() < FEW or reference.dtype == torch.float32
-    floor = eps * _rms(gold) * (FLOOR_OF_FEW if is_lucky else FLOOR)
+    floor = eps * _rms(gold) * (FLOOR_OF_TOTAL if is_total else FLOOR_OF_FEW if is_lucky else FLOOR)
     error, allowed = _rms(got.double() - gold), _rms(reference.double() - gold) + floor
     return error / allowed if allowed else math.inf if error else 0.0
 
@@ -73,21 +75,23 @@ def judge(
     gold: Sequence[Tensor],
     limit: float = LIMIT,
     fp32_limit: float | None = None,
+    totals: Sequence[int] = (),
 ) -> Verdict:
-    """The verdict on the outputs of one call: the worst ratio, and the first problem. fp32_limit: `limit`, of fp32."""
+    """The verdict on the outputs of one call: the worst ratio, and the first problem. fp32_limit: `limit`, of fp32;
+    totals: which of them are one number each, as an operator states."""
     if len(got) != len(reference):
         return Verdict(ratio=math.inf, problem=f"{len(got)} outputs, expected {len(reference)}")
     ratio = 0.0
     for i, (g, r, o) in enumerate(zip(got, reference, gold, strict=True)):
         allowed = fp32_limit if fp32_limit is not None and r.dtype == torch.float32 else limit
-        verdict = _judge_output(g, r, o, allowed)
+        verdict = _judge_output(g, r, o, allowed, i in totals)
         ratio = max(ratio, verdict.ratio)
         if not verdict.passed:
             return Verdict(ratio=ratio, problem=f"output {i}: {verdict.problem}")
     return Verdict(ratio=ratio)
 
 
-def _judge_output(got: Tensor, reference: Tensor, gold: Tensor, limit: float) -> Verdict:
+def _judge_output(got: Tensor, reference: Tensor, gold: Tensor, limit: float, is_total: bool) -> Verdict:
     if got.shape != reference.shape or got.dtype != reference.dtype:
         found, wanted = ((list(t.shape), t.dtype) for t in (got, reference))
         return Verdict(ratio=math.inf, problem=f"is {found}, expected {wanted}")
@@ -102,7 +106,9 @@ def _judge_output(got: Tensor, reference: Tensor, gold: Tensor, limit: float) ->
     if not finite.any():
         return Verdict()
     got, reference, gold = got[finite], reference[finite], gold[finite]
-    ratio = error_ratio(got, reference, gold)
+    ratio = error_ratio(got, reference, gold, is_total=is_total)
+    if is_total and ratio <= limit:
+        return Verdict(ratio=ratio)
     if not ratio <= limit:
         error, own = _rms(got.double() - gold), _rms(reference.double() - gold)
         return Verdict(ratio=ratio, problem=f"error {error:.3g}, the reference's own is {own:.3g}: {ratio:.2f} times")
@@ -169,7 +175,7 @@ def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None)
         reference = answers(op, op.reference, there)
     gold = answers(op, op.reference, wide)
     limits = _limits_there(values, backend, home)
-    return judge([g.to(o.device) for g, o in zip(got, gold, strict=False)], reference, gold, *limits)
+    return judge([g.to(o.device) for g, o in zip(got, gold, strict=False)], reference, gold, *limits, op.totals)
 
 
 def _limits_there(values: Values, backend: str, home: str | None) -> tuple[float, float]:

@@ -170,14 +170,16 @@ def _sparse_attention_grad_limit(
     )
 
 
-def _indexer_loss_limit(query: Tensor, key: Tensor, query_index: Tensor, *_: Any, **given: Any) -> str | None:
+def _indexer_loss_limit(query: Tensor, key: Tensor, query_index: Tensor, *more: Any, **given: Any) -> str | None:
+    is_dense = key.shape[2] > 1
     return contracts.indexer_kl_loss_limit(
         query_shape=query.shape,
         key_shape=key.shape,
         index_shape=query_index.shape,
         dtype=name_of(query),
         layout=given.get("layout", "BSND"),
-        dense=key.shape[2] > 1,
+        dense=is_dense,
+        topk=None if is_dense else more[2].shape[-1],  # after the indexer's keys and weights
     )
 
 
@@ -258,6 +260,12 @@ def _grouped_matmul_limit(
     )
 
 
+def _fusion_attention_limit(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> str | None:
+    return contracts.fusion_attention_limit(
+        query_shape=query.shape, key_shape=key.shape, value_dim=value.shape[-1], dtype=name_of(query)
+    )
+
+
 LIMITS: dict[str, Callable[..., str | None]] = {
     "npu_rotary_mul": _rotary_mul_limit,
     "npu_mrope": _mrope_limit,
@@ -272,6 +280,8 @@ LIMITS: dict[str, Callable[..., str | None]] = {
     "npu_fused_infer_attention_score": _attention_limit,
     "npu_sparse_lightning_indexer_grad_kl_loss": _indexer_loss_limit,
     "npu_dense_lightning_indexer_grad_kl_loss": _indexer_loss_limit,
+    "npu_fusion_attention": _fusion_attention_limit,
+    "npu_fusion_attention_grad": _fusion_attention_limit,
     "npu_top_k_top_p": _top_k_top_p_limit,
     "npu_lightning_indexer": _lightning_indexer_limit,
     "npu_sparse_flash_attention": _sparse_attention_limit,

@@ -11,12 +11,30 @@ _SELECTIONS: list[dict[str, Any]] = [
     {"tokens": (3,), "keys": 9, "topk": 12, "heads": 16, **_ABSORBED},
 ]
 
+_DENSE = {"topk": 9, "dim": 192, "value_dim": 128, "dense": True}
+_CAUSAL: list[dict[str, Any]] = [
+    {"tokens": (9,), "keys": 9, "heads": 4, **_DENSE},
+    {"tokens": (5,), "keys": 40, "heads": 4, "kv_heads": 2, **_DENSE},
+]
+_INDEX = {"heads": 8, "dim": 128, "main_heads": 32}
+
 MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "lightning_indexer": [
         {"tokens": (5,), "keys": 40, "heads": 4, "dim": 128, "topk": 7},
         {"tokens": (6,), "keys": 6, "heads": 8, "dim": 128, "topk": 20},
+        {"tokens": (6,), "keys": 9, "heads": 8, "dim": 128, "topk": 4, "with_scores": False},
     ],
     "sparse_attention": _SELECTIONS,
+    "masked_attention": _CAUSAL,
+    "masked_attention_backward": _CAUSAL,
+    "indexer_kl_gradients": [
+        {"tokens": (6,), "keys": 40, "k": 17, "main_dim": 576, "causal": True, **_INDEX},
+        {"tokens": (9,), "keys": 9, "k": 9, "main_dim": 576, "causal": True, "grad_scale": 0.25, **_INDEX},
+    ],
+    "dense_indexer_kl_gradients": [
+        {"tokens": (6,), "keys": 40, "main_dim": 192, "key_heads": 32, **_INDEX},
+        {"tokens": (9,), "keys": 9, "main_dim": 192, "key_heads": 32, "grad_scale": 0.25, **_INDEX},
+    ],
     "sparse_attention_backward": [*_SELECTIONS, {**_SELECTIONS[0], "deterministic": True}],
     "paged_attention": [
         {"queries": (1,), "contexts": (5,), **_SMALL},  # one query: no mask

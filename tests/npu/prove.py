@@ -1,6 +1,6 @@
 """Runs in a process of its own, where torch_npu is importable without an NPU; writes what it finds as JSON.
 
-usage: python prove.py OUT.json [signatures] [gradients] [calls] [losses] [rotary] [fake]
+usage: python prove.py OUT.json [signatures] [gradients] [calls] [losses] [rotary] [steps] [fake]
 
 signatures  the live schemas
 gradients   what backward does for each operator on a FakeTensor npu:0
@@ -8,6 +8,7 @@ calls       every torch_npu implementation in whorl.ops, forward and backward, o
             behind the npu:: schemas on CPU, against the fp64 reference
 rotary      npu_mrope in 16 bits: what a table that is kept so gives it, and what comes out
 losses      the losses that call fused operators, with their gradients, the same way
+steps       whole training steps by `whorl train`'s trainer, both stages, every converter, the same way
 fake        whorl.ascend, the losses, and every call recorded by `calls`, on FakeTensor npu:0 over torch_npu's own
             meta kernels
 """
@@ -31,9 +32,12 @@ import losses
 import moe_kernels
 import rotary
 import sparse_kernels
+import step
 import torch
 import torch_npu
+import training_kernels
 import vendor
+from here import cpu_is_npu
 from limits import refusing
 from more_cases import MORE_CASES
 from samples import NPU, SAMPLES, Values
@@ -45,7 +49,11 @@ from whorl import ascend, contracts
 from whorl.ops import OPS, Op, _torch_npu, attention_torch_npu
 
 KERNELS: dict[str, Callable[..., Any]] = (
-    kernels.KERNELS | moe_kernels.KERNELS | attention_kernels.KERNELS | sparse_kernels.KERNELS
+    kernels.KERNELS
+    | moe_kernels.KERNELS
+    | attention_kernels.KERNELS
+    | sparse_kernels.KERNELS
+    | training_kernels.KERNELS
 )
 IN_PLACE: dict[str, Callable[..., Any]] = kernels.IN_PLACE | attention_kernels.IN_PLACE
 
@@ -59,6 +67,8 @@ def main(out: Path, parts: list[str]) -> None:
         found["losses"] = list(run_losses())
     if "rotary" in parts:
         found |= run_rotary()
+    if "steps" in parts:
+        found["steps"] = list(run_steps())
     recorded: list[tuple[str, Callable[..., Any], Values, Any, list[list[int]]]] = []
     if "calls" in parts:
         found["calls"] = list(run_calls(recorded))
@@ -68,6 +78,7 @@ def main(out: Path, parts: list[str]) -> None:
         # torch_npu has no meta kernels for these; that of the last one cannot do without k.
         atb.impl("_npu_rotary_embedding", lambda *args: None)
         npu.impl("npu_moe_gating_top_k_backward", lambda scores, grad, ids, **_: torch.empty_like(scores))
+        torch_npu.op_plugin.meta._meta_registrations.get_soc_version = lambda: 220  # which asks the device; Atlas A2
         npu.impl("npu_top_k_top_p", lambda logits, p=None, k=None: torch.empty_like(logits))
     if "gradients" in parts:
         found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
@@ -105,9 +116,15 @@ def run_rotary() -> Values:
 def run_losses() -> Iterator[Values]:
     called: list[str] = []
     library = register_cpu_kernels(called)
-    whorl.device.HOME["torch_npu"] = "cpu"
-    yield from losses.rows(called, worst)
-    whorl.device.HOME["torch_npu"] = "npu"
+    with cpu_is_npu():
+        yield from losses.rows(called, worst)
+    library._destroy()
+
+
+def run_steps() -> Iterator[Values]:
+    called: list[str] = []
+    library = register_cpu_kernels(called)
+    yield from step.stages(called)
     library._destroy()
 
 

@@ -41,8 +41,10 @@ GROUPS = {
         "lightning_indexer",
         "indexer_target",
         "indexer_kl",
+        "indexer_kl_gradients",
         "dense_indexer_target",
         "dense_indexer_kl",
+        "dense_indexer_kl_gradients",
         "hadamard",
     ),
     "moe": (

@@ -6,7 +6,14 @@ for Atlas A2 and A3; the date in each docstring is that of the vendor's page it 
 op-plugin, read in November 2026). The operators in `whorl.ops`, `whorl.ascend` and the doctor all read from here.
 """
 
-from .attention import MASK_SIZE, PAGE_SIZES, fused_infer_attention_limit, scatter_pa_kv_cache_limit, top_k_top_p_limit
+from .attention import (
+    MASK_SIZE,
+    PAGE_SIZES,
+    fused_infer_attention_limit,
+    fusion_attention_limit,
+    scatter_pa_kv_cache_limit,
+    top_k_top_p_limit,
+)
 from .contract import REQUIRED, Contract, Parameter, parse_schema
 from .matmul import (
     all_gather_mm_limit,
@@ -58,6 +65,7 @@ __all__ = [
     "call_arguments",
     "dynamic_quant_limit",
     "fused_infer_attention_limit",
+    "fusion_attention_limit",
     "grouped_matmul_limit",
     "indexer_kl_loss_limit",
     "interleave_rope_limit",

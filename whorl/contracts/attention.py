@@ -1,4 +1,4 @@
-"""Limits of attention at inference and of writing its cache."""
+"""Limits of attention, in training and at inference, and of writing its cache."""
 
 from math import prod
 
@@ -63,6 +63,20 @@ def fused_infer_attention_limit(
     if value_size != head_size:
         return f"{input_layout} takes values of the keys' head size {head_size}, got {value_size}"
     return _page_limit(queries, block_size) or _mask_limit(queries, sparse_mode, mask_shape)
+
+
+def fusion_attention_limit(*, query_shape: Shape, key_shape: Shape, value_dim: int, dtype: str) -> str | None:
+    """Limits of npu_fusion_attention and its gradient; shapes end in [S, N, D]."""
+    if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
+        return reason
+    heads, dim = query_shape[-2:]
+    if heads > 256 or heads % key_shape[-2]:
+        return f"at most 256 heads, a multiple of the key heads, got {heads} and {key_shape[-2]}"
+    if dim > 768 or value_dim > dim:
+        return f"heads of at most 768, and values no wider than they, got {dim} and {value_dim}"
+    if max(query_shape[-3], key_shape[-3]) > 2**20:
+        return f"at most {2**20} tokens, got {query_shape[-3]} and {key_shape[-3]}"
+    return None
 
 
 def _page_limit(queries: int, block_size: int) -> str | None:

@@ -118,11 +118,19 @@ def sparse_flash_attention_limit(
 
 
 def indexer_kl_loss_limit(
-    *, query_shape: Shape, key_shape: Shape, index_shape: Shape, dtype: str, layout: str, dense: bool = False
+    *,
+    query_shape: Shape,
+    key_shape: Shape,
+    index_shape: Shape,
+    dtype: str,
+    layout: str,
+    dense: bool = False,
+    topk: int | None = None,
 ) -> str | None:
     """Limits of the indexer's losses; shapes end in [S, N, D], in TND in [T, N, D].
 
-    Documents of 2026-08-20 (sparse) and 2026-07-30 (dense, of up to 131072 queries).
+    topk: columns of the indices, where they are the caller's own. Documents of 2026-08-20 (sparse) and 2026-07-30
+    (dense, of up to 131072 queries).
     """
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
@@ -135,4 +143,6 @@ def indexer_kl_loss_limit(
         return f"at most {most} queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
     if dense and (query_shape[-1] != 128 or key_shape[-2] != query_shape[-2]):
         return f"as many key heads as heads, of 128, got {tuple(query_shape)} and {tuple(key_shape)}"
+    if topk is not None and topk not in range(1024, 8193, 1024):
+        return f"topk must be a multiple of 1024 up to 8192, got {topk}"
     return None

@@ -120,6 +120,22 @@ _TABLE = (
         changes=(("2.10", "group_sizes, the dtypes and comm_quant_mode added"), ("2.11", "comm_mode added")),
         note="The sum over ranks of x1 @ x2, for prefill; one communicator for all such operators of a model.",
     ),
+    # Attention of training.
+    from_schema(
+        "npu_fusion_attention",
+        "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
+        "Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
+        "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
+        "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+        "bool sync=False, str softmax_layout='', Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, "
+        "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
+        since=dict.fromkeys(("dropout_mask", "seed", "offset"), "2.10"),
+        gradient="yes",
+        changes=(("2.10", "dropout_mask, seed and offset added"),),
+        note="True in atten_mask hides; sparse_mode 3 takes a 2048 x 2048 upper triangle whatever the lengths, and "
+        "puts the last query at the last key. scale defaults to 1. Largest score and sum are float32 [B, N, S, 8], "
+        "the number 8 times.",
+    ),
     # Inference.
     from_schema(
         "npu_linear",
@@ -260,6 +276,18 @@ _TABLE = (
         "bool padded_mode=False, int[]? restore_shape=None) -> (Tensor, Tensor)",
         gradient="silently lost",
         note="Gradients of permuted_tokens and of probs, each in its dtype.",
+    ),
+    from_schema(
+        "npu_fusion_attention_grad",
+        "(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout, *, Tensor? pse=None, "
+        "Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? softmax_max=None, Tensor? softmax_sum=None, "
+        "Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1., float keep_prob=1., "
+        "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int seed=0, int offset=0, "
+        "int numels=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, "
+        "int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout='', "
+        "Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradient="silently lost",
+        note="Gradients of query, key, value, pse and sink.",
     ),
     from_schema(
         "npu_swiglu_backward",

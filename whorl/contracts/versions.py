@@ -55,7 +55,9 @@ class Installed:
     def call_arguments(self, op: str, **wanted: Any) -> dict[str, Any]:
         """Keyword arguments for `op` in this version; RuntimeError naming the version that has what is missing."""
         if op not in self.arguments:
-            raise RuntimeError(f"torch_npu {self.version} has no {op}; whorl knows it from 2.13")
+            raise RuntimeError(
+                f"torch_npu {self.version} has no {op}: it needs torch_npu {CONTRACTS[op].since} or newer"
+            )
         return call_arguments(op, self.arguments[op], **wanted)
 
 

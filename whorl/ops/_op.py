@@ -55,6 +55,7 @@ class Op:
         mutates: Sequence[str] = (),
         forward_only: bool = False,
         absent: Mapping[int, str] | None = None,
+        totals: Sequence[int] = (),
         fake: Callable[..., Any] | None = None,
         sharding: Callable[[Values], list[Sharding]] | None = None,
         bytes: Callable[[Values, tuple[Tensor, ...]], int] | None = None,
@@ -67,6 +68,7 @@ class Op:
         self.mutates = tuple(mutates)
         self.forward_only = forward_only or bool(mutates)
         self.absent = dict(absent or {})
+        self.totals = tuple(totals)
         self.sharding = sharding
         self.impls: dict[str, Impl] = {}
         self.cases: tuple[Values, ...] = ()
@@ -370,6 +372,7 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
     forward_only=True       refuses gradients: an operator of inference
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
+    totals=(0,)             output 0 is one number, a sum over everything: a ratio of errors says nothing of it
     fake(**arguments)       shapes and dtypes, for a reference that reads values
     sharding(arguments)     DTensor placements that need no communication
     bytes, flops            what the benchmark divides by; all inputs and outputs unless stated

@@ -26,6 +26,7 @@ class Hardware:
     host: float  # to the host's memory, each way
     efficiency: float  # share of `flops` that a layer reaches
     efficiency_source: str
+    masked: bool = True  # see `Settings`
 
 
 A3 = Hardware(
@@ -41,6 +42,7 @@ A3 = Hardware(
     efficiency=0.066,
     efficiency_source="published run of 8 layers of DeepSeek-V3.2 with 8 experts at 4096 tokens: 400 tokens/s, "
     "taken as one die; its 4-layer run, 568 tokens/s, gives 0.051",
+    masked=False,
 )
 H200 = Hardware(
     name="h200",

@@ -67,5 +67,6 @@ def prepare(
         gradient=size,
         moment=size,
         checkpoint=checkpoint,
+        masked=found.masked,
     )
     return make_plan(read_model(model), cluster, settings)

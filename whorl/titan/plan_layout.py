@@ -23,6 +23,7 @@ class Settings:
     compute: int = 2
     checkpoint: bool = True  # a layer keeps its input alone, and is computed again in backward
     fused: bool = True  # attention; otherwise small operators, with scores of all pairs
+    masked: bool = True  # short sequences, where the device has a kernel that masks what is not chosen
     chunk: int = 1024  # tokens of the cross entropy at once; 0: all
 
     def needed(self, parameters: int) -> float:

@@ -207,7 +207,7 @@ class _Parts:
         result = rows * model.value * size
         kept = index_q + chosen * INDEX + rows * WIDE + result
         learned = 2 * chosen * WIDE + index_q  # the target, its gradient, that of the indexer's queries
-        if masks(keys, model.index_topk):
+        if self.settings.masked and masks(keys, model.index_topk):
             kept += rows * query * size + self.tokens * keys / 8
             return kept, learned + rows * (3 * query + 3 * model.value) * size
         key, latent = rows * (model.kv_rank + model.rope) * size, rows * model.kv_rank * size
@@ -239,5 +239,5 @@ class _Parts:
 
 
 def masks(keys: int, topk: int) -> bool:
-    """`whorl.ops.choose_attention`, without torch."""
+    """`whorl.ops.choose_attention` where a kernel masks, without torch."""
     return keys <= max(topk, CROSSOVER * topk // 2048)

@@ -118,6 +118,8 @@ _MASKED: list[Values] = [
     {"tokens": (2,), "keys": 33, "topk": 7, "heads": 2, "dim": 32, "counts": (0, 0)},
     {"tokens": (2,), "keys": 0, "topk": 7, "heads": 2, "dim": 32, "counts": (0, 0)},
     {"tokens": (37,), "keys": 70, "topk": 50, "heads": 1, "dim": 192, "value_dim": 128, "causal": True},
+    {"tokens": (9,), "keys": 41, "topk": 41, "heads": 4, "kv_heads": 2, "dim": 32, "value_dim": 16, "dense": True},
+    {"tokens": (5,), "keys": 3, "topk": 3, "heads": 2, "dim": 16, "dense": True},
 ]
 _HEADS: Values = {"heads": 128, "dim": 192, "value_dim": 128, "topk": 2048, "causal": True}
 _MASKED_BENCH: list[Values] = [
@@ -136,20 +138,23 @@ def _make_masked(
     value_dim: int = 0,
     counts: tuple[int, ...] = (),
     causal: bool = False,
+    dense: bool = False,
     scale: float = 1.0,
     sliced: bool = False,
     *,
     dtype: torch.dtype,
     device: str,
 ) -> Values:
+    """`dense`: no bits, causal."""
     more: dict[str, Any] = {"dtype": dtype, "device": device}
     wider, kv_heads, value_dim = 8 * sliced, kv_heads or heads, value_dim or dim
     indices = select(tokens[0], keys, topk, counts, causal, 0.0, device)
+    bits = selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32))
     return {
         "q": torch.randn(tokens[0], heads, dim + wider, **more)[..., :dim],
         "k": (scale * torch.randn(keys, kv_heads, dim + wider, **more))[..., :dim],
         "v": (scale * torch.randn(keys, kv_heads, value_dim + wider, **more))[..., :value_dim],
-        "bits": selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32)),
+        "bits": None if dense else bits,
         "scale": dim**-0.5,
     }
 

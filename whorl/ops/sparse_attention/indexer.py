@@ -241,18 +241,26 @@ def _check_lightning(
     ends: Tensor | None,
     key_positions: Tensor | None,
     k_scale: Tensor | None,
+    with_scores: bool,
 ) -> None:
     check_indexer("lightning_indexer", q, k, weights, k_scale)
     check_bounds("lightning_indexer", q.shape[0], k.shape[0], starts, ends, key_positions)
     _check_topk("lightning_indexer", topk)
 
 
-def _fake_lightning(q: Tensor, topk: int, **_: object) -> tuple[Tensor, Tensor]:
+def _fake_lightning(q: Tensor, topk: int, with_scores: bool, **_: object) -> tuple[Tensor, Tensor | None]:
     shape = (q.shape[0], topk)
-    return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=wide_dtype(q))
+    scores = q.new_empty(shape, dtype=wide_dtype(q)) if with_scores else None
+    return q.new_empty(shape, dtype=torch.int32), scores
 
 
-@operator(check=_check_lightning, forward_only=True, fake=_fake_lightning, flops=scoring_flops)
+@operator(
+    check=_check_lightning,
+    forward_only=True,
+    absent={1: "with_scores"},
+    fake=_fake_lightning,
+    flops=scoring_flops,
+)
 def lightning_indexer(
     q: Tensor,
     k: Tensor,
@@ -262,13 +270,15 @@ def lightning_indexer(
     ends: Tensor | None = None,
     key_positions: Tensor | None = None,
     k_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    with_scores: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """`top_k` of `index_scores`: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
 
     Arguments as there; the scores of a chunk of queries are all that is in memory. Indices are rows of k: with
     key_positions out of order the tie rule follows the rows, so gathered keys should lie in the order of their
-    positions. Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. No
-    gradient.
+    positions. Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. with_scores
+    False: None in place of the scores, for who needs the choice alone. Ascend's kernel rounds them to q's dtype, so
+    there they are computed again, by plain torch. No gradient.
     """
     found = []
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
@@ -277,8 +287,8 @@ def lightning_indexer(
         scores = index_scores.reference(q[rows], k, weights[rows], *bounds, k_scale)
         found.append(top_k.reference(scores, topk, *bounds))
     if not found:
-        return _fake_lightning(q, topk)
-    return torch.cat([i for i, _ in found]), torch.cat([v for _, v in found])
+        return _fake_lightning(q, topk, with_scores)
+    return torch.cat([i for i, _ in found]), torch.cat([v for _, v in found]) if with_scores else None
 
 
 # ---- backends
@@ -318,10 +328,11 @@ def _(scores, topk, starts, ends, key_positions):  # type: ignore[no-untyped-def
 
 
 @lightning_indexer.impl("triton", accepts=_triton_reason)
-def _(q, k, weights, topk, starts, ends, key_positions, k_scale):  # type: ignore[no-untyped-def]
+def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
     from . import indexer_triton
 
-    return indexer_triton.lightning_indexer(q, k, weights, topk, starts, ends, key_positions, k_scale)
+    indices, scores = indexer_triton.lightning_indexer(q, k, weights, topk, starts, ends, key_positions, k_scale)
+    return indices, scores if with_scores else None
 
 
 def _npu_reason(
@@ -347,7 +358,7 @@ def _npu_reason(
 
 
 @lightning_indexer.impl("torch_npu", accepts=_npu_reason)
-def _(q, k, weights, topk, starts, ends, key_positions, k_scale):  # type: ignore[no-untyped-def]
+def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
     """Sorted here, since the device does not say in which order it gives them; nor does it name its rule for ties."""
     found, _ = _torch_npu.call(
         "npu_lightning_indexer",
@@ -359,6 +370,8 @@ def _(q, k, weights, topk, starts, ends, key_positions, k_scale):  # type: ignor
     )
     indices = torch.where(found[0, :, 0] < 0, k.shape[0], found[0, :, 0]).sort(-1).values
     indices = torch.where(indices < k.shape[0], indices, -1).int()
+    if not with_scores:
+        return indices, None
     values = q.new_empty(indices.shape, dtype=torch.float32)
     for rows in chunks(q.shape[0], topk * (q.shape[1] + q.shape[2])):  # the device's own are rounded to q's dtype
         keys = k[indices[rows].clamp_min(0).long()].float()
@@ -414,6 +427,10 @@ def _make(
     return values
 
 
+def _make_lightning(with_scores: bool = True, **case: Any) -> Values:
+    return _make(**case) | ({} if with_scores else {"with_scores": False})
+
+
 def _make_scores(**case: Any) -> Values:
     """Ordinary numbers: here rounding shows."""
     values = _make(**case)
@@ -436,6 +453,6 @@ def _make_top_k(normal: bool = False, **case: Any) -> Values:
     return {"scores": scores[:, : case["keys"]], **values}
 
 
-lightning_indexer.inputs(cases=_CASES, bench=_BENCH)(_make)
+lightning_indexer.inputs(cases=[*_CASES, _CASES[1] | {"with_scores": False}], bench=_BENCH)(_make_lightning)
 index_scores.inputs(cases=_CASES, bench=_BENCH)(_make_scores)
 top_k.inputs(cases=_CASES, bench=[case | {"normal": kind} for kind in (True, False) for case in _BENCH])(_make_top_k)

@@ -4,7 +4,8 @@
     loss[t]      = KL(p || softmax(scores[t]))                                         both over the same keys
 
 `indexer_kl` is over the selected keys (training), `dense_indexer_kl` over every visible one (warm-up). Each gives loss
-and gradients in one call; `loss.py` ties them to autograd. Kernels are in `kl_triton.py` and `dense_kl_triton.py`.
+and gradients in one call; `kl_gradients.py` joins it with its target, `loss.py` ties them to autograd. Kernels are in
+`kl_triton.py` and `dense_kl_triton.py`.
 """
 
 from typing import Any
@@ -16,14 +17,14 @@ from .._op import Values, is_readable, operator
 from .indexer import check_bounds, check_indexer, chunks, full_bounds, index_scores, visible_keys, wide_dtype
 
 
-def _check_attention(name: str, q: Tensor, lse: Tensor) -> None:
+def check_attention(name: str, q: Tensor, lse: Tensor) -> None:
     if q.dim() != 3 or not q.is_floating_point():
         raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, H, D] floating point")
     if lse.shape != q.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name}: lse is {list(lse.shape)} {lse.dtype}, expected {list(q.shape[:2])} torch.float32")
 
 
-def _check_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) -> None:
+def check_kl_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) -> None:
     if indices.dim() != 2 or indices.shape[0] != num_queries or indices.dtype != torch.int32:
         raise ValueError(
             f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{num_queries}, K] torch.int32"
@@ -38,10 +39,10 @@ def _check_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) 
 
 
 def _check_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> None:
-    _check_attention("indexer_target", q, lse)
+    check_attention("indexer_target", q, lse)
     if k.dim() != 3 or k.shape[1:] != (1, q.shape[2]) or k.dtype != q.dtype:
         raise ValueError(f"indexer_target: k is {list(k.shape)} {k.dtype}, expected [S, 1, {q.shape[2]}] {q.dtype}")
-    _check_indices("indexer_target", indices, q.shape[0], k.shape[0])
+    check_kl_indices("indexer_target", indices, q.shape[0], k.shape[0])
 
 
 def _fake_target(q: Tensor, indices: Tensor, **_: object) -> Tensor:
@@ -88,7 +89,7 @@ def _check_dense_target(
     ends: Tensor | None,
     key_positions: Tensor | None,
 ) -> None:
-    _check_attention("dense_indexer_target", q, lse)
+    check_attention("dense_indexer_target", q, lse)
     if k.dim() != 3 or k.shape[2] != q.shape[2] or q.shape[1] % max(1, k.shape[1]) or k.dtype != q.dtype:
         raise ValueError(
             f"dense_indexer_target: k is {list(k.shape)} {k.dtype}, expected [S, HK, {q.shape[2]}] {q.dtype} with HK "
@@ -159,7 +160,7 @@ def _check_kl(
     deterministic: bool,
 ) -> None:
     check_indexer("indexer_kl", q, k, weights)
-    _check_indices("indexer_kl", indices, q.shape[0], k.shape[0])
+    check_kl_indices("indexer_kl", indices, q.shape[0], k.shape[0])
     if target.shape != indices.shape or target.dtype != wide_dtype(q):
         raise ValueError(
             f"indexer_kl: target is {list(target.shape)} {target.dtype}, expected {list(indices.shape)} {wide_dtype(q)}"
@@ -276,7 +277,7 @@ def dense_indexer_kl(
 # ---- backends
 
 
-def _triton_reason(q: Tensor, **_: object) -> str | None:
+def triton_reason(q: Tensor, **_: object) -> str | None:
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if q.shape[1] > 128 or q.shape[2] > 256:
@@ -284,20 +285,20 @@ def _triton_reason(q: Tensor, **_: object) -> str | None:
     return None
 
 
-def _triton_target_reason(q: Tensor, **_: object) -> str | None:
+def triton_target_reason(q: Tensor, **_: object) -> str | None:
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     return None if q.shape[2] <= 1024 else f"a head of {q.shape[2]} channels does not fit one program (1024)"
 
 
-@indexer_target.impl("triton", accepts=_triton_target_reason)
+@indexer_target.impl("triton", accepts=triton_target_reason)
 def _(q, k, indices, lse, scale):  # type: ignore[no-untyped-def]
     from . import kl_triton
 
     return kl_triton.target(q, k[:, 0], indices, lse, scale)
 
 
-@dense_indexer_target.impl("triton", accepts=_triton_target_reason)
+@dense_indexer_target.impl("triton", accepts=triton_target_reason)
 def _(q, k, lse, scale, starts, ends, key_positions):  # type: ignore[no-untyped-def]
     from . import dense_kl_triton
 
@@ -305,14 +306,14 @@ def _(q, k, lse, scale, starts, ends, key_positions):  # type: ignore[no-untyped
     return dense_kl_triton.target(q, k, lse, scale, starts, ends, key_positions)
 
 
-@indexer_kl.impl("triton", accepts=_triton_reason)
+@indexer_kl.impl("triton", accepts=triton_reason)
 def _(q, k, weights, indices, target, grad_scale, deterministic):  # type: ignore[no-untyped-def]
     from . import kl_triton
 
     return kl_triton.kl(q, k, weights, indices, target, grad_scale, deterministic)
 
 
-@dense_indexer_kl.impl("triton", accepts=_triton_reason)
+@dense_indexer_kl.impl("triton", accepts=triton_reason)
 def _(q, k, weights, target, starts, ends, key_positions, grad_scale):  # type: ignore[no-untyped-def]
     from . import dense_kl_triton
 
@@ -362,7 +363,7 @@ def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> T
     return indices
 
 
-def _make_target(
+def make_target(
     tokens: tuple[int, ...],
     keys: int,
     heads: int,
@@ -386,8 +387,8 @@ def _make_target(
     }
 
 
-def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
-    values = _make_target(**case)
+def make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
+    values = make_target(**case)
     tokens, heads = values["q"].shape[:2]
     weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * heads**-0.5
     target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
@@ -403,7 +404,7 @@ def _make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) 
 
 
 def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any) -> tuple[Values, Values]:
-    values = _make_target(k=1, **case)
+    values = make_target(k=1, **case)
     tokens, keys, device = values["q"].shape[0], values["k"].shape[0], case["device"]
     bounds: Values = {"starts": None, "ends": None, "key_positions": None}
     if empty or shuffled:
@@ -416,7 +417,7 @@ def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case:
     return values, bounds
 
 
-def _make_dense_target(key_heads: int = 1, **case: Any) -> Values:
+def make_dense_target(key_heads: int = 1, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
     heads = values["q"].shape[1]
     shape = (values["k"].shape[0], heads // max(1, heads // key_heads) if heads % key_heads == 0 else 1, case["dim"])
@@ -424,7 +425,7 @@ def _make_dense_target(key_heads: int = 1, **case: Any) -> Values:
     return {"q": values["q"], "k": k, "lse": values["lse"], "scale": values["scale"], **bounds}
 
 
-def _make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
+def make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
     values, bounds = _make_dense(**case)
     q, k = values["q"], values["k"][:, 0]
     weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
@@ -440,10 +441,10 @@ _DENSE_CASES: list[Values] = [
     {"tokens": (20,), "keys": 20, "heads": 2, "dim": 16},
 ]
 
-indexer_target.inputs(cases=_CASES, bench=_BENCH)(_make_target)
-indexer_kl.inputs(cases=_KL_CASES, bench=_KL_BENCH)(_make_kl)
+indexer_target.inputs(cases=_CASES, bench=_BENCH)(make_target)
+indexer_kl.inputs(cases=_KL_CASES, bench=_KL_BENCH)(make_kl)
 dense_indexer_target.inputs(
     cases=[*_DENSE_CASES, {"tokens": (5,), "keys": 30, "heads": 4, "dim": 24, "key_heads": 2}],
     bench=[case | {"key_heads": 128} for case in _DENSE_BENCH],
-)(_make_dense_target)
-dense_indexer_kl.inputs(cases=_DENSE_CASES, bench=_DENSE_KL_BENCH)(_make_dense_kl)
+)(make_dense_target)
+dense_indexer_kl.inputs(cases=_DENSE_CASES, bench=_DENSE_KL_BENCH)(make_dense_kl)

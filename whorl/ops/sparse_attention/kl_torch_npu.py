@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from whorl.contracts import indexer_kl_loss_limit
-from whorl.device import HOME
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 from .indexer import chunks
 
 MOST_QUERIES = 8192  # of one call
+SELECTED = 1024  # columns of indices come in multiples of so many
 LATENT, HEAD, ROPE = 512, 128, 64  # channels of absorbed attention and of ordinary heads, rotary ones apart
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int) -> str | None:
-    if q.device.type != HOME["torch_npu"]:
-        return f"runs on {HOME['torch_npu']}, got {q.device.type}"
+def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int, topk: int | None) -> str | None:
     if not all(x.numel() for x in (q, k, main_q, main_k)):
         return "empty tensors are not taken"
     if q.shape[0] > k.shape[0]:
         return f"the last query is at the last key, got {q.shape[0]} queries of {k.shape[0]} keys"
     if main_q.shape[2] != main_dim + ROPE:
         return f"heads of {main_dim} and a rotary part of {ROPE}, got {main_q.shape[2]} channels"
+    if main_q.dtype != q.dtype:
+        return f"one dtype for the indexer and the attention, got {q.dtype} and {main_q.dtype}"
     return indexer_kl_loss_limit(
         query_shape=(min(MOST_QUERIES, q.shape[0]), main_q.shape[1], main_dim),
         key_shape=(main_k.shape[0], main_k.shape[1], main_dim),
@@ -33,25 +33,44 @@ def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int) 
         dtype=dtype_name(q),
         layout="BSND",
         dense=main_dim == HEAD,
+        topk=topk,
     )
 
 
-def takes(
-    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, main_lse: Tensor
-) -> bool:
-    """Whether one fused call computes this. It drops keys past the query's own, and says nothing of rows without any:
-    looking at the indices waits for the device."""
-    if _limit(q, k, main_q, main_k, LATENT) is not None or not indices.numel():
-        return False
-    own = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)[:, None]
-    return bool(_torch_npu.on_host(((indices <= own).all() & (indices[:, :1] >= 0).all())[None])[0])
+def reason(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    main_q: Tensor,
+    main_k: Tensor,
+    causal: bool,
+    deterministic: bool,
+    **_: object,
+) -> str | None:
+    """Why one fused call does not compute this, or None."""
+    if not causal:
+        return "drops keys past the query's own, and says nothing of rows without any; causal is False"
+    if deterministic:
+        return "does not say in which order it adds; deterministic is True"
+    if not indices.numel():
+        return "empty tensors are not taken"
+    return _limit(q, k, main_q, main_k, LATENT, indices.shape[1] + -indices.shape[1] % SELECTED)
 
 
-def takes_dense(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, main_lse: Tensor) -> bool:
+def dense_reason(
+    q: Tensor,
+    k: Tensor,
+    main_q: Tensor,
+    main_k: Tensor,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    **_: object,
+) -> str | None:
     """The same of causal attention to every key, the last query at the last key; torch_npu 2.9 does not have it."""
-    if _limit(q, k, main_q, main_k, HEAD) is not None:
-        return False
-    return _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss") is None
+    if ends is not None or key_positions is not None:
+        return "sees all keys up to the query's own; bounds and positions are not taken"
+    limit = _limit(q, k, main_q, main_k, HEAD, None)
+    return limit or _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss")
 
 
 def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, dim: int) -> dict[str, Any]:
@@ -97,9 +116,11 @@ def gradients(
     main_lse: Tensor,
     scale: float,
     grad_scale: float,
+    causal: bool,
+    deterministic: bool,
 ) -> Results:
-    """loss [1], the sum over queries, and dq, dk, dweights of grad_scale * loss, of what `takes` takes."""
     spare = k.shape[0] - q.shape[0]
+    filled = torch.nn.functional.pad(indices, (0, -indices.shape[1] % SELECTED), value=-1)
     sums = _Sums(q, k, weights, grad_scale)
     for rows in chunks(q.shape[0], 1, MOST_QUERIES):
         keys = slice(spare + rows.stop)
@@ -107,7 +128,7 @@ def gradients(
         found = _torch_npu.call(
             "npu_sparse_lightning_indexer_grad_kl_loss",
             **_arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], LATENT),
-            sparse_indices=indices[None, rows, None].contiguous(),
+            sparse_indices=filled[None, rows, None].contiguous(),
             softmax_max=top,
             softmax_sum=torch.ones_like(top),
             scale_value=scale,
@@ -123,6 +144,9 @@ def dense_gradients(
     main_q: Tensor,
     main_k: Tensor,
     main_lse: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
     scale: float,
     grad_scale: float,
 ) -> Results:

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whorl.device import unavailable
+
+from .. import _torch_npu
 from . import kl_torch_npu
-from .indexer import chunks, full_bounds
+from .indexer import check_bounds, chunks, full_bounds
 from .kl import dense_indexer_kl, dense_indexer_target, indexer_kl, indexer_target
+from .kl_gradients import check_sizes, dense_indexer_kl_gradients, indexer_kl_gradients, is_causal_choice
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T] or [1], dq, dk, dweights
 Reduction = Literal["mean", "sum"]
@@ -64,12 +68,13 @@ def _factor(name: str, coefficient: float, reduction: str, when: str, num_querie
     return coefficient / max(1, num_queries) if reduction == "mean" else coefficient
 
 
-def _check_sizes(name: str, q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor) -> None:
-    if q.shape[:1] + k.shape[:1] != main_q.shape[:1] + main_k.shape[:1]:
-        raise ValueError(
-            f"{name}: q and k are of {len(q)} queries and {len(k)} keys, main_q and main_k of {len(main_q)} and "
-            f"{len(main_k)}, expected the same"
-        )
+def _is_causal(q: Tensor, k: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, deterministic: bool) -> bool:
+    """Whether the choice is causal and no row empty; looked at, which waits for the device, only where that counts."""
+    if unavailable("torch_npu", q.device.type) is not None:
+        return False
+    if kl_torch_npu.reason(q, k, indices, main_q, main_k, True, deterministic) is not None:
+        return False
+    return bool(_torch_npu.on_host(is_causal_choice(indices, k.shape[0]))[0])
 
 
 def indexer_kl_loss(
@@ -102,18 +107,19 @@ def indexer_kl_loss(
     fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum [T, K],
     for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
     """
-    _check_sizes("indexer_kl_loss", q, k, main_q, main_k)
+    check_sizes("indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
 
     def compute(
         q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor
     ) -> Results:
-        given = (q, k, weights, indices, main_q, main_k, lse)
-        if reduce_target is None and not deterministic and kl_torch_npu.takes(*given):
-            return kl_torch_npu.gradients(*given, scale, factor)
-        target = indexer_target(main_q, main_k, indices, lse, scale)
-        target = target if reduce_target is None else reduce_target(target)
-        return indexer_kl(q, k, weights, indices, target, grad_scale=factor, deterministic=deterministic)
+        options: dict[str, Any] = {"grad_scale": factor, "deterministic": deterministic}
+        if reduce_target is None:
+            given = (q, k, weights, indices, main_q, main_k, lse)
+            causal = _is_causal(q, k, indices, main_q, main_k, deterministic)
+            return indexer_kl_gradients(*given, scale=scale, causal=causal, **options)
+        target = reduce_target(indexer_target(main_q, main_k, indices, lse, scale))
+        return indexer_kl(q, k, weights, indices, target, **options)
 
     main = (main_q.detach(), main_k.detach(), main_lse.detach())
     return _LossWithGradients.apply(compute, when, factor, log, q, k, weights, indices, *main)
@@ -142,23 +148,22 @@ def dense_indexer_kl_loss(
     main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go
     through in chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
     """
-    _check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
+    check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
+    check_bounds("dense_indexer_kl_loss", q.shape[0], k.shape[0], starts, ends, key_positions)
     factor = _factor("dense_indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
-
-    is_causal = ends is None
 
     def compute(
         q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor, *bounds: Tensor
     ) -> Results:
-        given = (q, k, weights, main_q, main_k, lse)
-        if reduce_target is None and is_causal and kl_torch_npu.takes_dense(*given):
-            return kl_torch_npu.dense_gradients(*given, scale, factor)
-        starts, ends, *positions = bounds
+        starts, ends, positions = (*bounds, None, None, None)[:3]
+        if reduce_target is None:
+            given = (q, k, weights, main_q, main_k, lse, starts, ends, positions)
+            return dense_indexer_kl_gradients(*given, scale=scale, grad_scale=factor)
+        starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
         parts, dk = [], torch.zeros(k.shape, dtype=lse.dtype, device=k.device)
         for rows in chunks(q.shape[0], k.shape[0]):
-            limits = (starts[rows], ends[rows], *positions)
-            target = dense_indexer_target(main_q[rows], main_k, lse[rows], scale, *limits)
-            target = target if reduce_target is None else reduce_target(target)
+            limits = (starts[rows], ends[rows], positions)
+            target = reduce_target(dense_indexer_target(main_q[rows], main_k, lse[rows], scale, *limits))
             loss, dq, more, dweights = dense_indexer_kl(q[rows], k, weights[rows], target, *limits, grad_scale=factor)
             dk += more
             parts.append((loss, dq, dweights))
@@ -167,7 +172,9 @@ def dense_indexer_kl_loss(
         loss, dq, dweights = (torch.cat(x) for x in zip(*parts, strict=True))
         return loss, dq, dk, dweights
 
-    bounds = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
-    positions = () if key_positions is None else (key_positions,)
+    bounds: tuple[Tensor, ...] = ()
+    if ends is not None:
+        bounds = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+        bounds = bounds if key_positions is None else (*bounds, key_positions)
     main = (main_q.detach(), main_k.detach(), main_lse.detach())
-    return _LossWithGradients.apply(compute, when, factor, log, q, k, weights, *main, *bounds, *positions)
+    return _LossWithGradients.apply(compute, when, factor, log, q, k, weights, *main, *bounds)

@@ -6,19 +6,41 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whorl.device import default_device
+
 from .._op import Values, is_readable, operator, widen
+from . import masked_torch_npu
 from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
 WORD = 32  # keys of one word of a selection
 LARGEST_HEAD = 256
-# Keys past which gathering the selected ones is faster than masking all of them: DeepSeek-V3.2 with 2048 selected, both
-# ways on an H200. 10.6 ms masked at 4096, 39.8 at 8192, where sparse takes 34.4; by operations it would be 12500.
-CROSSOVER = 6_800
+# By the backend that would mask a selection: keys past which gathering the selected ones is faster than masking all of
+# them. Triton: DeepSeek-V3.2 with 2048 selected, both ways on an H200. 10.6 ms masked at 4096, 39.8 at 8192, where
+# sparse takes 34.4; by operations it would be 12500. The reference keeps to it; torch_npu fuses no masked selection.
+CROSSOVER = {"triton": 6_800, "torch": 6_800, "torch_npu": 0}
 
 
-def choose_attention(num_keys: int, topk: int = 2048) -> Literal["masked", "sparse"]:
-    """Which of `masked_attention` and `sparse_attention` is faster for causal sequences of this many keys."""
-    return "masked" if num_keys <= max(topk, CROSSOVER * topk // 2048) else "sparse"
+def choose_attention(
+    num_keys: int, topk: int = 2048, device: torch.device | str | None = None
+) -> Literal["masked", "sparse"]:
+    """Which of `masked_attention` and `sparse_attention` to take for causal sequences of this many keys.
+
+    The faster one by measurement, where the device (None: the best of this machine) has a fused kernel that masks a
+    selection, and up to `topk` keys, all of which are selected, the masked one. A device that has only the sparse one
+    gets it at every length: on Ascend npu_sparse_flash_attention is fused, a mask of bits is not.
+    """
+    device = default_device() if device is None else device
+    limit = _crossover(device.split(":")[0] if isinstance(device, str) else device.type)
+    return "masked" if limit and num_keys <= max(topk, limit * topk // 2048) else "sparse"
+
+
+def _crossover(kind: str) -> int:
+    able = [name for name, reason in masked_attention.availability(kind).items() if reason is None]
+    return CROSSOVER[next((name for name in able if name != "torch"), "torch")]
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, and Triton with it.
+_crossover._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def num_words(num_keys: int) -> int:
@@ -58,7 +80,7 @@ def _(indices, num_keys):  # type: ignore[no-untyped-def]
     return selection(indices, num_words(num_keys))
 
 
-def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> None:
+def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype")
     fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
@@ -67,25 +89,30 @@ def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scal
             f"{name}: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected [T, HQ, D], [S, HK, D] and "
             "[S, HK, DV] with HQ a multiple of HK"
         )
-    words = num_words(k.shape[0])
-    if bits.shape != (q.shape[0], words) or bits.dtype != torch.int32:
-        raise ValueError(
-            f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{q.shape[0]}, {words}] torch.int32; "
-            "selection_mask makes them"
-        )
     if not scale > 0:
         raise ValueError(f"{name}: scale is {scale}, expected a positive number")
-    spare = words * WORD - k.shape[0]
+    if bits is not None:
+        _check_bits(name, bits, q.shape[0], k.shape[0])
+
+
+def _check_bits(name: str, bits: Tensor, num_queries: int, num_keys: int) -> None:
+    words = num_words(num_keys)
+    if bits.shape != (num_queries, words) or bits.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{num_queries}, {words}] torch.int32; "
+            "selection_mask makes them"
+        )
+    spare = words * WORD - num_keys
     if (
         spare
         and is_readable(bits)
         and bits.numel()
         and bool(((bits[:, -1].long() & 0xFFFFFFFF) >> (WORD - spare)).any())
     ):
-        raise ValueError(f"{name}: bits past the last of {k.shape[0]} keys are set, expected zeros")
+        raise ValueError(f"{name}: bits past the last of {num_keys} keys are set, expected zeros")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
     _check_shapes("masked_attention", q, k, v, bits, scale)
 
 
@@ -94,7 +121,7 @@ def _check_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bits: Tensor,
+    bits: Tensor | None,
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
@@ -103,6 +130,13 @@ def _check_backward(
     name = "masked_attention_backward"
     _check_shapes(name, q, k, v, bits, scale)
     check_outputs(name, q, v.shape[2], dout=dout, out=out, lse=lse, dlse=dlse)
+
+
+def causal_bits(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """The bits of every key up to the query's own, the last query at the last key."""
+    ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)[:, None]
+    firsts = WORD * torch.arange(num_words(num_keys), device=device)
+    return ((1 << (ends - firsts).clamp(0, WORD)) - 1).int()  # keeps the lowest 32 bits
 
 
 def unpack(bits: Tensor, num_keys: int) -> Tensor:
@@ -135,16 +169,18 @@ def _scores(q: Tensor, k: Tensor, bits: Tensor, scale: float) -> Tensor:
     return scores.masked_fill(~selected, float("-inf"))
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
 
 def _num_pairs(values: Values) -> int:
     """(query, key) pairs that are selected; half of all, as under a causal mask, where values cannot be looked at."""
-    bits, num_keys = values["bits"], values["k"].shape[0]
+    bits, num_queries, num_keys = values["bits"], values["q"].shape[0], values["k"].shape[0]
+    if bits is None:
+        return sum(max(0, num_keys - t) for t in range(num_queries))
     if bits.is_meta:
-        return bits.shape[0] * num_keys // 2
+        return num_queries * num_keys // 2
     return sum(int(unpack(part, num_keys).sum()) for part in bits.split(256))
 
 
@@ -160,17 +196,19 @@ def _backward_flops(values: Values) -> int:
 
 
 @operator(check=_check, fake=_fake, flops=_flops)
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of every token to the keys whose bit is set in its row of `bits`.
 
     q: [T, HQ, D] bf16, fp16 or fp32; k: [S, HK, D] and v: [S, HK, DV] in q's dtype, HQ a multiple of HK; bits:
     [T, ceil(S / 32)] int32 as `selection_mask` makes them, zero past S: causality and packed sequences are in them.
-    Returns out [T, HQ, DV] like q and lse [T, HQ] fp32, natural. A token without keys gives zeros and -inf. fp32
-    inside; the weights may be rounded to q's dtype before they meet the values; one rounding at the end. Nothing of
-    size T x S but the bits is in memory. Equals `sparse_attention` of absorbed queries and keys. Differentiable in q, k
-    and v, deterministic in both directions.
+    None is one sequence, causal and dense, the last query at the last key. Returns out [T, HQ, DV] like q and lse [T,
+    HQ] fp32, natural. A token without keys gives zeros and -inf. fp32 inside; the weights may be rounded to q's dtype
+    before they meet the values; one rounding at the end. Nothing of size T x S but the bits is in memory. Equals
+    `sparse_attention` of absorbed queries and keys. Differentiable in q, k and v, deterministic in both directions, on
+    Ascend under torch.use_deterministic_algorithms only.
     """
     out, lse = [], []
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     for part in _chunks(q, k):
         weights, total, found = softmax_sums(_scores(q[part], k, bits[part], scale))
         mean = weights @ widen(v).transpose(0, 1) / total[..., None]
@@ -189,7 +227,7 @@ def masked_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bits: Tensor,
+    bits: Tensor | None,
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None = None,
@@ -199,8 +237,9 @@ def masked_attention_backward(
     """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
     dout, out: [T, HQ, DV]; the rest as there. Summed in fp32, rounded once. Tokens without keys and keys without tokens
-    give zeros. The same bits every time.
+    give zeros. The same bits every time, on Ascend under torch.use_deterministic_algorithms only.
     """
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     groups, dq = k.shape[1], []
     dk, dv = (widen(x).transpose(0, 1) * 0 for x in (k, v))
     for part in _chunks(q, k):
@@ -228,7 +267,8 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         outputs[1],
         dlse,
         scale=args["scale"],
-        backend=args["backend"],
+        # torch_npu gives lse and takes no gradient of it: whoever forced it there gets the reference here.
+        backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
     )
     return {"q": dq, "k": dk, "v": dv}
 
@@ -245,6 +285,7 @@ def _triton_reason(q: Tensor, v: Tensor, **_: object) -> str | None:
 def _(q, k, v, bits, scale):  # type: ignore[no-untyped-def]
     from .masked_triton import forward
 
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     return forward(q, k, v, bits, scale)
 
 
@@ -252,4 +293,9 @@ def _(q, k, v, bits, scale):  # type: ignore[no-untyped-def]
 def _(dout, q, k, v, bits, out, lse, dlse, scale):  # type: ignore[no-untyped-def]
     from .masked_triton import backward
 
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     return backward(dout, dlse, q, k, v, bits, out, lse, scale)
+
+
+masked_attention.impl("torch_npu", accepts=masked_torch_npu.reason)(masked_torch_npu.forward)
+masked_attention_backward.impl("torch_npu", accepts=masked_torch_npu.backward_reason)(masked_torch_npu.backward)

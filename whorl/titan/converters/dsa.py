@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtitan.tools import utils
 
 from whorl import ops
 from whorl.titan.deepseek_v32.attention import Attention
@@ -19,7 +20,7 @@ TOKENS, HEADS, TOP = 64, 16, 32  # at most, of what is compared
 
 class DSAConverter(Converter):
     name = "whorl_dsa"
-    operators = ("sparse_attention", "masked_attention", "lightning_indexer", "indexer_kl")
+    operators = ("sparse_attention", "masked_attention", "lightning_indexer", "indexer_kl_gradients")
 
     def is_candidate(self, module: nn.Module) -> bool:
         return isinstance(module, Attention)
@@ -42,7 +43,7 @@ class DSAConverter(Converter):
         settings, indexer = module.core.settings, module.indexer
         path = settings.path
         if path == "auto":  # the one that the job's sequences get, on short ones
-            by_length = ops.choose_attention(self.job_config.training.seq_len, settings.topk)
+            by_length = ops.choose_attention(self.job_config.training.seq_len, settings.topk, utils.device_type)
             path = "masked" if by_length == "masked" else "absorbed"
         small = dataclasses.replace(settings, topk=min(settings.topk, TOP), global_tokens=0, path=path)
         heads = min(HEADS, module.wq_b.out_features // (module.nope + module.rope))

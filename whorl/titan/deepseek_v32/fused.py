@@ -1,10 +1,13 @@
 """The attention to train with: `whorl.ops` over flat tokens, no [S, S] tensor, the indexer's loss in backward alone.
 
-Two ways to the same result. Short sequences: ordinary heads, all keys, a bit for each that is chosen. Long ones:
-absorbed queries over the chosen latents. In both, what is cheap to make again is not kept for backward: keys and values
-of the heads, and absorbed queries, which are three times the size of ordinary ones.
+Two ways to the same result. Short sequences, where the device has a kernel for it: ordinary heads, all keys, a bit for
+each that is chosen. Long ones, and all on Ascend: absorbed queries over the chosen latents. In both, what is cheap to
+make again is not kept for backward: keys and values of the heads, and absorbed queries, which are three times the size
+of ordinary ones. Target, loss and gradients of the indexer are one operator, which Ascend has as one kernel; under
+tensor parallelism they are two, since the ranks' targets are added in between.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from whorl import ops
 from whorl.ops.sparse_attention import (
     dense_indexer_kl,
+    dense_indexer_kl_gradients,
     dense_indexer_target,
     indexer_kl,
+    indexer_kl_gradients,
     indexer_target,
     masked_attention_backward,
     sparse_attention_backward,
@@ -27,6 +32,8 @@ from whorl.ops.sparse_attention.masked import WORD, num_words
 from .core import Core, count_with
 
 Gradients = tuple[Tensor | None, ...]
+# (sequence, q, k, weights, chosen keys, options) to loss [T] or [1], dq, dk, dweights
+Step = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +79,8 @@ def choose(core: Core, sees: Sees, q: Tensor, k: Tensor, weights: Tensor) -> Ten
     found = []
     for sequence, (q_one, k_one, weights_one) in enumerate(each(sees.batch, q, k, weights)):
         top = min(core.settings.topk, k_one.shape[0])
-        indices, _ = ops.lightning_indexer(q_one, k_one, weights_one, top, **sees.bounds(sequence))
+        bounds = sees.bounds(sequence)
+        indices, _ = ops.lightning_indexer(q_one, k_one, weights_one, top, **bounds, with_scores=False)
         found.append(torch.where(indices < 0, indices, indices + sequence * k_one.shape[0]) if sequence else indices)
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -120,7 +128,7 @@ class FusedDSA(Core):
         else:
             with torch.no_grad():
                 indices = choose(self, sees, *index)
-            if self._path(num_keys) == "masked":
+            if self._path(num_keys, q_nope.device) == "masked":
                 with torch.no_grad():
                     bits = ops.selection_mask(indices, kv.shape[0])
                 q = torch.cat((q_nope, q_pe), -1)
@@ -129,10 +137,10 @@ class FusedDSA(Core):
                 out = _Absorbed.apply(q_nope, q_pe, kv, k_pe, weight, *index, log, indices, self, sees)
         return out.unflatten(0, (batch, num_queries))
 
-    def _path(self, num_keys: int) -> str:
+    def _path(self, num_keys: int, device: torch.device | None = None) -> str:
         if self.settings.path != "auto":
             return self.settings.path
-        return "masked" if ops.choose_attention(num_keys, self.settings.topk) == "masked" else "absorbed"
+        return "masked" if ops.choose_attention(num_keys, self.settings.topk, device) == "masked" else "absorbed"
 
 
 def by_head(weight: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
@@ -151,21 +159,53 @@ def heads_of(kv: Tensor, k_pe: Tensor, weight: Tensor, nope: int, heads: int) ->
 
 
 def indexer_gradients(
-    core: Core, sees: Sees, index: tuple[Tensor, ...], target: Any, indices: Tensor
+    core: Core, sees: Sees, index: tuple[Tensor, ...], indices: Tensor, step: Step
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dweights of the indexer and its loss [1]; target(sequence) gives the head sums at `indices` [S, K]."""
+    """dq, dk, dweights of the indexer and its loss [1], a sequence at a time."""
     factor = core.settings.factor(indices.shape[0])
+    options = {"grad_scale": factor, "deterministic": torch.are_deterministic_algorithms_enabled()}
     parts, total = [], torch.zeros(1, dtype=torch.float32, device=indices.device)
     for sequence, (q, k, weights, chosen) in enumerate(each(sees.batch, *index, indices)):
         own = torch.where(chosen < 0, chosen, chosen - sequence * k.shape[0]) if sequence else chosen
-        found = target(sequence, own)
-        found = found if core.reduce_target is None else core.reduce_target(found)
-        exact = torch.are_deterministic_algorithms_enabled()
-        loss, *gradients = indexer_kl(q, k, weights, own, found, grad_scale=factor, deterministic=exact)
+        loss, *gradients = step(sequence, q, k, weights, own, **options)
         total = total + loss.sum() * factor
         parts.append([g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True)])
     dq, dk, dweights = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
     return dq, dk, dweights, total
+
+
+def attend_to_all(core: Core, sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to every key that is seen: [N, H, Dv], and lse [N, H]."""
+    scale = core.settings.scale
+    if sees.ends is not None:
+        bits = visible_bits(sees, q.shape[0] // sees.batch, k.shape[0] // sees.batch, q.device)
+        return ops.masked_attention(q, k, v, bits, scale)
+    found = [ops.masked_attention(*one, None, scale) for one in each(sees.batch, q, k, v)]
+    return found[0] if len(found) == 1 else tuple(torch.cat(x) for x in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def dense_gradients(
+    core: Core, sees: Sees, sequence: int, index: tuple[Tensor, ...], q: Tensor, k: Tensor, lse: Tensor, factor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss [1], dq, dk, dweights of one sequence's indexer, over every key that is seen."""
+    scale = core.settings.scale
+    if core.reduce_target is None:
+        bounds = sees.bounds(sequence)
+        return dense_indexer_kl_gradients(*index, q, k, lse, **bounds, scale=scale, grad_scale=factor)
+    q_index, k_index, weights = index
+    total = torch.zeros(1, dtype=lse.dtype, device=q.device)
+    dk = torch.zeros(k_index.shape, dtype=lse.dtype, device=q.device)
+    dq, dweights = [], []
+    for rows in chunks(q.shape[0], k.shape[0]):
+        bounds = sees.bounds_of(sequence, rows, q.device)
+        target = core.reduce_target(dense_indexer_target(q[rows], k, lse[rows], scale, **bounds))
+        loss, dq_part, dk_part, dweights_part = dense_indexer_kl(
+            q_index[rows], k_index, weights[rows], target, **bounds, grad_scale=factor
+        )
+        total, dk = total + loss.sum(), dk + dk_part
+        dq.append(dq_part)
+        dweights.append(dweights_part)
+    return total, torch.cat(dq), dk, torch.cat(dweights)
 
 
 class _Dense(torch.autograd.Function):
@@ -186,8 +226,7 @@ class _Dense(torch.autograd.Function):
         sees: Sees,
     ) -> Tensor:
         k, v = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
-        bits = visible_bits(sees, q.shape[0] // sees.batch, k.shape[0] // sees.batch, q.device)
-        out, lse = ops.masked_attention(q, k, v, bits, core.settings.scale)
+        out, lse = attend_to_all(core, sees, q, k, v)
         ctx.save_for_backward(q, kv, k_pe, weight, index_q, index_k, index_weights, lse)
         ctx.core, ctx.sees = core, sees
         return out
@@ -197,26 +236,14 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Gradients:
         q, kv, k_pe, weight, *index, lse = ctx.saved_tensors
         core, sees = ctx.core, ctx.sees
-        settings = core.settings
-        k, _ = heads_of(kv, k_pe, weight, settings.nope, q.shape[1])
-        factor, log = settings.factor(q.shape[0]), torch.zeros(1, dtype=torch.float32, device=q.device)
-        dq, dk, dweights = [], [], []
-        for sequence, parts in enumerate(each(sees.batch, *index, q, k, lse)):
-            q_index, k_index, weights, q_one, k_one, lse_one = parts
-            dk_one = torch.zeros(k_index.shape, dtype=lse.dtype, device=q.device)
-            for rows in chunks(q_one.shape[0], k_one.shape[0]):
-                bounds = sees.bounds_of(sequence, rows, q.device)
-                target = dense_indexer_target(q_one[rows], k_one, lse_one[rows], settings.scale, **bounds)
-                target = target if core.reduce_target is None else core.reduce_target(target)
-                loss, dq_part, dk_part, dweights_part = dense_indexer_kl(
-                    q_index[rows], k_index, weights[rows], target, **bounds, grad_scale=factor
-                )
-                log = log + loss.sum() * factor
-                dk_one = dk_one + dk_part
-                dq.append(dq_part)
-                dweights.append(dweights_part)
-            dk.append(dk_one.to(k_index.dtype))
-        learned = (torch.cat(dq), torch.cat(dk), torch.cat(dweights))
+        k, _ = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
+        factor, log = core.settings.factor(q.shape[0]), torch.zeros(1, dtype=torch.float32, device=q.device)
+        parts = []
+        for sequence, (*index_one, q_one, k_one, lse_one) in enumerate(each(sees.batch, *index, q, k, lse)):
+            loss, *found = dense_gradients(core, sees, sequence, tuple(index_one), q_one, k_one, lse_one, factor)
+            log = log + loss * factor
+            parts.append([g.to(x.dtype) for g, x in zip(found, index_one, strict=True)])
+        learned = [torch.cat(x) for x in zip(*parts, strict=True)]
         return None, None, None, None, *learned, log, None, None
 
 
@@ -253,19 +280,21 @@ class _Masked(torch.autograd.Function):
         settings, heads = core.settings, q.shape[1]
         k, v = heads_of(kv, k_pe, weight, settings.nope, heads)
 
-        def target(sequence: int, chosen: Tensor) -> Tensor:
+        def step(sequence: int, *given: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             q_one, k_one, lse_one = each(sees.batch, q, k, lse)[sequence]
-            parts = []
+            parts, chosen = [], given[-1]
             for rows in chunks(q_one.shape[0], k_one.shape[0]):
                 bounds = sees.bounds_of(sequence, rows, q.device)
                 everywhere = dense_indexer_target(q_one[rows], k_one, lse_one[rows], settings.scale, **bounds)
                 found = everywhere.gather(1, chosen[rows].clamp_min(0).long())
                 parts.append(torch.where(chosen[rows] >= 0, found, 0))
-            return torch.cat(parts)
+            target = torch.cat(parts)
+            target = target if core.reduce_target is None else core.reduce_target(target)
+            return indexer_kl(*given, target, **options)
 
         learned: Gradients = (None,) * 4
         if settings.coefficient:
-            learned = indexer_gradients(core, sees, tuple(index), target, indices)
+            learned = indexer_gradients(core, sees, tuple(index), indices, step)
         dq, dk, dv = masked_attention_backward(dout, q, k, v, bits, out, lse, scale=settings.scale)
         key_weight, value_weight = (part.flatten(0, 1) for part in by_head(weight, heads, settings.nope))
         dk_nope, dk_pe = dk[..., : settings.nope].flatten(1), dk[..., settings.nope :].sum(1)
@@ -335,13 +364,17 @@ class _Absorbed(torch.autograd.Function):
         key_weight, value_weight = by_head(weight, q_nope.shape[1], settings.nope)
         q = absorbed(q_nope, q_pe, key_weight)
 
-        def target(sequence: int, chosen: Tensor) -> Tensor:
+        def step(sequence: int, *given: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             q_one, keys_one, lse_one = each(sees.batch, q, keys, lse)[sequence]
-            return indexer_target(q_one, keys_one, chosen, lse_one, settings.scale)
+            if core.reduce_target is None:
+                main = (q_one, keys_one, lse_one)
+                return indexer_kl_gradients(*given, *main, scale=settings.scale, causal=sees.ends is None, **options)
+            target = core.reduce_target(indexer_target(q_one, keys_one, given[-1], lse_one, settings.scale))
+            return indexer_kl(*given, target, **options)
 
         learned: Gradients = (None,) * 4
         if settings.coefficient:
-            learned = indexer_gradients(core, sees, tuple(index), target, indices)
+            learned = indexer_gradients(core, sees, tuple(index), indices, step)
         by_heads = dout.transpose(0, 1)  # [H, N, Dv]
         dlatent = torch.empty_like(latent)
         bmm_into(dlatent.transpose(0, 1), by_heads, value_weight)
