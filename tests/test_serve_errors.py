@@ -18,6 +18,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from whorl.engine.llm import LLM
 from whorl.serve.gate import STEERING
+from whorl.serve.worker_pool import Worker
 
 ROOT = Path(__file__).parents[1]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -83,9 +84,8 @@ def fails_with(error: BaseException) -> Callable[..., Any]:
 def test_a_fault_of_one_request_is_answered(served: Served, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     service = served.app.state.service
     places = [
-        (service.tokenizer, "encode", (COMPLETIONS, CHAT, "/tokenize")),
-        (service.tokenizer, "apply_chat_template", (CHAT,)),
-        (service.tokenizer, "decode", ("/detokenize",)),
+        (Worker, "ask", (COMPLETIONS, CHAT, "/tokenize", "/detokenize")),
+        (service._preparer, "render", (CHAT,)),
         (service._preparer, "_params", (COMPLETIONS, CHAT)),
         (service._texts, "name", ("/tokenize",)),
         (service.metrics, "render", ("/metrics",)),
@@ -202,7 +202,7 @@ def test_the_end_of_the_drain_is_told(is_stream: bool) -> None:
 def test_a_request_that_is_still_prepared_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     held, asked = threading.Event(), threading.Event()
     with serving(told(), drain_seconds=0.3) as served:
-        monkeypatch.setattr(served.app.state.service._preparer, "completion", lambda r: (asked.set(), held.wait(20)))
+        monkeypatch.setattr(Worker, "ask", lambda worker, name, **more: (asked.set(), held.wait(20)))
         thread, found = in_background(served, {"prompt": "a"})
         assert asked.wait(20)
         served.server.should_exit = True

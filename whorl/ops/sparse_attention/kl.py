@@ -332,8 +332,10 @@ _CASES: list[Values] = [
     {"tokens": (6,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
     {"tokens": (3,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
 ]
+# A loss is one number a query, whose error is that of a few sums: over few queries a ratio of errors is luck.
+_MORE_QUERIES = {5: (45,), 3: (43,)}
 _KL_CASES: list[Values] = [
-    *_CASES,
+    *({**case, "tokens": _MORE_QUERIES.get(case["tokens"][0], case["tokens"])} for case in _CASES),
     {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True, "grad_scale": 0.25},
 ]
 _BENCH: list[Values] = [
