@@ -34,7 +34,7 @@ def build(num_experts: int, noise: float = 0.0) -> Any:
     )
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
-    config = Qwen3.tiny(**sizes, **heads, **experts) | {"head_dim": 64}
+    config = Qwen3.tiny(**sizes, **heads, **experts) | {"head_dim": 64, "max_position_embeddings": 512}
     model = random_model(config, device="cuda", dtype=torch.bfloat16, max_length=512)
     with torch.inference_mode():
         for weight in model.parameters() if noise else ():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whorl import collectives
-from whorl.device import HOME
+from whorl.device import HOME, HOST, is_installed
 
 
 class Skipped(Exception):
@@ -247,6 +247,37 @@ def engine_sequence_parallel(device: str, ranks: int) -> str:
     return _engine(device, ranks, sp="on")
 
 
+# ---- training
+
+
+def _trains(**degrees: Any) -> Callable[[str, int], str]:
+    """A check of one layout of a training step; ranks that are left over share the data."""
+
+    def run(device: str, ranks: int) -> str:
+        if not is_installed("torchtitan"):
+            raise Skipped("TorchTitan is not installed: pip install 'whorl[train]'")
+        from . import layouts
+
+        if ranks % 2 or layouts.BATCH % ranks:
+            raise Skipped(f"the test's batch of {layouts.BATCH} is shared by 2, 4 or 8 ranks, not by {ranks}")
+        layout = layouts.Layout(**degrees)
+        mine = _on_host(layouts.run(layout, device))
+        answers: list[Any] = [None] * ranks
+        dist.all_gather_object(answers, mine)
+        want = _on_host(layouts.one_rank(stage=layout.stage, device=device, **dict(layout.model)))
+        tolerance = layouts.TOLERANCE if device == HOST else 20 * layouts.TOLERANCE  # products by other kernels
+        layouts.compare(layouts.together(answers, layout), want, layout, tolerance)
+        return "loss, every gradient, routing and the indexer's loss of one rank"
+
+    return run
+
+
+def _on_host(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: _on_host(value) for name, value in found.items()}
+    return found.cpu() if isinstance(found, Tensor) else found
+
+
 CHECKS: dict[str, Check] = {
     "collectives": Check(run=plain_collectives),
     "ordered sums": Check(run=ordered_sums),
@@ -256,4 +287,11 @@ CHECKS: dict[str, Check] = {
     "fused products": Check(run=fused_products),
     "engine, tensor parallel": Check(run=tensor_parallel, starts_ranks=True),
     "engine, sequence parallel": Check(run=engine_sequence_parallel, starts_ranks=True),
+    "train, FSDP": Check(run=_trains()),
+    "train, FSDP, parameters freed": Check(run=_trains(reshard="always")),
+    "train, tensor parallel": Check(run=_trains(tp=2)),
+    "train, expert parallel": Check(run=_trains(ep=2)),
+    "train, context parallel": Check(run=_trains(cp=2)),
+    "train, pipeline": Check(run=_trains(pp=2)),
+    "train, pipeline, DualPipeV": Check(run=_trains(pp=2, schedule="DualPipeV", model=(("n_layers", 4),))),
 }
