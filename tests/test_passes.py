@@ -156,6 +156,20 @@ def test_other_groups_and_other_sums_are_left_alone() -> None:
         rewritten(lambda x, w: (x @ w).relu(), ARGUMENTS[:2])
 
 
+def test_a_collective_over_more_ranks_makes_all_of_a_group_alike() -> None:
+    alone = dist.new_group([0])
+    world, part = collectives.group_name(None), collectives.group_name(alone)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return summed(x), functional.all_reduce(x, "sum", alone)
+
+    graph = captured(function, (ARGUMENTS[0],), False).graph
+    inputs = {n.name: Layout.VARYING for n in graph.nodes if n.op == "placeholder"}
+    for group, found in ((world, ["replicated", "varying"]), (part, ["replicated", "replicated"])):
+        layouts = infer(graph, group, inputs, set())
+        assert [layouts[n].value for n in graph.nodes if "wait_tensor" in str(n.target)] == found
+
+
 # ---- the registry
 
 
@@ -205,6 +219,22 @@ def test_the_cut_is_the_cheapest_there_is() -> None:
         choices = itertools.chain.from_iterable(itertools.combinations(others, k) for k in range(len(others) + 1))
         assert cost(set(cut.local)) == min(cost({*roots, *more}) for more in choices), seed
         assert set(cut.gathered) == {n for n in cut.local if any(u not in cut.local for u in n.users)}
+
+
+def test_of_two_cuts_with_equal_bytes_the_one_with_fewer_messages_wins() -> None:
+    def halves(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        whole = summed(x @ w).relu()
+        return whole[:, : C // 2].flip(0), whole[:, C // 2 :].flip(0)
+
+    assert [g.row_bytes for g in rewritten(halves, ARGUMENTS[:2]).meta["report"].gathers] == [4 * C]
+
+
+def test_a_rank_takes_its_rows_only_where_tokens_are_one_dim() -> None:
+    """Of [2, 3, C] a rank takes one of two sequences; its share of the six tokens is another thing."""
+    group = collectives.group_name(None)
+    x = torch.randn(2, 3, C)
+    gm = rewritten(lambda x, w: collectives.local_rows(summed(x @ w).relu(), group) @ w, (x, ARGUMENTS[1]))
+    assert [n.meta["val"].shape for n in gm.graph.nodes if "local_rows" in str(n.target)] == [(1, 3, C)]
 
 
 def test_the_same_graph_gives_the_same_cut() -> None:
