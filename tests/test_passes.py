@@ -19,11 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from whorl import collectives, ops, passes
 from whorl.passes import Layout, SequenceParallel, agree
 from whorl.passes.capture import NEVER, least_tokens
+from whorl.passes.cleanup import _check_node
 from whorl.passes.cost import table
 from whorl.passes.layout import infer
 from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
+from whorl.passes.sequence_parallel import _trimmed
 
 C = 64
 
@@ -57,6 +59,7 @@ def norm_of_sum(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 ARGUMENTS = (torch.randn(6, C), torch.randn(C, C), torch.randn(6, C))
+WIDE = torch.randn(6, 8)
 SHARDED = {"weight_1": Layout.VARYING}
 
 
@@ -191,6 +194,12 @@ def test_an_operator_of_your_own() -> None:
         del RULES[torch.ops.whorl_test.scaled.default]
 
 
+def test_a_matrix_that_is_added_to_a_product_has_rows_too() -> None:
+    gm = rewritten(lambda x, w, r: torch.addmm(r, summed(x @ w).relu(), torch.ones(C, 8)), (*ARGUMENTS[:2], WIDE))
+    report = gm.meta["report"]
+    assert (report.local_operators, len(report.sliced)) == (2, 1)
+
+
 # ---- placement
 
 
@@ -248,6 +257,20 @@ def test_a_wide_head_is_behind_the_gather_and_a_narrow_one_before() -> None:
         arguments = (*ARGUMENTS[:2], head)
         gm = rewritten(lambda x, w, h: summed(x @ w).relu() @ h, arguments)
         assert [g.row_bytes for g in gm.meta["report"].gathers] == [gathered]
+
+
+def test_what_the_graph_returns_is_not_rounded() -> None:
+    for function, is_rounded in ((lambda x, w: summed(x @ w).relu(), 0), (lambda x, w: summed(x @ w).relu() @ w, 1)):
+        found = kinds(rewritten(function, ARGUMENTS[:2], quantize="int8"))
+        assert (found.get("all_gather", 0), found.get("all_gather_quantized", 0)) == (1 - is_rounded, is_rounded)
+
+
+def test_only_a_slice_of_the_first_rows_cuts_off_padding() -> None:
+    """Of 4 ranks with a row each: the first two are what 2 tokens filled up to; every other one is not."""
+    for function, is_trimmed in ((lambda x: x[:2] + 1, True), (lambda x: x[::2] + 1, False)):
+        graph = captured(function, (torch.randn(4, C),), False).graph
+        gathered = next(iter(graph.nodes))
+        assert (_trimmed(gathered, 1, 4) is not None) == is_trimmed
 
 
 # ---- the pipeline
@@ -322,6 +345,15 @@ def test_unknown_inputs_and_settings_are_errors() -> None:
     plain = torch.fx.symbolic_trace(lambda x: x + 1)
     with pytest.raises(ValueError, match="the graph has no shapes"):
         passes.rewrite(plain, SequenceParallel())
+
+
+def test_a_value_of_another_dtype_than_said_is_an_error() -> None:
+    gm = captured(lambda x: x + 1, (ARGUMENTS[0],), False)
+    (node,) = (n for n in gm.graph.nodes if n.op == "call_function")
+    _check_node(node)
+    node.meta["val"] = node.meta["val"].to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"gives \[6, 64\] torch.float32, not \[6, 64\] torch.bfloat16"):
+        _check_node(node)
 
 
 def test_no_guards_are_added() -> None:
