@@ -53,7 +53,9 @@ def test_a_mesh_is_as_fast_as_its_links() -> None:
     for world in (2, 4, 8):  # each link carries one part of p
         assert hccs.reduce_scatter(num_bytes, world) == pytest.approx(hccs.launch + num_bytes / world / 28e9)
     sent = 15 / 16 * num_bytes
-    assert hccs.reduce_scatter(num_bytes, 16) == pytest.approx(hccs.launch + sent / (7 * 28e9)), "of eight, 7 links each"
+    assert hccs.reduce_scatter(num_bytes, 16) == pytest.approx(hccs.launch + sent / (7 * 28e9)), (
+        "of eight, 7 links each"
+    )
 
 
 def test_plain_sequence_parallelism_never_wins_by_itself() -> None:
