@@ -1,4 +1,4 @@
-"""Parts of the server by themselves, at their edges: the gate, log-probabilities, metrics, tool calls, event streams."""
+"""Parts of the server by themselves, at their edges: the gate, log-probabilities, metrics, tool calls."""
 
 import asyncio
 import math
