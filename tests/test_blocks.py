@@ -135,6 +135,23 @@ def test_the_longest_unused_prefix_is_forgotten_first() -> None:
     assert pool.admit(one)
 
 
+def test_a_block_that_nobody_can_share_is_taken_before_any_prefix() -> None:
+    pool = BlockPool(3, 2)
+    pool.release(compute(pool, sequence([1, 1, 1])))  # a prefix and a block that was only begun
+    begun = [compute(pool, sequence([token])) for token in (8, 9)]
+    pool.release(begun[0])  # free for a shorter time than the prefix
+    compute(pool, sequence([7]))
+    assert len(pool._match(sequence([1, 1, 1]))) == 1
+
+
+def test_tokens_looked_up_and_found_are_counted() -> None:
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([1, 2, 3, 4, 5]))
+    assert (pool.num_queried, pool.num_hit) == (5, 0)
+    compute(pool, sequence([1, 2, 3, 4, 9, 9, 9]))
+    assert (pool.num_queried, pool.num_hit) == (12, 4)
+
+
 def test_two_that_compute_the_same_at_once_share_what_follows() -> None:
     pool = BlockPool(16, 2)
     first, second = sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 5])

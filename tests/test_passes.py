@@ -19,11 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from whorl import collectives, ops, passes
 from whorl.passes import Layout, SequenceParallel, agree
 from whorl.passes.capture import NEVER, least_tokens
+from whorl.passes.cleanup import _check_node
 from whorl.passes.cost import table
 from whorl.passes.layout import infer
 from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
+from whorl.passes.sequence_parallel import _trimmed
 
 C = 64
 
@@ -57,6 +59,7 @@ def norm_of_sum(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 ARGUMENTS = (torch.randn(6, C), torch.randn(C, C), torch.randn(6, C))
+WIDE = torch.randn(6, 8)
 SHARDED = {"weight_1": Layout.VARYING}
 
 
@@ -156,6 +159,20 @@ def test_other_groups_and_other_sums_are_left_alone() -> None:
         rewritten(lambda x, w: (x @ w).relu(), ARGUMENTS[:2])
 
 
+def test_a_collective_over_more_ranks_makes_all_of_a_group_alike() -> None:
+    alone = dist.new_group([0])
+    world, part = collectives.group_name(None), collectives.group_name(alone)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return summed(x), functional.all_reduce(x, "sum", alone)
+
+    graph = captured(function, (ARGUMENTS[0],), False).graph
+    inputs = {n.name: Layout.VARYING for n in graph.nodes if n.op == "placeholder"}
+    for group, found in ((world, ["replicated", "varying"]), (part, ["replicated", "replicated"])):
+        layouts = infer(graph, group, inputs, set())
+        assert [layouts[n].value for n in graph.nodes if "wait_tensor" in str(n.target)] == found
+
+
 # ---- the registry
 
 
@@ -175,6 +192,12 @@ def test_an_operator_of_your_own() -> None:
             rewritten(lambda x, w: scaled(torch.ones(3), summed(x @ w)) @ torch.ones(3, 3), ARGUMENTS[:2])
     finally:
         del RULES[torch.ops.whorl_test.scaled.default]
+
+
+def test_a_matrix_that_is_added_to_a_product_has_rows_too() -> None:
+    gm = rewritten(lambda x, w, r: torch.addmm(r, summed(x @ w).relu(), torch.ones(C, 8)), (*ARGUMENTS[:2], WIDE))
+    report = gm.meta["report"]
+    assert (report.local_operators, len(report.sliced)) == (2, 1)
 
 
 # ---- placement
@@ -207,6 +230,22 @@ def test_the_cut_is_the_cheapest_there_is() -> None:
         assert set(cut.gathered) == {n for n in cut.local if any(u not in cut.local for u in n.users)}
 
 
+def test_of_two_cuts_with_equal_bytes_the_one_with_fewer_messages_wins() -> None:
+    def halves(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        whole = summed(x @ w).relu()
+        return whole[:, : C // 2].flip(0), whole[:, C // 2 :].flip(0)
+
+    assert [g.row_bytes for g in rewritten(halves, ARGUMENTS[:2]).meta["report"].gathers] == [4 * C]
+
+
+def test_a_rank_takes_its_rows_only_where_tokens_are_one_dim() -> None:
+    """Of [2, 3, C] a rank takes one of two sequences; its share of the six tokens is another thing."""
+    group = collectives.group_name(None)
+    x = torch.randn(2, 3, C)
+    gm = rewritten(lambda x, w: collectives.local_rows(summed(x @ w).relu(), group) @ w, (x, ARGUMENTS[1]))
+    assert [n.meta["val"].shape for n in gm.graph.nodes if "local_rows" in str(n.target)] == [(1, 3, C)]
+
+
 def test_the_same_graph_gives_the_same_cut() -> None:
     hashes = {rewritten(norm_of_sum, ARGUMENTS).meta["report"].graph_hash for _ in range(3)}
     assert len(hashes) == 1
@@ -218,6 +257,20 @@ def test_a_wide_head_is_behind_the_gather_and_a_narrow_one_before() -> None:
         arguments = (*ARGUMENTS[:2], head)
         gm = rewritten(lambda x, w, h: summed(x @ w).relu() @ h, arguments)
         assert [g.row_bytes for g in gm.meta["report"].gathers] == [gathered]
+
+
+def test_what_the_graph_returns_is_not_rounded() -> None:
+    for function, is_rounded in ((lambda x, w: summed(x @ w).relu(), 0), (lambda x, w: summed(x @ w).relu() @ w, 1)):
+        found = kinds(rewritten(function, ARGUMENTS[:2], quantize="int8"))
+        assert (found.get("all_gather", 0), found.get("all_gather_quantized", 0)) == (1 - is_rounded, is_rounded)
+
+
+def test_only_a_slice_of_the_first_rows_cuts_off_padding() -> None:
+    """Of 4 ranks with a row each: the first two are what 2 tokens filled up to; every other one is not."""
+    for function, is_trimmed in ((lambda x: x[:2] + 1, True), (lambda x: x[::2] + 1, False)):
+        graph = captured(function, (torch.randn(4, C),), False).graph
+        gathered = next(iter(graph.nodes))
+        assert (_trimmed(gathered, 1, 4) is not None) == is_trimmed
 
 
 # ---- the pipeline
@@ -292,6 +345,15 @@ def test_unknown_inputs_and_settings_are_errors() -> None:
     plain = torch.fx.symbolic_trace(lambda x: x + 1)
     with pytest.raises(ValueError, match="the graph has no shapes"):
         passes.rewrite(plain, SequenceParallel())
+
+
+def test_a_value_of_another_dtype_than_said_is_an_error() -> None:
+    gm = captured(lambda x: x + 1, (ARGUMENTS[0],), False)
+    (node,) = (n for n in gm.graph.nodes if n.op == "call_function")
+    _check_node(node)
+    node.meta["val"] = node.meta["val"].to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"gives \[6, 64\] torch.float32, not \[6, 64\] torch.bfloat16"):
+        _check_node(node)
 
 
 def test_no_guards_are_added() -> None:

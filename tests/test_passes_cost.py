@@ -52,6 +52,10 @@ def test_a_mesh_is_as_fast_as_its_links() -> None:
     num_bytes = 1e9
     for world in (2, 4, 8):  # each link carries one part of p
         assert hccs.reduce_scatter(num_bytes, world) == pytest.approx(hccs.launch + num_bytes / world / 28e9)
+    sent = 15 / 16 * num_bytes
+    assert hccs.reduce_scatter(num_bytes, 16) == pytest.approx(hccs.launch + sent / (7 * 28e9)), (
+        "of eight, 7 links each"
+    )
 
 
 def test_plain_sequence_parallelism_never_wins_by_itself() -> None:
@@ -153,6 +157,13 @@ def test_a_fit_finds_the_line() -> None:
 
 
 # ---- the bench
+
+
+def test_a_fit_has_no_negative_start() -> None:
+    """Points that curve upward: a line through them would begin below zero, and small messages would cost less."""
+    seconds, a_byte = cost._fit([(1e3, 1e-6), (1e4, 2e-5), (1e5, 4e-4)])
+    assert seconds == 0.0
+    assert a_byte > 0
 
 
 def test_a_busy_machine_is_named() -> None:

@@ -157,6 +157,18 @@ def test_the_pass_inside_inductor_says_why_it_left_a_graph(options: dict[str, An
         _ = run.report
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_the_pass_inside_inductor_rewrites_from_min_tokens_on(is_dynamic: bool) -> None:
+    from whorl.passes.inductor import SequenceParallelPass
+
+    at, below = (SequenceParallelPass(SequenceParallel(min_tokens=count)) for count in (6, 7))
+    for run in (at, below):
+        run(captured(lambda x: gated(W, x), (X,), is_dynamic).graph)
+    assert at.report.rewrites == 1, "6 tokens reach 6"
+    with pytest.raises(RuntimeError, match="nothing was rewritten: 6 tokens, and min_tokens is 7"):
+        _ = below.report
+
+
 # ---- what was meant
 
 

@@ -32,6 +32,11 @@ def test_what_is_said_goes_before_the_platform() -> None:
     assert resolve(json.dumps(said), device="npu", is_moe=True) == SequenceParallel(min_tokens=512)
 
 
+def test_the_pass_config_goes_before_what_stands_beside_it() -> None:
+    both = {"enable_sp": False, "sp_min_token_num": 5, "pass_config": {"enable_sp": True, "sp_min_token_num": 7}}
+    assert resolve(both, device="cpu") == SequenceParallel(min_tokens=7)
+
+
 def test_without_a_threshold_it_goes_off_loudly() -> None:
     with pytest.warns(RuntimeWarning, match="sp_min_token_num is not set and cuda has no default: enable_sp becomes"):
         found = explain(ON, device="cuda")

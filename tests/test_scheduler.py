@@ -106,6 +106,18 @@ def test_the_preempted_come_back_first_and_in_their_roles() -> None:
     assert step(sched)[second] == 1
 
 
+def test_what_the_preempted_find_again_was_not_cached() -> None:
+    """A request is told what the cache gave it at first, not what it had computed itself."""
+    sched = scheduler(num_blocks=4, block_size=2)
+    first, second = add(sched, 3, max_len=6), add(sched, 2, token=2)
+    while not first.is_finished:
+        step(sched)
+    assert (second.num_preempted, second.lane) == (1, -1)
+    step(sched)
+    assert second.num_computed > 2, "its prompt is in the cache still"
+    assert second.num_cached == 0
+
+
 def test_the_preempted_wait_for_a_token_under_way() -> None:
     """Blocks are given for all tokens, and this one is not known yet; those behind it do not overtake."""
     sched = scheduler()

@@ -266,6 +266,13 @@ def test_several_calls_and_one_at_a_time(served: Served) -> None:
     assert len(one["tool_calls"]) == 1
 
 
+def test_a_call_with_the_last_token_allowed_ends_by_length(served: Served) -> None:
+    count = len(byte_tokenizer().encode(ANSWERS["call"]))
+    (choice,) = served.chat("call", tools=TOOLS, temperature=0, max_tokens=count)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("question", ["broken", "unfinished"])
 def test_a_call_that_cannot_be_read_is_content(served: Served, question: str) -> None:
     choice = served.chat(question, temperature=0, tools=TOOLS)["choices"][0]

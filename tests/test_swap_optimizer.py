@@ -170,6 +170,29 @@ def test_load_update_and_store_are_in_flight_together(monkeypatch: pytest.Monkey
     assert "".join(events) == "LLLSLSLSSS", "loads run two chunks ahead of the stores"
 
 
+def test_the_first_loads_wait_for_what_the_caller_launched(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring is given memory that kernels launched before may still read."""
+    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(5)]
+    optimizer = SwapAdamW(params, chunk=CUT, ring=3)
+    launched: list[Any] = []
+    waits: list[bool] = []
+    compute, load = optimizer._compute.run, optimizer._load.run
+
+    def computing(work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        launched.append(compute(work, after))
+        return launched[-1]
+
+    def loading(work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        waits.append(any(mark in launched for mark in after))
+        return load(work, after)
+
+    monkeypatch.setattr(optimizer._compute, "run", computing)
+    monkeypatch.setattr(optimizer._load, "run", loading)
+    give_gradients(params, 0)
+    optimizer.step()
+    assert waits[:3] == [True] * 3
+
+
 def test_chunks_cover_every_element_once_and_cut_where_kernels_do() -> None:
     params = [*parameters(), nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(5 * CUT + 3))]
     chunks = cut([params[:2], params[2:]], 2 * CUT)

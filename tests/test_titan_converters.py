@@ -195,6 +195,19 @@ def test_other_numbers_are_an_error(forward: Any) -> None:
     Off(job(check_converters=False), None).convert(model)  # type: ignore[arg-type]
 
 
+def test_tokens_of_each_expert_are_counted_as_before() -> None:
+    """What the biases of the experts are balanced by."""
+    torch.manual_seed(0)
+    plain = permute.MoE(permute.MoEArgs(num_experts=4, num_shared_experts=0, top_k=2), dim=16, hidden_dim=8)
+    plain.experts = permute.Numbered(4)
+    converted = copy.deepcopy(plain)
+    permute.PermuteConverter.replace(None, converted)  # type: ignore[arg-type]
+    for x in torch.randn(2, 1, 6, 16):
+        assert torch.equal(plain(x) != 0, converted(x) != 0)
+    assert plain.tokens_per_expert.sum() == 2 * 6 * 2
+    assert torch.equal(converted.tokens_per_expert, plain.tokens_per_expert)
+
+
 def test_wrong_dispatch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     unpermute = ops.unpermute
     monkeypatch.setattr(permute.ops, "unpermute", lambda rows, places, probs: unpermute(rows, places.flip(0), probs))

@@ -1,6 +1,7 @@
 """DeepSeek-V3.2 against transformers, and the way of weights between the two, in both directions."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,23 @@ def test_trained_checkpoint_loads_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(again(tokens), model(tokens))
 
 
+def test_biases_that_choose_experts_are_exported_as_exact_as_they_are(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+
+    args = make_args()
+    state = make_model(args).state_dict()
+    biases = [name for name in state if name.endswith("expert_bias")]
+    for name in biases:
+        state[name].fill_(1 / 3)
+    checkpoint.save(state, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
+    export_checkpoint(tmp_path / "step-1", args, tmp_path / "hf", torch.bfloat16)
+    found = load_pretrained(tmp_path / "hf")
+    exported = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]
+    assert len(exported) == len(biases) > 0
+    assert all(value.eq(1 / 3).all() and value.dtype == torch.float32 for value in exported)
+    assert found["lm_head.weight"].dtype == torch.bfloat16
+
+
 def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl.titan.deepseek_v32 import hf
 
@@ -311,7 +329,9 @@ def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: 
     save_pretrained({n: v.bfloat16() for n, v in model.state_dict().items()}, args, tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3
-    assert all(file.stat().st_size < 150_000 for file in files)
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) < 150_000
+    assert all(a + b > 100_000 for a, b in itertools.pairwise(sizes)), "no file is begun before the last one is full"
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert peer.dtype == torch.bfloat16
     assert torch.equal(peer.lm_head.weight, model.output.weight.bfloat16())

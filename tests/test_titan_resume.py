@@ -278,3 +278,37 @@ def test_frozen_parameters_have_no_state_and_experts_keep_their_biases(tmp_path:
     assert len(trained["biases"]) == 2, "with the one of multi-token prediction, which TorchTitan's hook passes by"
     assert max(frozen["biases"]) == 0 < min(trained["biases"])
     assert max(frozen["counts"]) == max(trained["counts"]) == 0
+
+
+# ---- one checkpoint on disk, without a job
+
+
+def model_alone(folder: Path) -> Path:
+    from torch.distributed import checkpoint
+
+    checkpoint.save({"weight": torch.zeros(4)}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def test_a_file_with_more_than_was_written_is_refused(tmp_path: Path) -> None:
+    from whorl.titan.checkpoint import Refused, read_whole
+
+    folder = model_alone(tmp_path / "step-2")
+    assert read_whole(folder).state_dict_metadata.keys() == {"weight"}
+    (file,) = folder.glob("*.distcp")
+    with file.open("ab") as data:
+        data.write(b"\0")
+    with pytest.raises(Refused, match=rf"{file.name} has \d+ bytes, written were \d+"):
+        read_whole(folder)
+
+
+def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) -> None:
+    """It is the one that training starts from; it has no optimizer and no place in the data."""
+    from whorl.titan.checkpoint import Checkpoints
+
+    manager = object.__new__(Checkpoints)
+    manager.folder = str(tmp_path)
+    for step in (0, 2):
+        model_alone(tmp_path / f"step-{step}")
+    assert manager._why_not(0) is None
+    assert str(manager._why_not(2)).startswith("it holds the model alone")

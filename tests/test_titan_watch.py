@@ -1,10 +1,14 @@
 """NaN stops training before the update, and the layer that made it is named."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import titan_job
 import titan_tasks
+import torch
+from torch import nn
 
 
 def poisoned(folder: Path, where: str, *more: str, size: int = 1, plain: bool = False) -> list[str]:
@@ -91,3 +95,52 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: t
     assert sorted(told.losses) == [3, 4, 5, 6]
     (again,) = titan_job.run([*flags, "--training.steps", "8"])
     assert sorted(again.losses) == [7, 8], "step 4 was written anew, and 6 after it"
+
+
+# ---- the watch alone, over two layers
+
+
+def small() -> Any:
+    from whorl.titan.watch import Watch
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
+    model.register_buffer("bias_of_experts", torch.zeros(3))
+    return model, Watch([model])
+
+
+def test_buffers_are_looked_at_too() -> None:
+    from whorl.titan.watch import bad_weights
+
+    model, _ = small()
+    assert bad_weights([model]) == []
+    model.bias_of_experts[1] = math.nan
+    assert bad_weights([model]) == ["the model"]
+
+
+def test_a_gradient_is_looked_at_when_another_is_gone() -> None:
+    """A parameter that was frozen has no gradient any more: another one stands for all."""
+    from whorl.titan.watch import NotFinite
+
+    model, watch = small()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    watch.look()
+    watch._probe.grad = None
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(math.nan)
+    with pytest.raises(NotFinite, match="the gradient is not finite"):
+        watch.look()
+
+
+def test_batches_are_kept_for_one_step_of_training_alone() -> None:
+    model, watch = small()
+    model.register_forward_pre_hook(watch._keep, with_kwargs=True)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert watch._batches == [], "validation is not run again"
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    assert len(watch._batches) == 2
+    watch.look()
+    assert watch._batches == []

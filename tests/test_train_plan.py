@@ -155,6 +155,26 @@ def test_every_layout_is_whole(plan: Plan) -> None:
     assert speeds == sorted(speeds, reverse=True)
 
 
+def test_tokens_are_those_of_a_card_with_all_its_dies(plan: Plan) -> None:
+    row, tokens = plan.feasible[0], plan.settings.batch * plan.settings.seq
+    assert row.tokens_per_card * 64 * row.time.total == pytest.approx(tokens)
+
+
+def test_what_takes_all_of_the_memory_fits() -> None:
+    needed = plan_of(64).feasible[0]
+    for memory, fits in ((needed.memory.total, True), (needed.memory.total * (1 - 1e-9), False)):
+        rows = plan_of(64, memory).rows
+        assert [row.fits for row in rows if row.layout == needed.layout] == [fits]
+
+
+def test_context_parallel_ranks_take_two_pieces_of_a_sequence_each() -> None:
+    """One from its beginning and one from its end, so that every rank has as many keys to see."""
+    shape = from_hugging_face({"model_type": "llama", **TINY, "num_hidden_layers": 3, "num_key_value_heads": 4}, "tiny")
+    for seq, widest in ((12, 2), (16, 4)):
+        found = {layout.cp for layout in layouts(shape, 4, Settings(seq=seq, batch=4)) if layout.tp == 1}
+        assert max(found) == widest
+
+
 @pytest.mark.parametrize("layout", [PUBLISHED, Layout(pp=4, tp=2, cp=4, dp=4, ep=8, swap=False)])
 def test_all_ranks_together_hold_the_model_once(layout: Layout) -> None:
     total = sum(

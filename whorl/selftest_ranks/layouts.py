@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from whorl.device import HOST
 
@@ -69,7 +69,7 @@ def job(layout: Layout) -> Any:
     return config
 
 
-def build(config: Any, **more: Any) -> nn.Module:
+def build(config: Any, **more: Any) -> Any:
     """The same weights whatever the layout."""
     from torchtitan.models.moe import MoEArgs
 
@@ -108,11 +108,12 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+def whole(x: Any) -> Tensor:
+    found: Tensor = x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+    return found
 
 
-def collect(parts: list[nn.Module]) -> Result:
+def collect(parts: list[Any]) -> Result:
     """Gradients by name, whole; tokens per expert and KL as this rank has them, by layer."""
     from whorl.titan.deepseek_v32.core import pop_log
 
@@ -190,7 +191,8 @@ def run(layout: Layout, device: str = HOST) -> Result:
     loss = torch.zeros((), device=device)
     context = utils.get_train_context(layout.tp > 1 and layout.loss_parallel)
     for own in zip(*(t.chunk(micro_batches) for t in (tokens, labels)), strict=True):
-        inputs, targets, more = *own, {}
+        more: dict[str, Any] = {}
+        inputs, targets = own
         if layout.cp > 1:
             mesh, place = parallel_dims.get_mesh("cp"), torch.device(device)
             cut = prepare_context_parallel_input(inputs, targets, more, mesh, place, layout.balancer)
@@ -205,7 +207,7 @@ def run(layout: Layout, device: str = HOST) -> Result:
     return {"loss": loss, **found, **_update(step.parts, parallel_dims, config)}
 
 
-def _update(parts: list[nn.Module], parallel_dims: Any, config: Any) -> Result:
+def _update(parts: list[Any], parallel_dims: Any, config: Any) -> Result:
     """TorchTitan's gradient norm, and the experts' biases after an optimizer's step."""
     from torchtitan.distributed import utils
 
@@ -219,7 +221,7 @@ def _update(parts: list[nn.Module], parallel_dims: Any, config: Any) -> Result:
     return {"norm": whole(norm), "biases": {layer: block.moe.expert_bias for layer, block in blocks.items()}}
 
 
-def fuse(model: nn.Module, path: str) -> None:
+def fuse(model: Any, path: str) -> None:
     from whorl.titan.deepseek_v32.fused import FusedDSA
 
     for block in model.layers.values():
@@ -227,7 +229,7 @@ def fuse(model: nn.Module, path: str) -> None:
         block.attention.core = FusedDSA(settings)
 
 
-def _plain(model: nn.Module, parallel_dims: Any, config: Any) -> Any:
+def _plain(model: Any, parallel_dims: Any, config: Any) -> Any:
     from torchtitan.components.loss import cross_entropy_loss
 
     from whorl.titan.parallelize import parallelize_deepseek_v32
@@ -243,7 +245,7 @@ def _plain(model: nn.Module, parallel_dims: Any, config: Any) -> Any:
     return step
 
 
-def _pipelined(model: nn.Module, parallel_dims: Any, config: Any) -> Any:
+def _pipelined(model: Any, parallel_dims: Any, config: Any) -> Any:
     from torchtitan.components.loss import cross_entropy_loss
 
     from whorl.titan.parallelize import parallelize_deepseek_v32
