@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whorl import ops, passes
 from whorl.ops.quant import dynamic_quant
@@ -87,7 +88,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of [T, heads, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernel for CPUs divides by the tokens, and x86 ends the process
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
 
 
 class Attention(nn.Module):
