@@ -70,7 +70,7 @@ def test_blocks_of_a_rejected_draft_are_given_back() -> None:
 
 def test_copies_that_cannot_share_a_prompt_do_not_wait_for_it() -> None:
     for use_prefix_cache, running in ((True, 1), (False, 3)):
-        llm = engine(use_prefix_cache=use_prefix_cache, max_num_batched_tokens=60)
+        llm = engine(use_prefix_cache=use_prefix_cache, max_num_batched_tokens=60, max_prompt_tokens=60)
         llm.add([*range(18)], SamplingParams(n=3, max_tokens=4))
         llm.step()
         assert llm.stats()["num_running"] == running

@@ -66,7 +66,7 @@ def fused_infer_attention_limit(
 
 
 def fusion_attention_limit(*, query_shape: Shape, key_shape: Shape, value_dim: int, dtype: str) -> str | None:
-    """Limits of npu_fusion_attention and its gradient; shapes end in [S, N, D]."""
+    """Limits of npu_fusion_attention and its gradient; shapes end in [S, N, D]. Document of 2026-07-31."""
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
         return reason
     heads, dim = query_shape[-2:]
