@@ -6,18 +6,18 @@ The reference is the fake implementation, the fallback and the oracle of the tes
 
 import contextlib
 import inspect
-import types
-import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, infer_schema, register_autograd, register_fake
+from torch.library import Library, register_autograd, register_fake
 
 from whorl.device import HOST, unavailable
+
+from ._schema import literals, torch_schema
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -86,8 +86,8 @@ class Op:
         self._order = {name: i for i, name in enumerate(self._names)}
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
-        self._choices = {p.name: o for p in parameters if (o := _literals(p.annotation))}
-        self.schema = _schema(reference, self.mutates)
+        self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
+        self.schema = torch_schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
 
@@ -394,37 +394,6 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 def is_readable(x: Tensor) -> bool:
     """Whether values can be looked at here for free: a real CPU tensor, nobody tracing."""
     return x.device.type == "cpu" and not _needs_node([x.detach()])
-
-
-def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """The torch schema, with what infer_schema refuses replaced: Literal and optional outputs."""
-    signature = inspect.signature(function)
-    parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
-    asked = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
-
-    def prototype() -> None: ...
-
-    returns = signature.return_annotation
-    if typing.get_origin(returns) is tuple:
-        returns = tuple.__class_getitem__(tuple(_required(a) for a in typing.get_args(returns)))
-    prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*parameters, asked], return_annotation=returns
-    )
-    return infer_schema(prototype, mutates_args=mutates)
-
-
-def _literals(annotation: Any) -> tuple[str, ...]:
-    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
-
-
-def _plain(annotation: Any) -> Any:
-    return str if _literals(annotation) else annotation
-
-
-def _required(annotation: Any) -> Any:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return next(a for a in typing.get_args(annotation) if a is not type(None))
-    return annotation
 
 
 def _needs_node(tensors: list[Tensor]) -> bool:

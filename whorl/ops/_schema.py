@@ -1,0 +1,40 @@
+"""From a reference's signature to the schema of its torch op."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch.library import infer_schema
+
+
+def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
+    """The torch schema, with what infer_schema refuses replaced: Literal and optional outputs."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
+    asked = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
+
+    def prototype() -> None: ...
+
+    returns = signature.return_annotation
+    if typing.get_origin(returns) is tuple:
+        returns = tuple.__class_getitem__(tuple(_required(a) for a in typing.get_args(returns)))
+    prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters, asked], return_annotation=returns
+    )
+    return infer_schema(prototype, mutates_args=mutates)
+
+
+def literals(annotation: Any) -> tuple[str, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+
+
+def _plain(annotation: Any) -> Any:
+    return str if literals(annotation) else annotation
+
+
+def _required(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
