@@ -63,8 +63,9 @@ def test_models(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_four_ranks(name: str) -> None:
+    """A product runs on a rank's rows alone: with ours a row has its bits on every machine, with aten's on some."""
     shape = MODELS[name]
-    wide = {"kv_heads": 4, "hidden": 64, "heads": 8, "layers": 2}
+    wide = {"kv_heads": 4, "hidden": 64, "heads": 8, "layers": 2, "exact": True}
     equal(4, Shape(**{**vars(shape), **wide}), (13, 8), dynamic=True)
 
 

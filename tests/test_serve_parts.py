@@ -17,6 +17,7 @@ from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequenc
 from whorl.serve.gate import Gate
 from whorl.serve.logprobs import TokenTexts, for_chat, for_completion
 from whorl.serve.metrics import Metrics
+from whorl.serve.running import Running
 from whorl.serve.tools import ReplyParser
 
 # ---- the gate
@@ -27,7 +28,8 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def gate(app: Any = _answer, **options: Any) -> Gate:
-    return Gate(app, **{"api_key": None, "max_body": 100, "body_seconds": 5.0} | options)
+    limits: dict[str, Any] = {"max_body": 100, "body_seconds": 5.0}
+    return Gate(app, running=Running(), keys=(), allowed_hosts=(), **limits | options)
 
 
 @pytest.mark.parametrize(("number", "is_kept"), [("a" * 128, True), ("a" * 129, False), ("", False)])
@@ -45,7 +47,7 @@ def test_a_body_of_the_largest_size_is_taken() -> None:
 
 
 def test_an_error_behind_the_first_byte_is_not_a_second_answer() -> None:
-    """The status is out: the connection must break, or a client would take what came for all."""
+    """The status is out: the answer is broken off, or a client would take what came for all."""
     sent: list[Any] = []
 
     async def half(scope: Scope, receive: Receive, send: Send) -> None:
