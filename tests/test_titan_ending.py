@@ -45,10 +45,15 @@ sys.exit(run(Job(recipe=Path("x"), folder=Path("run"), ranks=1, command=command,
 """
 
 
+def hear_hangups() -> None:
+    """The tests themselves may run under nohup, which processes inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Running:
     """`whorl train` around the launcher above."""
 
-    def __init__(self, folder: Path, *more: str, before: Any = None) -> None:
+    def __init__(self, folder: Path, *more: str, before: Any = hear_hangups) -> None:
         (folder / "launcher.py").write_text(LAUNCHER)
         os.mkfifo(folder / "pipe")
         self.process = subprocess.Popen(
