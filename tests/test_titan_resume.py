@@ -307,7 +307,7 @@ def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) 
     from whorl.titan.checkpoint import Checkpoints
 
     manager = object.__new__(Checkpoints)
-    manager.folder = str(tmp_path)
+    manager.folder, manager._spoilt = str(tmp_path), {}
     for step in (0, 2):
         model_alone(tmp_path / f"step-{step}")
     assert manager._why_not(0) is None

@@ -455,6 +455,7 @@ def test_a_signal_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
     assert process.stdout is not None
     try:
