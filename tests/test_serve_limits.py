@@ -372,8 +372,8 @@ def soak(served: Served, count: int, *, rounds: int = 1) -> list[str]:
 
 
 def test_many_streams_at_once_some_of_which_leave() -> None:
-    # 24 blocks of 8 tokens for 20 sequences of up to 61: some give way and are computed again. A step takes so long that
-    # they are there together, however long it takes to prepare them.
+    # 24 blocks of 8 tokens for 20 sequences of up to 61: some give way and are computed again. A step takes so
+    # long that they are there together, however long it takes to prepare them.
     with serving(told(num_blocks=24, max_model_len=100, delay=0.02)) as served:
         ends = soak(served, 20)
         assert served.llm.stats()["num_preemptions"] > 0
