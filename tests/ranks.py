@@ -3,14 +3,17 @@
 import atexit
 import datetime
 import multiprocessing
+import multiprocessing.connection
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 LONGEST = 600
+AFTER_AN_ERROR = 30  # seconds that the other ranks have to answer
 
 
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
@@ -32,6 +35,10 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
             pipe.send(("ok", answer, [str(w.message) for w in caught]))
         except BaseException as e:
             pipe.send(("error", f"{type(e).__name__}: {e}", traceback.format_exc()))
+
+
+def _errors(answers: dict[int, tuple[Any, ...]]) -> str:
+    return "".join(f"\nrank {rank}:\n{more}" for rank, (status, _, more) in answers.items() if status == "error")
 
 
 class Ranks:
@@ -63,13 +70,18 @@ class Ranks:
             self._start()
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(timeout):
+        answers: dict[int, tuple[Any, ...]] = {}
+        end = time.monotonic() + timeout
+        while len(answers) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
                 self.stop()
-                raise AssertionError(f"rank {rank} of {self.size} gave no answer in {timeout} s")
-            answers.append(pipe.recv())
-        return answers
+                raise AssertionError(f"ranks {list(waiting.values())} gave no answer in {timeout} s{_errors(answers)}")
+            answers |= {waiting[pipe]: pipe.recv() for pipe in ready}
+            if _errors(answers):  # the others may stand in a collective that this rank will not join
+                end = min(end, time.monotonic() + AFTER_AN_ERROR)
+        return [answers[rank] for rank in range(self.size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         answers = self.outcomes(function, *arguments, timeout=timeout)

@@ -195,8 +195,7 @@ def _masked_alone() -> Result:
     return {**collect([model]), "labels": num_labels}
 
 
-# With our trainer this fails at the moment, for a reason not found yet: see `make test-all`.
-@pytest.mark.parametrize("trainer", ["titan", pytest.param("whorl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainer", ["titan", "whorl"])
 def test_pipeline_gradients_through_the_trainer(trainer: str, tmp_path: Any) -> None:
     """TorchTitan's trainer knows all labels of the step; ours counts those that are not ignored."""
     want = shared(2).run(_masked_alone, timeout=TIMEOUT)[0]

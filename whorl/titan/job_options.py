@@ -77,6 +77,11 @@ def ranks_here() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first_rank() -> bool:
+    """Also where ranks were not started by torchrun, whose RANK nobody has then set."""
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+
+
 def check(config: JobConfig, num_ranks: int | None) -> None:
     """num_ranks: of all machines; None where it is not known yet. A ValueError says what there is."""
     register()

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import os
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +18,13 @@ from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.watch import Watch
 
 
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 class WhorlTrainer(Trainer):
     checkpointer: CheckpointManager
 
     def __init__(self, job_config: JobConfig) -> None:
         job_options.check(job_config, job_options.ranks_here())
         # Before anything is written. One rank does for all: the others cannot save without it.
-        self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if _is_first()]
+        self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if job_options.is_first_rank()]
         super().__init__(job_config)
         self._batches: list[dict[str, Any]] = []
         self.watch: Watch | None = getattr(self.optimizers, "watch", None)
