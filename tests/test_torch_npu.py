@@ -45,11 +45,9 @@ ONLY_16_BITS = (
     "sparse_attention",
     "sparse_attention_backward",
 )
-# In 16 bits torch_npu rounds the table too, and a fused operator may round between its parts. Close to the limit: the
-# gradient of qk_norm_rope passes with the draws of the cases, and with others was seen at 2.03 and 2.06.
+# In 16 bits torch_npu rounds the table too, and a fused operator may round between its parts. Each case is drawn six
+# times: a draw of qk_norm_rope's gradient of 64 weights was seen at 2.2, twelve of them together at 1.6.
 ALLOWED = 2.0
-# Both grouped products round to 16 bits where the reference stays in fp32: expected 1.6, observed up to 2.0.
-LOOSER = {"experts": 2.5}
 # Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula.
 PLAIN = ("route_backward",)
 # The first release that has what the call needs; in older ones the reference runs.
@@ -215,8 +213,7 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert row["called"] or name in PLAIN, f"{case}: no torch_npu operator was called"
         for way in ("forward", "backward"):
             found = row.get(way, {"ratio": 0.0})
-            allowed = LOOSER.get(name, ALLOWED)
-            assert found["ratio"] <= allowed, f"{case}, {way}: error is {found['ratio']:.2f} x allowed; {found}"
+            assert found["ratio"] <= ALLOWED, f"{case}, {way}: error is {found['ratio']:.2f} x allowed; {found}"
     for dtype in ("bfloat16",) if name in ONLY_16_BITS else ("float32", "bfloat16"):
         assert any(row["dtype"] == dtype for row in ran), f"{name}: every {dtype} case was refused: {rows}"
     if f"{name}_backward" in OPS:

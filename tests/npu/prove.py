@@ -55,6 +55,8 @@ KERNELS: dict[str, Callable[..., Any]] = (
     | sparse_kernels.KERNELS
     | training_kernels.KERNELS
 )
+# Of a small case: the error of its 64 numbers in one draw is up to 1.5 times that of many.
+DRAWS = 6
 IN_PLACE: dict[str, Callable[..., Any]] = kernels.IN_PLACE | attention_kernels.IN_PLACE
 
 
@@ -138,18 +140,33 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
             for case in [*op.cases, *MORE_CASES.get(op.name, [])]:
                 for dtype in (torch.float32, torch.bfloat16):
                     called.clear()
-                    torch.manual_seed(1)  # a case's numbers are its own, whatever was proven before it
                     row = {"op": op.name, "case": str(case), "dtype": str(dtype)[6:]}
                     try:
-                        values = made(op, **case, dtype=dtype)
-                        if "eps" in values:
-                            values["eps"] = 1e-3  # torch_npu's default would hide that it was not passed
-                        row |= compare(op, strided(values) if dtype == torch.bfloat16 else values)
+                        row |= pooled([compare(op, drawn(op, case, dtype, seed)) for seed in range(DRAWS)])
                     except Exception:
                         row["error"] = traceback.format_exc()
                     yield row | {"called": sorted(set(called))}
     whorl.device.HOME["torch_npu"] = "npu"
     library._destroy()
+
+
+def drawn(op: Op, case: Values, dtype: torch.dtype, seed: int) -> Values:
+    torch.manual_seed(seed)  # a case's numbers are its own, whatever was proven before it
+    values = made(op, **case, dtype=dtype)
+    if "eps" in values:
+        values["eps"] = 1e-3  # torch_npu's default would hide that it was not passed
+    return strided(values) if dtype == torch.bfloat16 else values
+
+
+def pooled(rows: list[Values]) -> Values:
+    """Of a case's draws: the root of the mean square of their ratios."""
+    if "refused" in rows[0]:
+        return rows[0]
+    found = {}
+    for way in [way for way in ("forward", "backward") if way in rows[0]]:
+        draws = [row[way] for row in rows]
+        found[way] = max(draws, key=lambda d: d["ratio"]) | {"ratio": rms(torch.tensor([d["ratio"] for d in draws]))}
+    return found
 
 
 def made(op: Op, idle: int = 0, shared: bool = False, **case: Any) -> Values:
