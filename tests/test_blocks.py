@@ -5,7 +5,7 @@ import random
 import pytest
 
 from whorl.engine.blocks import BlockPool
-from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.sequence import Content, SamplingParams, Sequence
 
 
 def sequence(tokens: list[int], **options: object) -> Sequence:
@@ -93,6 +93,55 @@ def test_roles_keep_apart() -> None:
     as_chat = Sequence([1, 2, 3, 4, 5], SamplingParams(), max_len=100, generated=[range(2, 5)])
     assert pool.admit(as_chat)
     assert as_chat.num_computed == 4
+
+
+CAT, DOG = b"c" * 32, b"d" * 32
+
+
+def pictures(*digests: bytes, size: int = 5) -> Sequence:
+    """A word, then pictures of `size` placeholders each with a word behind."""
+    tokens, contents = [1], []
+    for digest in digests:
+        contents.append(Content(range(len(tokens), len(tokens) + size), digest))
+        tokens += [7] * size + [2]
+    return Sequence([*tokens, 3], SamplingParams(), max_len=100, contents=contents[::-1])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("other", "first_foreign"),  # token; words before it are the same
+    [((CAT, DOG), 13), ((CAT, CAT), 7), ((DOG, CAT), 1), ((DOG, DOG), 1), (None, 1)],
+)
+def test_pictures_behind_equal_placeholders_keep_apart(
+    other: tuple[bytes, ...] | None, first_foreign: int, block_size: int
+) -> None:
+    """Blocks that lie in a picture, begin before it or reach past it: all of them are its own."""
+    pool = BlockPool(40, block_size)
+    shown = compute(pool, pictures(CAT, DOG))
+    seq = sequence(shown.token_ids) if other is None else pictures(*other)
+    assert seq.token_ids == shown.token_ids
+    assert pool.admit(seq)
+    assert seq.num_computed == first_foreign // block_size * block_size
+
+
+def test_the_same_picture_elsewhere_in_its_placeholders_keeps_apart() -> None:
+    """Of a picture cut by a resend: the tokens are equal, the part of the picture is not."""
+    pool = BlockPool(40, 2)
+    compute(pool, Sequence([7] * 6, SamplingParams(), max_len=100, contents=[Content(range(0, 6), CAT)]))
+    other = Sequence([7] * 6, SamplingParams(), max_len=100, contents=[Content(range(1, 6), CAT)])
+    assert pool.admit(other)
+    assert other.num_computed == 0
+
+
+def test_contents_are_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes or more"):
+        Content(range(2), b"short")
+    for span in (range(3, 3), range(0, 6, 2), range(-1, 2)):
+        with pytest.raises(ValueError, match="side by side"):
+            Content(span, CAT)
+    for spans in ([range(0, 3), range(2, 4)], [range(4, 6)]):
+        with pytest.raises(ValueError, match="of a prompt of 5 tokens reaches into"):
+            Sequence([7] * 5, SamplingParams(), max_len=9, contents=[Content(span, CAT) for span in spans])
 
 
 def test_equal_blocks_behind_different_prefixes_keep_apart() -> None:

@@ -272,7 +272,7 @@ def recompute_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
 def share_across_roles(patch: pytest.MonkeyPatch) -> None:
     key = BlockPool._key
-    patch.setattr(BlockPool, "_key", lambda *args, **options: (*key(*args, **options)[:2], b""))
+    patch.setattr(BlockPool, "_key", lambda *args, **options: (*key(*args, **options)[:2], b"", ()))
 
 
 def share_across_prefixes(patch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,23 @@
 """The cache's blocks: who holds them, and which full ones hold a prefix that another sequence may share.
 
-A full block is known by its tokens, their roles and the content before it. Roles are part of the key because a prompt
-token's keys and values have other bits than those of the same token generated.
+A full block is known by its tokens, their roles, what stands behind placeholders among them, and the content before it.
+Roles are part of the key because a prompt token's keys and values have other bits than those of the same token
+generated; digests because the placeholders of two pictures are the same tokens.
 """
 
+import bisect
 import itertools
 from collections import OrderedDict
 
 from .sequence import Sequence
 
 _ROOT = 0
-# Name of the content before the block, or the salt where there is none; the block's tokens; their roles. Keys are
-# compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so the chain before a
-# block is verified too, and with it the salt.
-_Key = tuple[int | str, tuple[int, ...], bytes]
+# Of what stands behind some of a block's tokens: where they begin in the block, and in it; their number; its digest.
+_Part = tuple[int, int, int, bytes]
+# Name of the content before the block, or the salt where there is none; the block's tokens; their roles; what stands
+# behind them. Keys are compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so
+# the chain before a block is verified too, and with it the salt.
+_Key = tuple[int | str, tuple[int, ...], bytes, tuple[_Part, ...]]
 
 
 class BlockPool:
@@ -112,8 +116,8 @@ class BlockPool:
         before: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
         if index:
             before = seq.chain[index - 1] if parent is None else parent
-        span = slice(index * self.block_size, (index + 1) * self.block_size)
-        return before, tuple(seq.token_ids[span]), bytes(seq.roles[span])
+        first, end = index * self.block_size, (index + 1) * self.block_size
+        return before, tuple(seq.token_ids[first:end]), bytes(seq.roles[first:end]), _parts(seq, first, end)
 
     def _hold(self, block: int) -> None:
         self._num_holders[block] += 1
@@ -133,3 +137,12 @@ class BlockPool:
             self._free[block] = None
             if block not in self._keys:  # nothing worth keeping: the next to be taken
                 self._free.move_to_end(block, last=False)
+
+
+def _parts(seq: Sequence, first: int, end: int) -> tuple[_Part, ...]:
+    found, at = [], bisect.bisect_right(seq.contents, first, key=lambda content: content.span.stop)
+    while at < len(seq.contents) and (span := seq.contents[at].span).start < end:
+        start, stop = max(first, span.start), min(end, span.stop)
+        found.append((start - first, start - span.start, stop - start, seq.contents[at].digest))
+        at += 1
+    return tuple(found)

@@ -23,7 +23,7 @@ from .launch import Place
 from .runner import Runner, block_bytes, cache_memory
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import PROMPT, Content, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
 from .sequence_parallel import Settings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
@@ -182,16 +182,22 @@ class LLM:
     # ---- requests
 
     def add(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, generated: Iterable[range] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        generated: Iterable[range] = (),
+        contents: Iterable[Content] = (),
     ) -> list[Sequence]:
         """Queue a prompt; one sequence for each of `params.n`. Refuses what could never run with a ValueError.
 
         generated: spans of the prompt that this engine generated, as a chat's earlier answers are. They keep their
-        role, and with it the cached blocks of the earlier turn.
+        role, and with it the cached blocks of the earlier turn. contents: what stands behind placeholder tokens; blocks
+        are shared where it is the same.
         """
         params = params or SamplingParams()
         prompt_ids = self._encode(prompt)
-        spans = list(generated)
+        spans, behind = list(generated), list(contents)
         self._check(prompt_ids, params, spans)
         seed = self._seeds.getrandbits(63)
         copies: list[Sequence] = []
@@ -204,6 +210,7 @@ class LLM:
                     seed=seed,
                     copy=copy,
                     generated=spans,
+                    contents=behind,
                     eos_ids=self.eos_ids,
                     detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                     after=copies[0] if copies and self.pool.use_prefix_cache else None,

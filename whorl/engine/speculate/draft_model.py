@@ -45,7 +45,7 @@ class _Mirror:
     def of(cls, target: Seq) -> "_Mirror":
         params = replace(target.params, n=1, logprobs=None, prompt_logprobs=None)
         prompt = target.token_ids[: target.prompt_len]
-        own = Seq(prompt, params, max_len=target.max_len, eos_ids=target.eos_ids)
+        own = Seq(prompt, params, max_len=target.max_len, contents=target.contents, eos_ids=target.eos_ids)
         own.seed, own.roles = target.seed, bytearray(target.roles[: target.prompt_len])
         return cls(target, own, 0)
 
