@@ -17,7 +17,8 @@ from whorl import ops
 from whorl.device import lasting
 
 from .batch import Sample
-from .sequence import AllowError, Sequence
+from .sequence import AllowError
+from .token_counts import TokenCounts
 
 _NUM_KEPT = 1024
 
@@ -70,50 +71,6 @@ class Adjuster:
         return self._kept[name][1:]
 
 
-class Counts:
-    """How often a sequence has generated each of its tokens; 0: it stands in the prompt alone, -1: nowhere any more."""
-
-    def __init__(self, seq: Sequence, vocab_size: int) -> None:
-        prompt = dict.fromkeys(token for token in seq.token_ids[: seq.prompt_len] if token < vocab_size)
-        self._places = {token: place for place, token in enumerate(prompt)}
-        self._tokens, self._times = np.array(list(prompt), dtype=np.int64), np.zeros(len(prompt), dtype=np.int64)
-        self._vocab_size, self._num_prompt = vocab_size, len(prompt)
-        self._start, self._read = seq.prompt_len, list[int]()
-
-    def read(self, token_ids: List[int]) -> None:
-        """Take over the tokens of the sequence that are new."""
-        new = token_ids[self._start + len(self._read) :]
-        self._read += new
-        self._tokens, self._times = self._with(new)
-        for token in self._tokens[len(self._places) :].tolist():
-            self._places[token] = len(self._places)
-
-    def cut(self, length: int) -> None:
-        """The sequence has lost its tokens from here on: a draft that was not taken."""
-        keep = max(0, length - self._start)
-        for token in self._read[keep:]:
-            if token in self._places:
-                self._times[self._places[token]] -= 1
-        del self._read[keep:]
-
-    def row(self, draft: List[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and how often each was generated, the draft with it."""
-        tokens, times = self._with(draft) if draft else (self._tokens, self._times.copy())
-        late = times[self._num_prompt :]
-        late[late == 0] = -1
-        return tokens, times
-
-    def _with(self, new: List[int]) -> tuple[np.ndarray, np.ndarray]:
-        new = [token for token in new if token < self._vocab_size]
-        others = list(dict.fromkeys(token for token in new if token not in self._places))
-        late = {token: len(self._places) + i for i, token in enumerate(others)}
-        tokens = np.concatenate([self._tokens, np.array(others, dtype=np.int64)])
-        times = np.concatenate([self._times, np.zeros(len(others), dtype=np.int64)])
-        for token in new:
-            times[self._places[token] if token in self._places else late[token]] += 1
-        return tokens, times
-
-
 def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
     """Each row's penalties see the output and the part of the draft before it."""
     params = [sample.chunk.sequence.params for sample in samples]
@@ -144,7 +101,7 @@ def _counts(sample: Sample, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     if not seq.params.has_penalties:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if seq.counts is None:
-        seq.counts = Counts(seq, vocab_size)
+        seq.counts = TokenCounts(seq.token_ids[: seq.prompt_len], vocab_size)
     seq.counts.read(seq.token_ids)
     return seq.counts.row(sample.chunk.draft[: sample.num_drafted])
 

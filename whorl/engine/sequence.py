@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 from whorl.nn import Rows
 
 from .stop_strings import StopStrings
+from .token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .adjust import Counts
 
 _NUMBERS = itertools.count()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
@@ -236,7 +235,7 @@ class Sequence:
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()
         self.error: AllowError | None = None
-        self.counts: Counts | None = None  # kept by adjust.py
+        self.counts: TokenCounts | None = None  # kept by adjust.py
         self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
         asked = params.seed if params.seed is not None else seed
         self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
