@@ -16,7 +16,7 @@ from whorl.bench import ops as bench
 from whorl.bench import peers, timing
 from whorl.cli import app
 from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
-from whorl.ops._op import Impl
+from whorl.ops._impl import Impl
 
 rms_norm_backward = OPS["rms_norm_backward"]
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from . import attention_torch_npu
 from ._check import check_cache, check_lengths, check_slots, check_tables
-from ._op import Values, is_readable, narrow, operator, widen
+from ._op import Values, narrow, operator, widen
+from ._tracing import is_readable
 
 QUERY_TILE = 32  # queries of every product in the prompt class; the last tile is padded
 KEY_TILE = 256  # keys of every product in the prompt class

@@ -9,7 +9,8 @@ from torch import Tensor
 from whorl.device import compute_capability
 
 from . import grouped_matmul_torch_npu
-from ._op import Values, is_readable, narrow, operator, widen
+from ._op import Values, narrow, operator, widen
+from ._tracing import is_readable
 
 HOPPER = (9, 0)
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from . import sample_torch_npu
 from ._check import check_like, check_range
-from ._op import Values, is_readable, operator
+from ._op import Values, operator
+from ._tracing import is_readable
 
 _MASK = 0xFFFFFFFF
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from whorl.contracts import interleaved_range_reason
-from whorl.device import HOME
+from whorl.device import BACKENDS
 
-from .._op import Op, Values, is_readable, narrow, operator, widen
+from .._op import Op, Values, narrow, operator, widen
+from .._tracing import is_readable
 
 Style = Literal["half", "pairs"]
 Where = Literal["leading", "trailing"]
@@ -39,7 +40,7 @@ def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
     npu_mrope looks positions up itself in a table of q's dtype. A table that is kept in that dtype is rounded once; any
     other has its rows gathered and rounded in every layer.
     """
-    is_rounded = torch.device(device).type == HOME["torch_npu"] and dtype in (torch.bfloat16, torch.float16)
+    is_rounded = torch.device(device).type == BACKENDS["torch_npu"].home and dtype in (torch.bfloat16, torch.float16)
     return dtype if is_rounded else torch.float32
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .._check import check_like
-from .._op import Values, is_readable, operator, widen
+from .._op import Values, operator, widen
+from .._tracing import is_readable
 from . import attention_torch_npu
 
 CHUNK = 2**27  # elements of the largest tensor that a reference makes at a time

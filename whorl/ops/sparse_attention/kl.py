@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._op import Values, is_readable, operator
+from .._op import Values, operator
+from .._tracing import is_readable
 from .indexer import check_bounds, check_indexer, chunks, full_bounds, index_scores, visible_keys, wide_dtype
 
 

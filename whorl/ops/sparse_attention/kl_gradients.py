@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._op import Values, is_readable, operator
+from .._op import Values, operator
+from .._tracing import is_readable
 from . import kl_torch_npu
 from .indexer import check_bounds, check_indexer, chunks, full_bounds, wide_dtype
 from .kl import (

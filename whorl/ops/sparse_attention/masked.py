@@ -8,7 +8,8 @@ from torch import Tensor
 
 from whorl.device import default_device
 
-from .._op import Values, is_readable, operator, widen
+from .._op import Values, operator, widen
+from .._tracing import is_readable
 from . import masked_torch_npu
 from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
