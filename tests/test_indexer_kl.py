@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from whorl.ops import OPS, Op, causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops.indexer import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.sparse_attention.cases import select
 
 BACKENDS = backends_here(indexer_kl)
-PACKAGE = "whorl.ops.sparse_attention"
+PACKAGE = "whorl.ops.indexer"
 SCALE = 0.3
 Values = dict[str, Any]
 

@@ -44,8 +44,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whorl import ascend, contracts
-from whorl.ops import OPS, Op, _torch_npu, attention_torch_npu
+from whorl.ops import OPS, Op, _torch_npu
 from whorl.ops._impl import Impl
+from whorl.ops.attention import paged_torch_npu
 
 KERNELS: dict[str, Callable[..., Any]] = (
     kernels.KERNELS
@@ -369,7 +370,7 @@ def replay(recorded: list[Any]) -> Iterator[Values]:
         seen.add(key)
         row = {"what": name, "case": str(values)}
         try:
-            attention_torch_npu.compressed_mask.cache_clear()
+            paged_torch_npu.compressed_mask.cache_clear()
             left = iter(reads)
             with fake_npu(), host_reads([], read=lambda _, left=left: next(left)):  # a FakeTensor has no numbers
                 arguments = {n: revive(v) for n, v in values.items()}

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
-from whorl.ops.sparse_attention.indexer import chunks, full_bounds, index_scores, visible_keys
-from whorl.ops.sparse_attention.kl import dense_indexer_target, indexer_kl, indexer_target
+from whorl.ops.indexer import dense_indexer_target, index_scores, indexer_kl, indexer_target
+from whorl.ops.indexer.bounds import chunks, full_bounds, visible_keys
 
 from .calling import call_torch_npu, is_npu, needs_gradient, refuse, refuse_arguments, refuse_gradient
 from .sequences import (

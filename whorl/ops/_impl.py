@@ -45,12 +45,12 @@ class Impl:
 
     def __init__(self, backend: str, function: Function | Named, accepts: Accepts = takes_all) -> None:
         self.backend, self.accepts = backend, accepts
-        self._given = function
+        self.given = function
 
     @functools.cached_property
     def function(self) -> Function:
         """Imported the first time that it is asked for."""
-        return self._given.load() if isinstance(self._given, Named) else self._given
+        return self.given.load() if isinstance(self.given, Named) else self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,11 @@ def check_signature(what: str, function: Function, expected: Sequence[str]) -> N
     """TypeError unless it takes the reference's arguments.
 
     It is always called with every argument by name, so names are the contract; defaults and types stand once, in the
-    reference. `**rest` takes those that a backend does not look at.
+    reference. `**rest` takes those that a backend does not look at; a keyword of its own needs a default.
     """
     parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    has_rest = len(names) < len(parameters)
+    has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    own = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(expected)
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in own]
     if not set(names) <= set(expected) or not (has_rest or names == list(expected)):
         raise TypeError(f"{what} takes {names}, the reference {list(expected)}")

@@ -85,9 +85,7 @@ class Op:
         name = f"whorl::{self.name}"
         register_fake(name, self._run_fake, lib=_LIBRARY)
         if not self.forward_only:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
-            register_autograd(
-                name, self._gradient.backward, setup_context=self._gradient.setup_context, lib=_LIBRARY
-            )
+            register_autograd(name, self._gradient.backward, setup_context=self._gradient.setup_context, lib=_LIBRARY)
         self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
 
     # ---- declaring
