@@ -454,6 +454,7 @@ def test_a_planted_fault_is_found(
     name: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = "dense_kl_triton" if name.startswith("dense") else "kl_triton"
+    short = "key_gradient_triton" if old.startswith("before + dk") else short
     module = importlib.import_module(f"{PACKAGE}.{short}").__name__
     plant(module, old, new, 1, tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules[PACKAGE], short, sys.modules[module])

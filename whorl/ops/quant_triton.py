@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Per-token quantisation: a row stays in registers from its one read to its one write."""
 
 import torch

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Kernels over a paged cache: writing it, attention of decoded tokens in key splits of one size, and of prompts."""
 
 import torch

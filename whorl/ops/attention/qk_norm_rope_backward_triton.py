@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The backward of `qk_norm_rope`: heads are normed once more, since that costs less than having kept them normed."""
 
 from typing import Any

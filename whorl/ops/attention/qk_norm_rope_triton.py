@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Norm, rotation and unpacking of a qkv projection in one pass.
 
 A head's channels stay in registers between the norm and the rotation.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Kernels of the indexer's loss over every visible key: a chunk of queries, its scores and its target in memory."""
 
 import torch

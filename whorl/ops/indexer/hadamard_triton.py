@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The Hadamard transform as one small matrix product a block of rows: the matrix is signs, made in registers."""
 
 import torch

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The gradient of the indexer's keys, added in a fixed order; and what all kernels of its loss are planned by."""
 
 import torch

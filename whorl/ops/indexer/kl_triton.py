@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Kernels of the indexer's loss over selected keys: one program a query, keys gathered a block at a time."""
 
 import torch

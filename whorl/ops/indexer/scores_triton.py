@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Scores of the lightning indexer, and the loop over chunks of queries that keeps them small."""
 
 import functools

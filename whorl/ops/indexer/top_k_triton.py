@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Exact selection of the k highest in a row, by the bits of their order: no atomics, no dependence on chance.
 
 A short row's scores stay in registers while a threshold is built, from the top bit of its place in the order of all

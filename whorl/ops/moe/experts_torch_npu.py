@@ -34,7 +34,7 @@ def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> Tensor:
     count = gate_up.shape[0]
-    rows, where, counts, _ = _torch_npu.call(
+    sorted_rows, where, counts, _ = _torch_npu.call(
         "npu_moe_init_routing_v2",
         x=x.contiguous(),
         expert_idx=ids.int().contiguous(),
@@ -47,7 +47,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
         active_expert_range=[0, count],
         row_idx_type=0,
     )
-    hidden = _torch_npu.call("npu_swiglu", input=_product(rows, gate_up, counts), dim=-1)
+    hidden = _torch_npu.call("npu_swiglu", input=_product(sorted_rows, gate_up, counts), dim=-1)
     found = _product(hidden, down, counts)
     y = _torch_npu.call(
         "npu_moe_finalize_routing",

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Experts in Triton: by dot products (decode) or grouped tiles (prompt)."""
 
 import torch

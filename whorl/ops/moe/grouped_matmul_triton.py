@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Grouped products in tiles: rows of one expert by columns of its weight, and sums over its rows for the gradient."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Permuting kernels: places by counting each expert's pairs in order, then rows spread or collected by token."""
 
 import torch

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Routing in Triton, a token a program: the choice, and the gradient of its weights."""
 
 from typing import Any

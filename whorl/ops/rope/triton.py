@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The rotation on NVIDIA GPUs: one pass over q and k, table rows read once a token and shared by its heads.
 
 A program takes a group of BLOCK_H heads, of q or of k, of BLOCK_T tokens. Both channels of a pair are read and written
@@ -274,7 +275,7 @@ def _rotate(
         *(read, write, where, inverse, in_place),
         *(positions is not None, None if sections is None else tuple(sections), layout),
     )
-    some_k, some_k_out = (q, q_out) if k is None else (k, k_out)
+    some_k, some_k_out = (q, q_out) if k is None or k_out is None else (k, k_out)
     _rope_kernel[(ceil_div(tokens, constants["BLOCK_T"]) * groups,)](
         q,
         some_k,

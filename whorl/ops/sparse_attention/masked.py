@@ -1,7 +1,7 @@
 """The same attention for short sequences: ordinary heads, the selection as a bit for each query and key."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -115,9 +115,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -
     _check_shapes("masked_attention", q, k, v, bits, scale)
 
 
-def _check_backward(
-    q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float, **outputs: Tensor | None
-) -> None:
+def _check_backward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float, **outputs: Any) -> None:
     name = "masked_attention_backward"
     _check_shapes(name, q, k, v, bits, scale)
     check_outputs(name, q, v.shape[2], **outputs)

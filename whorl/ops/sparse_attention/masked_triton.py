@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Attention under a bit mask in Triton: one query block against all key blocks, tiles without a set bit skipped."""
 
 import torch
