@@ -191,7 +191,7 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     spec.loader.exec_module(planted)
     monkeypatch.setitem(sys.modules, module, planted)
     for op in OPS.values():
-        impl = op.impls["triton"]
+        impl = op.impls["triton"]  # anew: the real one may be loaded
         monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
 
 

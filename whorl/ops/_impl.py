@@ -31,11 +31,11 @@ class Named:
 
     def load(self) -> Function:
         module_name, _, name = self.where.partition(":")
-        is_beside = "." not in module_name
-        module = importlib.import_module("." * is_beside + module_name, self.package)
+        is_beside = self.package and "." not in module_name
+        module = importlib.import_module(f".{module_name}" if is_beside else module_name, self.package)
         function: Function | None = getattr(module, name, None)
         if function is None:
-            raise TypeError(f"{self.operator}/{self.backend} is {self.where!r}, but {module.__name__} has no {name!r}")
+            raise TypeError(f"{self.operator}/{self.backend} is {self.where!r}: {module.__name__} has no {name!r}")
         check_signature(f"{self.operator}/{self.backend}", function, self.names)
         return function
 
