@@ -257,7 +257,9 @@ def test_scores_of_a_chunk_are_all_that_is_in_memory() -> None:
     with LargestTensor() as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores_triton.top_k_triton, "select", lambda *_: None)
         patch.setattr(scores_triton, "_scores_kernel", _Ignore())
-        scores_triton.lightning_indexer(**values, starts=None, ends=None, key_positions=None, k_scale=None)
+        scores_triton.lightning_indexer(
+            **values, starts=None, ends=None, key_positions=None, k_scale=None, with_scores=True
+        )
     assert 2**20 < seen.elements <= 2**25
 
 

@@ -66,16 +66,9 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
     )
 
 
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    **how: Any,
-) -> Tensor:
-    scale, window, rows = (how[name] for name in ("scale", "window", "rows"))
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> Tensor:
+    query_starts, context_lens = given["query_starts"], given["context_lens"]
+    scale, window, rows = (given[name] for name in ("scale", "window", "rows"))
     lengths = _torch_npu.on_host(torch.cat((query_starts, context_lens)))
     starts, contexts = lengths[: len(query_starts)], lengths[len(query_starts) :]
     check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
@@ -87,11 +80,11 @@ def attention(
     if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
         # Shared prefixes: the operator wants as many blocks in the cache as its sequences have together.
         cut = starts[half]
-        parts = (
-            (q[:cut], block_tables[:half], query_starts[: half + 1], context_lens[:half]),
-            (q[cut:], block_tables[half:], query_starts[half:] - cut, context_lens[half:]),
-        )
-        return torch.cat([attention(part[0], k_cache, v_cache, *part[1:], **how) for part in parts])
+        first = given | {"query_starts": query_starts[: half + 1], "context_lens": context_lens[:half]}
+        second = given | {"query_starts": query_starts[half:] - cut, "context_lens": context_lens[half:]}
+        caches = (k_cache, v_cache)
+        parts = ((q[:cut], block_tables[:half], first), (q[cut:], block_tables[half:], second))
+        return torch.cat([attention(part, *caches, tables, **more) for part, tables, more in parts])
     keys = {"block_table": block_tables, "block_size": k_cache.shape[1], "actual_seq_lengths_kv": contexts}
     keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
     if most == 1 and not 0 < window < max(contexts):

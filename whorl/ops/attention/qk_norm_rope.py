@@ -12,17 +12,9 @@ from .._check import check_like
 from .._op import Op, Values, operator
 from ..rms_norm import rms_norm, rms_norm_backward
 from ..rope import cases as rope_cases
-from ..rope.contract import (
-    Layout,
-    Style,
-    check_axes,
-    check_rows,
-    check_tensors,
-    mrope,
-    mrope_backward,
-    rope,
-    rope_backward,
-)
+from ..rope.checks import check_axes, check_rows, check_tensors
+from ..rope.contract import mrope, mrope_backward, rope, rope_backward
+from ..rope.tables import Layout, Style
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:

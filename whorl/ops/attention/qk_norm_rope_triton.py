@@ -212,22 +212,14 @@ def forward(
     return q, k, v
 
 
-def write(
-    qkv: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    **how: Any,
-) -> None:
+def write(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **how: Any) -> None:
     """`forward` into the paged cache."""
     if qkv.shape[0]:
         weights, cos_sin = (how.pop("q_weight"), how.pop("k_weight")), how.pop("cos_sin")
+        heads = how.pop("num_heads"), how.pop("num_kv_heads")
         how |= {"sections": None, "layout": "chunked"}
         outputs = (q, k_cache, v_cache)
-        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), num_kv_heads, **how)
+        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), heads[1], **how)
 
 
 def _launch(

@@ -7,25 +7,15 @@ from torch import Tensor
 
 from .._check import check_cache, check_slots
 from .._op import Values, operator
-from ..rope.contract import Style
-from .paged import write_kv
+from ..rope.tables import Style
 from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
+from .write_kv import write_kv
 
 
-def _check(
-    qkv: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    **rest: Any,
-) -> None:
-    name = "qk_norm_rope_write"
-    heads: Values = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **rest: Any) -> None:
+    name, num_heads, num_kv_heads = "qk_norm_rope_write", rest["num_heads"], rest["num_kv_heads"]
     rest.pop("style")
-    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **heads, **rest)
+    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **rest)
     check_cache(name, k_cache, v_cache)
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if qkv.dim() != 2 or q.shape != (qkv.shape[0], num_heads, dim) or q.dtype != qkv.dtype:

@@ -12,7 +12,7 @@ from .._rows import ceil_div
 from ..linear_triton import dot, unit_stride
 from .bounds import full_bounds
 from .key_gradient_triton import add_dk, gradient_plan, lift, split_dim
-from .scores_triton import key_block, scores_into
+from .scores_triton import key_block, row_strides, scores_into
 
 
 @triton.jit
@@ -271,10 +271,7 @@ def kl(
         ends,
         dq,
         dweights,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
+        *row_strides(q, k, weights),
         grad_scale,
         num_keys,
         HI=heads,

@@ -10,7 +10,7 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot
-from .scores_triton import key_block
+from .scores_triton import key_block, row_strides
 
 
 def split_dim(dim: int) -> tuple[int, int]:
@@ -113,10 +113,7 @@ def add_dk(
         ends,
         starts if positions is None else positions,
         dk,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
+        *row_strides(q, k, weights),
         dscores.stride(0),
         grad_scale,
         q.shape[0],

@@ -12,6 +12,7 @@ from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 from .bounds import chunks
 from .key_gradient_triton import add_dk, gradient_plan, lift, split_dim
+from .scores_triton import row_strides
 
 
 @triton.jit
@@ -240,10 +241,7 @@ def kl(
         dk,
         dweights,
         dscores,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
+        *row_strides(q, k, weights),
         grad_scale,
         indices.shape[1],
         HI=q.shape[1],

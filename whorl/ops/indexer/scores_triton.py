@@ -121,6 +121,11 @@ def scores_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
     return {"BLOCK_S": 256, **sizes, "num_warps": 8, "num_stages": 3}
 
 
+def row_strides(q: Tensor, k: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
+    """Of a query and its head, of a key and of a query's weights."""
+    return q.stride(0), q.stride(1), k.stride(0), weights.stride(0)
+
+
 def index_scores(
     q: Tensor,
     k: Tensor,
@@ -159,10 +164,7 @@ def scores_into(
         ends.contiguous(),
         ends if key_positions is None else key_positions.contiguous(),
         scores,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
+        *row_strides(q, k, weights),
         q.shape[0],
         k.shape[0],
         HI=q.shape[1],

@@ -4,18 +4,8 @@ import torch
 from torch import Tensor
 
 from . import torch_npu as npu
-from .contract import (
-    merged_rows,
-    mrope,
-    mrope_,
-    mrope_backward,
-    overwrite,
-    read_write_orders,
-    rope,
-    rope_,
-    rope_backward,
-    token_rows,
-)
+from .contract import mrope, mrope_, mrope_backward, overwrite, rope, rope_, rope_backward
+from .tables import merged_rows, read_write_orders, token_rows
 
 
 def _triton_reason(q: Tensor, cos_sin: Tensor | None = None, **_: object) -> str | None:

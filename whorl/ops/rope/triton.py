@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._rows import ceil_div, power_of_2
-from .contract import read_write_orders
+from .tables import read_write_orders
 
 LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
