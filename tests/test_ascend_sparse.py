@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from whorl import ascend, ops
-from whorl.ops.sparse_attention import index_scores
-from whorl.ops.sparse_attention.kl import gathered
+from whorl.ops.indexer import index_scores
+from whorl.ops.indexer.kl import gathered
 
 LENGTHS = ([3, 5], [4, 9])  # queries and keys of two sequences
 SCALE = 0.2

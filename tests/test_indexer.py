@@ -14,10 +14,10 @@ from torch import Tensor
 from whorl.device import is_interpreting
 from whorl.ops import OPS, Op, causal_bounds, dynamic_quant, hadamard, indexer_rope, lightning_indexer
 from whorl.ops._rows import ceil_div
-from whorl.ops.sparse_attention import index_scores, indexer_triton, top_k, top_k_triton
+from whorl.ops.indexer import index_scores, scores_triton, top_k, top_k_triton
 
 BACKENDS = backends_here(lightning_indexer)
-INDEXER, TOP_K = "whorl.ops.sparse_attention.indexer_triton", "whorl.ops.sparse_attention.top_k_triton"
+INDEXER, TOP_K = "whorl.ops.indexer.scores_triton", "whorl.ops.indexer.top_k_triton"
 
 
 def made(tokens: int, keys: int, heads: int, dim: int, topk: int, **case: Any) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def test_any_number_of_heads(heads: int, device: str) -> None:
 def test_the_last_chunk_may_be_short(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     values = made(11, 50, 2, 16, 6, device=device)
     expected = lightning_indexer.reference(**values)
-    module = sys.modules["whorl.ops.sparse_attention.indexer"]
+    module = sys.modules["whorl.ops.indexer.bounds"]
     monkeypatch.setattr(module.chunks, "__defaults__", (4 * 50,))
     for backend in BACKENDS:
         for got, right in zip(lightning_indexer(**values, backend=backend), expected, strict=True):
@@ -255,9 +255,11 @@ def test_scores_of_a_chunk_are_all_that_is_in_memory() -> None:
     """On the meta device every allocation is seen: none may have a row for each query and a column for each key."""
     values = made(4096, 65536, 4, 32, 64, device="meta")
     with LargestTensor() as seen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexer_triton.top_k_triton, "select", lambda *_: None)
-        patch.setattr(indexer_triton, "_scores_kernel", _Ignore())
-        indexer_triton.lightning_indexer(**values, starts=None, ends=None, key_positions=None, k_scale=None)
+        patch.setattr(scores_triton.top_k_triton, "select", lambda *_: None)
+        patch.setattr(scores_triton, "_scores_kernel", _Ignore())
+        scores_triton.lightning_indexer(
+            **values, starts=None, ends=None, key_positions=None, k_scale=None, with_scores=True
+        )
     assert 2**20 < seen.elements <= 2**25
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from whorl.ops import OPS, Op, causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops.indexer import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.sparse_attention.cases import select
 
 BACKENDS = backends_here(indexer_kl)
-PACKAGE = "whorl.ops.sparse_attention"
+PACKAGE = "whorl.ops.indexer"
 SCALE = 0.3
 Values = dict[str, Any]
 
@@ -124,7 +124,7 @@ def test_dense_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     starts, ends = causal_bounds(9, 12, cu_seqlens=torch.tensor([0, 5, 12]))
     loss = lambda v: dense_indexer_kl_loss(**v, starts=starts, ends=ends, scale=SCALE)  # noqa: E731
     whole = gradients(loss, dense)
-    monkeypatch.setattr(sys.modules[f"{PACKAGE}.indexer"].chunks, "__defaults__", (2 * 12,))
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.bounds"].chunks, "__defaults__", (2 * 12,))
     for g, e in zip(gradients(loss, dense), whole, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-14)
 
@@ -133,7 +133,7 @@ def test_dense_loss_has_no_matrix_of_all_pairs(monkeypatch: pytest.MonkeyPatch) 
     """Of 128 queries and 128 keys, four queries at a time: nothing of 128 x 128 elements is ever made."""
     v = inputs(tokens=128, keys=128)
     dense = {n: x for n, x in v.items() if n != "indices"}
-    monkeypatch.setattr(sys.modules[f"{PACKAGE}.indexer"].chunks, "__defaults__", (4 * 128,))
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.bounds"].chunks, "__defaults__", (4 * 128,))
 
     with LargestTensor() as seen:
         dense_indexer_kl_loss(**dense, scale=SCALE)
@@ -454,9 +454,12 @@ def test_a_planted_fault_is_found(
     name: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = "dense_kl_triton" if name.startswith("dense") else "kl_triton"
+    short = "key_gradient_triton" if old.startswith("before + dk") else short
     module = importlib.import_module(f"{PACKAGE}.{short}").__name__
     plant(module, old, new, 1, tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules[PACKAGE], short, sys.modules[module])
+    if short == "key_gradient_triton":
+        monkeypatch.setattr(sys.modules[f"{PACKAGE}.dense_kl_triton"], "add_dk", sys.modules[module].add_dk)
     op = OPS[name]
     more = {"grad_scale": 0.5} if name.endswith("_kl") else {}
     cases = [{"tokens": (2,), "keys": 20, "heads": 20, "dim": 16, "k": 17, "empty": True}, *op.cases]

@@ -9,7 +9,7 @@ from test_ops import backends_here
 from torch import Tensor
 
 from whorl.ops import dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.sparse_attention import dense_indexer_kl, indexer_kl, kl
+from whorl.ops.indexer import dense_indexer_kl, dense_kl, indexer_kl, kl
 
 BACKENDS = backends_here(indexer_kl)
 LOST = 2e-3  # of a gradient's norm; observed 4e-4, and above 0.5 where nothing is lifted
@@ -84,12 +84,13 @@ def test_small_derivatives_are_not_lost(way: str, backend: str, device: str) -> 
 def test_without_the_lift_they_are(way: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees it."""
     if backend == "triton":
-        from whorl.ops.sparse_attention import dense_kl_triton, kl_triton
+        from whorl.ops.indexer import dense_kl_triton, key_gradient_triton, kl_triton
 
-        for module in (kl_triton, dense_kl_triton):
+        for module in (kl_triton, dense_kl_triton, key_gradient_triton):
             monkeypatch.setattr(module, "lift", lambda dtype: 1.0)
     else:
-        monkeypatch.setattr(kl, "_rounded", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
+        for module in (kl, dense_kl):
+            monkeypatch.setattr(module, "rounded", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
     v = made(**SMALL, device=device)
     found, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
     for a, b in zip(found[1:3], expected[1:3], strict=True):

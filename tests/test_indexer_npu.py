@@ -13,7 +13,7 @@ from npu.here import cpu_is_npu
 
 from whorl import device as devices
 from whorl.ops import _torch_npu
-from whorl.ops.sparse_attention import kl_torch_npu
+from whorl.ops.indexer import kl_torch_npu
 
 
 @pytest.fixture

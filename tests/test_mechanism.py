@@ -122,7 +122,7 @@ def test_using_ends_with_the_block(device: str) -> None:
             raise ZeroDivisionError
         twice(x)
     assert CALLS == ["triton", "torch", "triton"]
-    assert twice._forced == ""
+    assert twice._forced.get() == ""
 
 
 def test_torch_can_be_forced(device: str) -> None:
@@ -137,7 +137,7 @@ class OnCuda(Tensor):
 
 
 def test_fallback_on_an_accelerator_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "_needs_node", lambda _: False)  # a subclass would take the node
+    monkeypatch.setattr(_op, "needs_node", lambda _: False)  # a subclass would take the node
     monkeypatch.setattr(_op, "_WARNED", set())
     x = torch.ones(3).as_subclass(OnCuda)
     with warnings.catch_warnings(record=True) as caught:

@@ -144,7 +144,7 @@ def test_torchs_product_behind_our_contract(counts: list[int]) -> None:
 
 
 def test_torchs_product_is_taken_where_its_kernel_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["whorl.ops.grouped_matmul"]
+    module = sys.modules["whorl.ops.moe.grouped_matmul"]
     monkeypatch.setattr(module, "compute_capability", lambda _: (9, 0))
     accepts = grouped_matmul.impls["torch_cuda"].accepts
     x, weight, counts = torch.randn(9, 16).bfloat16(), torch.randn(5, 24, 16).bfloat16(), torch.tensor(COUNTS[0])
@@ -200,7 +200,7 @@ def test_many_pairs_are_sorted_in_blocks() -> None:
     """More pairs than the kernel looks at together."""
     ids = torch.randint(0, 3, (4200, 2), device=DEVICE)
     got = permute(torch.ones(4200, 1, device=DEVICE), ids, 3, backend="triton" if DEVICE == "cuda" else "torch")
-    module = sys.modules["whorl.ops.permute_triton"]
+    module = sys.modules["whorl.ops.moe.permute_triton"]
     places, counts = torch.empty_like(ids, dtype=torch.int32), torch.empty(3, dtype=torch.int32, device=DEVICE)
     module._places_kernel[(3,)](ids, places, counts, ids.numel(), BLOCK_P=4096)
     assert torch.equal(places, got[1])
@@ -268,7 +268,8 @@ def test_errors(name: str) -> None:
 
 # ---- faults
 
-PERMUTE, GROUPED, ROUTE = "whorl.ops.permute_triton", "whorl.ops.grouped_matmul_triton", "whorl.ops.route_triton"
+PERMUTE, GROUPED = "whorl.ops.moe.permute_triton", "whorl.ops.moe.grouped_matmul_triton"
+ROUTE = "whorl.ops.moe.route_triton"
 CUMSUM = "tl.cumsum(is_mine.to(tl.int32), 0)"
 FAULTS = [
     Fault("last token first", PERMUTE, "permute", f"{CUMSUM} - 1", f"tl.sum(is_mine.to(tl.int32), 0) - {CUMSUM}"),

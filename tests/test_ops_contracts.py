@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.ops import OPS, Op, attention_torch_npu
+from whorl.ops import OPS, Op
+from whorl.ops.attention import paged_torch_npu
 
 Values = dict[str, Any]
 BACKWARD = [op for op in OPS.values() if op.name.endswith("_backward")]
@@ -82,7 +83,7 @@ def test_on_ascend_lengths_are_seen_too() -> None:
     values = make(OPS["paged_attention"], {"queries": (3,), "contexts": (9,), "heads": 2, "kv_heads": 1, "dim": 16})
     for wrong in ({"query_starts": ints(1, 3)}, {"context_lens": ints(2)}, {"context_lens": ints(25)}):
         with pytest.raises(ValueError, match="paged_attention: "):
-            attention_torch_npu.attention(**values | wrong)
+            paged_torch_npu.attention(**values | wrong)
 
 
 def test_a_sequence_without_queries_may_have_any_length() -> None:

@@ -13,12 +13,14 @@ import torch
 from test_ops import Values, arguments, check, few_processors, num_rows, reason_against
 
 from whorl.ops import OPS, Op
+from whorl.ops._impl import Impl
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
-SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.qk_norm_rope_triton"
-QK_BACKWARD = "whorl.ops.qk_norm_rope_backward_triton"
-LINEAR, MOE = "whorl.ops.linear_triton", "whorl.ops.moe_triton"
-ATTENTION, SAMPLE = "whorl.ops.attention_triton", "whorl.ops.sample_triton"
+SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton"
+QK_BACKWARD = "whorl.ops.attention.qk_norm_rope_backward_triton"
+LINEAR, EXPERTS = "whorl.ops.linear_triton", "whorl.ops.moe.experts_triton"
+ROUTE = "whorl.ops.moe.route_triton"
+ATTENTION, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +100,31 @@ FAULTS = [
     ),
     Fault(
         "gate and up exchanged",
-        MOE,
+        EXPERTS,
         "experts",
         "_silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))",
         "_silu_mul(tl.sum(up * x, 1), tl.sum(gate * x, 1))",
     ),
-    Fault("slots not weighted", MOE, "experts", "part * tl.load(weights_ptr + pair)", "part"),
+    Fault("slots not weighted", EXPERTS, "experts", "part * tl.load(weights_ptr + pair)", "part"),
     Fault(
-        "first slot only", MOE, "experts", "pair = token * K + slot\n        expert", "pair = token * K\n        expert"
+        "first slot only",
+        EXPERTS,
+        "experts",
+        "pair = token * K + slot\n        expert",
+        "pair = token * K\n        expert",
     ),
-    Fault("first expert's gate", MOE, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
-    Fault("first expert's down", MOE, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
-    Fault("ties to the highest", MOE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
-    Fault("not renormalised", MOE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
+    Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
+    Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
+    Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
+    Fault("not renormalised", ROUTE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
     Fault(
         "bias in the weights",
-        MOE,
+        ROUTE,
         "route",
         "tl.where(ids == winner, scores, 0.0)",
         "tl.where(ids == winner, choice, 0.0)",
     ),
-    Fault("group by its best alone", MOE, "route", "second if SIZE > 1 else 0.0", "0.0"),
+    Fault("group by its best alone", ROUTE, "route", "second if SIZE > 1 else 0.0", "0.0"),
     Fault(
         "sees the next key", ATTENTION, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"
     ),
@@ -175,7 +181,7 @@ FAULTS = [
 
 
 def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the module with a changed source in place of the real one; launchers import it when called."""
+    """Load the module with a changed source in place of the real one, for operators to import when next called."""
     source = Path(importlib.util.find_spec(module).origin).read_text()
     assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
     path = folder / "planted.py"
@@ -184,6 +190,9 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
     monkeypatch.setitem(sys.modules, module, planted)
+    for op in [op for op in OPS.values() if "triton" in op.impls]:
+        impl = op.impls["triton"]  # anew: the real one may be loaded
+        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
 
 
 def first_red(op: Op, cases: list[Values]) -> str | None:

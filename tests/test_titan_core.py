@@ -12,7 +12,7 @@ pytest.importorskip("torchtitan")
 
 from torch.utils.checkpoint import checkpoint
 
-from whorl.device import HOME
+from whorl.device import BACKENDS
 from whorl.ops import OPS
 from whorl.titan.deepseek_v32 import fused
 from whorl.titan.deepseek_v32.core import Core, Settings, SmallOps, attach_loss, new_log, pop_log
@@ -166,7 +166,7 @@ def test_path_is_chosen_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_path_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch_npu is at home, 4096 keys go to npu_sparse_flash_attention."""
     monkeypatch.setattr("whorl.device.is_installed", lambda package: package == "torch_npu")
-    monkeypatch.setitem(HOME, "torch_npu", "meta")
+    monkeypatch.setitem(BACKENDS, "torch_npu", dataclasses.replace(BACKENDS["torch_npu"], home="meta"))
     core = FusedDSA(dataclasses.replace(SETTINGS, topk=2048))
     assert [core._path(4096, torch.device(kind)) for kind in ("cpu", "meta")] == ["masked", "absorbed"]
 

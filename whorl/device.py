@@ -5,17 +5,14 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-BACKENDS = ("torch", "torch_cuda", "triton", "torch_npu")
-DEVICES = ("cpu", "cuda", "npu")
 HOST = "cpu"
-# The device each accelerated backend is written for; torch_cuda is torch's own kernels, where they are no reference.
-HOME = {"torch_cuda": "cuda", "triton": "cuda", "torch_npu": "npu"}
-PACKAGE = {"torch_cuda": "torch"}  # where a backend comes from, if its name does not say
+REFERENCE = "torch"  # the backend that every operator has, everywhere
 # Why a device's launches are not recorded once and replayed.
 NO_GRAPHS = {
     "cpu": "it has no launches to save",
@@ -74,43 +71,111 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Where implementations of operators come from, and where they run."""
+
+    home: str  # the type of device that it is written for
+    missing: Callable[[], str | None]  # None, or why this machine does not have it
+    priority: int = 0  # of several that take a call the highest is chosen, of equals the one registered first
+
+
+def _from_package(package: str) -> Callable[[], str | None]:
+    return lambda: None if is_installed(package) else f"{package} is not installed"
+
+
+# torch_cuda is torch's own kernels, where they are no reference.
+BACKENDS: dict[str, Backend] = {
+    "torch_cuda": Backend("cuda", _from_package("torch")),
+    "triton": Backend("cuda", _from_package("triton")),
+    "torch_npu": Backend("npu", _from_package("torch_npu")),
+}
+
+
+def register_backend(
+    name: str,
+    *,
+    device: str,
+    package: str = "",
+    missing: Callable[[], str | None] | None = None,
+    priority: int = 0,
+) -> None:
+    """Make a backend known, so that operators take implementations of that name: `rms_norm.impl(name, ...)`.
+
+    device: the type of device that it is at home on, as torch names it. It is here when `package` (default: `name`)
+    is installed, or as `missing` says: None, or the reason it is not. priority: whorl's own have 0; a higher one is
+    tried before them, a lower one after.
+    """
+    if not name.isidentifier() or not device.isidentifier():
+        raise ValueError(f"backend {name!r} on device {device!r}: both must be plain names, such as 'triton' and 'xpu'")
+    if name == REFERENCE or name in BACKENDS:
+        known = ", ".join([REFERENCE, *BACKENDS])
+        raise ValueError(f"backend {name!r} is registered already; there are {known}: choose another name")
+    if package and missing is not None:
+        raise ValueError(f"backend {name!r}: give `package` or `missing`, not both")
+    BACKENDS[name] = Backend(device, missing or _from_package(package or name), priority)
+    default_device.cache_clear()
+
+
+@functools.cache
+def load_backends() -> None:
+    """Call what installed packages offer under the entry point group `whorl.backends`, once: they register backends.
+
+    Called when a device or a backend is chosen, never by an import of whorl.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="whorl.backends"):
+        try:
+            entry.load()()
+        except Exception as error:
+            raise RuntimeError(
+                f"the backend {entry.name!r} ({entry.value}) cannot be registered: {error}. Mend its package or "
+                "uninstall it"
+            ) from error
+
+
 def unavailable(backend: str, device: str, *, asked: bool = False) -> str | None:
     """None when `backend` can run on tensors of `device`, else the reason it cannot.
 
     The interpreter is offered only when the backend was asked for by name.
     """
-    if backend == "torch":
+    if backend == REFERENCE:
         return None
-    package = PACKAGE.get(backend, backend)
-    if not is_installed(package):
-        return f"{package} is not installed"
-    home = HOME[backend]
-    if device == home:
-        return None
+    known = BACKENDS[backend]
+    reason = known.missing()
+    if reason is not None or device == known.home:
+        return reason
     if backend == "triton" and is_interpreting():
         return None if asked else "interpreted Triton runs only when asked for"
-    return f"runs on {home}, got {device}"
+    return f"runs on {known.home}, got {device}"
+
+
+def devices() -> tuple[str, ...]:
+    """The CPU and every device that a backend is at home on."""
+    load_backends()
+    return tuple(dict.fromkeys((HOST, *(backend.home for backend in BACKENDS.values()))))
 
 
 def accelerator(device: str) -> ModuleType | None:
     """torch.cuda or torch.npu, or None for the CPU."""
-    return None if device == "cpu" else getattr(torch, device, None)
+    return None if device == HOST else getattr(torch, device, None)
 
 
 @functools.cache
 def default_device() -> str:
     """The best device of this machine."""
-    for device in ("cuda", "npu"):
+    for device in devices():
         module = accelerator(device)
         if module is not None and module.is_available():
             return device
-    return "cpu"
+    return HOST
 
 
 def require(device: str) -> str:
     """`device` itself, or a ValueError that says what this machine has."""
-    if device not in DEVICES:
-        raise ValueError(f"device {device!r} is not one of {', '.join(DEVICES)}")
+    if device not in devices():
+        raise ValueError(f"device {device!r} is not one of {', '.join(devices())}")
     module = accelerator(device)
     if device != "cpu" and (module is None or not module.is_available()):
         raise ValueError(f"device {device!r} was asked for; this machine has {default_device()!r} only")

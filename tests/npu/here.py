@@ -2,11 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-import whorl.device
+from whorl.device import BACKENDS
 from whorl.ops import _op
 
 Fallback = tuple[str, tuple[tuple[str, str], ...]]  # an operator, and why each backend was passed over
+
+
+@contextmanager
+def npu_is_at_home_on(device: str) -> Iterator[None]:
+    npu = BACKENDS["torch_npu"]
+    BACKENDS["torch_npu"] = replace(npu, home=device)
+    try:
+        yield
+    finally:
+        BACKENDS["torch_npu"] = npu
 
 
 @contextmanager
@@ -14,11 +25,10 @@ def cpu_is_npu() -> Iterator[list[Fallback]]:
     """Operators that fall back to plain torch meanwhile are in the list, every time that they do."""
     fallbacks: list[Fallback] = []
     host, warn = _op.HOST, _op._warn_fallback
-    whorl.device.HOME["torch_npu"] = "cpu"
     _op.HOST = "nowhere"  # where the reference is all there is
     _op._warn_fallback = lambda name, device, reasons: fallbacks.append((name, reasons))
     try:
-        yield fallbacks
+        with npu_is_at_home_on("cpu"):
+            yield fallbacks
     finally:
-        whorl.device.HOME["torch_npu"] = "npu"
         _op.HOST, _op._warn_fallback = host, warn

@@ -21,7 +21,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,17 @@ import torch
 import torch_npu
 import training_kernels
 import vendor
-from here import cpu_is_npu
+from here import cpu_is_npu, npu_is_at_home_on
 from limits import refusing
 from more_cases import MORE_CASES
 from samples import NPU, SAMPLES, Values
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import whorl.device
 from whorl import ascend, contracts
-from whorl.ops import OPS, Op, _torch_npu, attention_torch_npu
+from whorl.ops import OPS, Op, _torch_npu
+from whorl.ops._impl import Impl
+from whorl.ops.attention import paged_torch_npu
 
 KERNELS: dict[str, Callable[..., Any]] = (
     kernels.KERNELS
@@ -107,10 +107,8 @@ def live_schemas() -> dict[str, str]:
 def run_rotary() -> Values:
     given: list[Any] = []
     library = register_cpu_kernels([], given)
-    whorl.device.HOME["torch_npu"] = "cpu"
-    with OPS["rope"].using("torch_npu"), OPS["mrope"].using("torch_npu"):
+    with npu_is_at_home_on("cpu"), OPS["rope"].using("torch_npu"), OPS["mrope"].using("torch_npu"):
         found = {"rotary": list(rotary.rows(given, worst)), "megatron": list(rotary.through_megatron(given))}
-    whorl.device.HOME["torch_npu"] = "npu"
     library._destroy()
     return found
 
@@ -134,8 +132,7 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
     """Forward and backward of every operator that has a torch_npu implementation, case by case."""
     called: list[str] = []
     library = register_cpu_kernels(called)
-    whorl.device.HOME["torch_npu"] = "cpu"
-    with recording(recorded):
+    with npu_is_at_home_on("cpu"), recording(recorded):
         for op in [op for op in OPS.values() if "torch_npu" in op.impls]:
             for case in [*op.cases, *MORE_CASES.get(op.name, [])]:
                 for dtype in (torch.float32, torch.bfloat16):
@@ -146,7 +143,6 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
                     except Exception:
                         row["error"] = traceback.format_exc()
                     yield row | {"called": sorted(set(called))}
-    whorl.device.HOME["torch_npu"] = "npu"
     library._destroy()
 
 
@@ -245,7 +241,7 @@ def recording(recorded: list[Any]) -> Iterator[None]:
     """Keep the arguments and results of every torch_npu implementation, those of backward operators too."""
     originals = {op.name: op.impls["torch_npu"] for op in OPS.values() if "torch_npu" in op.impls}
     for name, impl in originals.items():
-        OPS[name].impls["torch_npu"] = replace(impl, function=recorder(name, impl.function, recorded))
+        OPS[name].impls["torch_npu"] = Impl("torch_npu", recorder(name, impl.function, recorded), impl.accepts)
     yield
     for name, impl in originals.items():
         OPS[name].impls["torch_npu"] = impl
@@ -374,7 +370,7 @@ def replay(recorded: list[Any]) -> Iterator[Values]:
         seen.add(key)
         row = {"what": name, "case": str(values)}
         try:
-            attention_torch_npu.compressed_mask.cache_clear()
+            paged_torch_npu.compressed_mask.cache_clear()
             left = iter(reads)
             with fake_npu(), host_reads([], read=lambda _, left=left: next(left)):  # a FakeTensor has no numbers
                 arguments = {n: revive(v) for n, v in values.items()}

@@ -141,16 +141,16 @@ RUNTIME: dict[str, Any] = {
 
 @contextmanager
 def there_is_an_npu(kernels: Kernels) -> Iterator[Npu]:
-    needs_node, lifted = _op._needs_node, torch._C._only_lift_cpu_tensors()
+    needs_node, lifted = _op.needs_node, torch._C._only_lift_cpu_tensors()
     runtime = {name: getattr(torch.npu, name) for name in RUNTIME}
     # The mode stands for the device: it is not somebody who looks on, as a tracer does.
-    _op._needs_node = lambda tensors: False
+    _op.needs_node = lambda tensors: False
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="npu") is a copy from the host
     vars(torch.npu).update(RUNTIME)
     try:
         with Npu(kernels) as npu:
             yield npu
     finally:
-        _op._needs_node = needs_node
+        _op.needs_node = needs_node
         torch._C._set_only_lift_cpu_tensors(lifted)
         vars(torch.npu).update(runtime)

@@ -8,11 +8,16 @@ gradient, or promises none, these raise; off the NPU documented device limits ra
 
 from .attention import npu_fused_infer_attention_score
 from .calling import limits
+from .gating import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
+from .indexer import (
+    npu_dense_lightning_indexer_grad_kl_loss,
+    npu_dense_lightning_indexer_softmax_lse,
+    npu_lightning_indexer,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
 from .matmul import npu_grouped_matmul
 from .moe import (
     npu_moe_finalize_routing,
-    npu_moe_gating_top_k,
-    npu_moe_gating_top_k_softmax,
     npu_moe_init_routing_v2,
     npu_moe_token_permute,
     npu_moe_token_unpermute,
@@ -27,14 +32,7 @@ from .rotary import (
     npu_rotary_mul,
     npu_rotary_position_embedding,
 )
-from .sparse import (
-    npu_dense_lightning_indexer_grad_kl_loss,
-    npu_dense_lightning_indexer_softmax_lse,
-    npu_lightning_indexer,
-    npu_sparse_flash_attention,
-    npu_sparse_flash_attention_grad,
-    npu_sparse_lightning_indexer_grad_kl_loss,
-)
+from .sparse import npu_sparse_flash_attention, npu_sparse_flash_attention_grad
 
 __all__ = [
     "_npu_rotary_embedding",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.ops.sparse_attention.indexer import full_bounds
+from whorl.ops.indexer.bounds import full_bounds
 
 FAR = 9223372036854775807
 Part = tuple[Any, ...]  # what picks one sequence of a tensor: (batch, rows) or (rows,)

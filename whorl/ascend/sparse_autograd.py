@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from whorl.ops import sparse_attention
-from whorl.ops.sparse_attention.indexer import chunks, lightning_indexer
-from whorl.ops.sparse_attention.kl import gathered
+from whorl.ops.indexer import lightning_indexer
+from whorl.ops.indexer.bounds import chunks
+from whorl.ops.indexer.kl import gathered
 
 from .sequences import Parts, ascending, bounds, by_query, joined, statistics
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.bench.peer import Bound, Outputs, Peer, Values, backward_alone, compile_static
-from whorl.ops.sparse_attention.masked import unpack
+from whorl.ops.sparse_attention.bits import unpack
 
 
 def eager_sparse(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
@@ -50,7 +50,9 @@ def _sparse(values: Values, compiled: bool) -> list[Peer]:
         from whorl.ops.sparse_attention.launch import forward
 
         arguments = {n: values[n] for n in ("q", "kv", "indices", "scale")}
-        return Bound(run=lambda: forward(**arguments, value_dim=value_dim, use_gluon=False), outputs=list)
+        return Bound(
+            run=lambda: forward(**arguments, value_dim=value_dim, deterministic=False, use_gluon=False), outputs=list
+        )
 
     found = _plain_triton(bind_plain, values, value_dim)
     if _is_full(values):

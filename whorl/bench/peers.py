@@ -15,7 +15,7 @@ from whorl import device as devices
 from whorl.bench.attention_peers import ATTENTION_PEERS
 from whorl.bench.peer import Bound, Peer, Values, backward_alone, bind_plainly, compile_static, tensors_of
 from whorl.ops import OPS, Op, rms_norm, rope
-from whorl.ops.rope.contract import merged_rows, token_rows
+from whorl.ops.rope.tables import merged_rows, token_rows
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:

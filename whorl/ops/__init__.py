@@ -1,69 +1,48 @@
-"""Fused operators, each one contract with a reference and up to three backends.
+"""Fused operators, each one contract with a reference and its backends; `register_backend` adds another backend.
 
 Shape letters, the same everywhere: T tokens, B sequences, S keys, HQ and HK query and key heads, D head size,
 R rotary size, A position axes, C hidden size, F expert size, E experts, K chosen per token.
 """
 
-from ._op import OPS, Op
-from .attention import paged_attention, write_kv
-from .grouped_matmul import grouped_matmul
-from .linear import linear
-from .moe import experts, route
-from .permute import permute, unpermute
-from .qk_norm_rope import qk_norm_rope
-from .qk_norm_rope_write import qk_norm_rope_write
-from .quant import dequantize, dynamic_quant
-from .rms_norm import add_rms_norm, rms_norm
-from .rope import merge_mrope, mrope, mrope_, rope, rope_, tokens_first
-from .sample import penalize, sample
-from .sparse_attention import (
-    causal_bounds,
-    choose_attention,
-    dense_indexer_kl_loss,
-    hadamard,
-    indexer_kl_loss,
-    indexer_rope,
-    lightning_indexer,
-    masked_attention,
-    selection_mask,
-    sparse_attention,
-)
-from .swiglu import swiglu
+from types import ModuleType as _ModuleType
 
-__all__ = [
-    "OPS",
-    "Op",
-    "add_rms_norm",
-    "causal_bounds",
-    "choose_attention",
-    "dense_indexer_kl_loss",
-    "dequantize",
-    "dynamic_quant",
-    "experts",
-    "grouped_matmul",
-    "hadamard",
-    "indexer_kl_loss",
-    "indexer_rope",
-    "lightning_indexer",
-    "linear",
-    "masked_attention",
-    "merge_mrope",
-    "mrope",
-    "mrope_",
-    "paged_attention",
-    "penalize",
-    "permute",
-    "qk_norm_rope",
-    "qk_norm_rope_write",
-    "rms_norm",
-    "rope",
-    "rope_",
-    "route",
-    "sample",
-    "selection_mask",
-    "sparse_attention",
-    "swiglu",
-    "tokens_first",
-    "unpermute",
-    "write_kv",
-]
+from whorl.device import register_backend as register_backend
+
+from ._op import OPS as OPS
+from ._op import Op as Op
+from .attention import paged_attention as paged_attention
+from .attention import qk_norm_rope as qk_norm_rope
+from .attention import qk_norm_rope_write as qk_norm_rope_write
+from .attention import write_kv as write_kv
+from .indexer import causal_bounds as causal_bounds
+from .indexer import dense_indexer_kl_loss as dense_indexer_kl_loss
+from .indexer import hadamard as hadamard
+from .indexer import indexer_kl_loss as indexer_kl_loss
+from .indexer import indexer_rope as indexer_rope
+from .indexer import lightning_indexer as lightning_indexer
+from .linear import linear as linear
+from .moe import experts as experts
+from .moe import grouped_matmul as grouped_matmul
+from .moe import permute as permute
+from .moe import route as route
+from .moe import unpermute as unpermute
+from .quant import dequantize as dequantize
+from .quant import dynamic_quant as dynamic_quant
+from .rms_norm import add_rms_norm as add_rms_norm
+from .rms_norm import rms_norm as rms_norm
+from .rope import merge_mrope as merge_mrope
+from .rope import mrope as mrope
+from .rope import mrope_ as mrope_
+from .rope import rope as rope
+from .rope import rope_ as rope_
+from .rope import tokens_first as tokens_first
+from .sample import penalize as penalize
+from .sample import sample as sample
+from .sparse_attention import choose_attention as choose_attention
+from .sparse_attention import masked_attention as masked_attention
+from .sparse_attention import selection_mask as selection_mask
+from .sparse_attention import sparse_attention as sparse_attention
+from .swiglu import swiglu as swiglu
+
+# The names above, and none of the modules that they come from.
+__all__ = sorted(name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _ModuleType))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._op import is_readable
+from ._tracing import is_readable
 
 INTEGERS = (torch.int32, torch.int64)
 

@@ -7,41 +7,27 @@ The reference is the fake implementation, the fallback and the oracle of the tes
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from whorl.device import HOST, unavailable
+from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 
+from ._forced import Forced
+from ._gradient import Formula, Gradient, Values
+from ._impl import Accepts, Choice, Impl, Named, check_signature, takes_all
 from ._schema import literals, torch_schema
+from ._tracing import has_dtensor, is_transformed, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
 _WIDE = (torch.float32, torch.float64)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
-Values = dict[str, Any]  # an operator's arguments by name
-Gradient = Callable[..., Mapping[str, Tensor | None]]
 # One way to place tensors on one mesh axis: placements of the outputs, and of the inputs by name.
 Sharding = tuple[Sequence[Any], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Impl:
-    backend: str
-    function: Callable[..., Any]
-    accepts: Callable[..., str | None]  # None, or the reason it cannot take these arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    backend: str
-    function: Callable[..., Any]
-    reasons: dict[str, str]  # backends passed over
 
 
 class Op:
@@ -56,6 +42,7 @@ class Op:
         forward_only: bool = False,
         absent: Mapping[int, str] | None = None,
         totals: Sequence[int] = (),
+        without: Mapping[str, str] | None = None,
         fake: Callable[..., Any] | None = None,
         sharding: Callable[[Values], list[Sharding]] | None = None,
         bytes: Callable[[Values, tuple[Tensor, ...]], int] | None = None,
@@ -69,6 +56,7 @@ class Op:
         self.forward_only = forward_only or bool(mutates)
         self.absent = dict(absent or {})
         self.totals = tuple(totals)
+        self.without = dict(without or {})
         self.sharding = sharding
         self.impls: dict[str, Impl] = {}
         self.cases: tuple[Values, ...] = ()
@@ -77,9 +65,8 @@ class Op:
         self.bytes = bytes or all_bytes
         self.flops = flops
         self._fake = fake or reference
-        self._gradient: Gradient | None = None
-        self._saved: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # None: every input, no output
-        self._forced = ""
+        self._forced = Forced(self.name)
+        self._is_plain_on_host = True  # no backend but the reference is at home there
         self._is_sharding_registered = False
         parameters = inspect.signature(reference).parameters.values()
         self._names = [p.name for p in parameters]
@@ -87,6 +74,7 @@ class Op:
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
+        self._gradient = Gradient(reference, self._names, self._is_absent)
         self.schema = torch_schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
@@ -97,36 +85,50 @@ class Op:
         name = f"whorl::{self.name}"
         register_fake(name, self._run_fake, lib=_LIBRARY)
         if not self.forward_only:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
-            register_autograd(name, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
+            register_autograd(name, self._gradient.backward, setup_context=self._gradient.setup_context, lib=_LIBRARY)
         self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
 
     # ---- declaring
 
-    def impl(self, backend: str, *, accepts: Callable[..., str | None] = lambda **_: None) -> Callable[..., Any]:
-        """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them."""
+    def impl(self, backend: str, where: str = "", *, accepts: Accepts = takes_all) -> Callable[..., Any]:
+        """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them.
+
+        where: "module:function", imported when the backend is first chosen; a module without a dot in its name lies
+        beside the reference's. Without it this decorates the function.
+        """
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"{self.name}: backend {backend!r} is not known; there are {', '.join(BACKENDS)}: register_backend "
+                "adds another"
+            )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            # Always called with every argument by name, so names are the contract; defaults and types stand once,
-            # in the reference. `**rest` takes those a backend only hands on.
-            parameters = inspect.signature(function).parameters.values()
-            names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-            has_rest = len(names) < len(parameters)
-            if not set(names) <= set(self._names) or not (has_rest or names == self._names):
-                raise TypeError(f"{self.name}/{backend} takes {names}, the reference {self._names}")
-            self.impls[backend] = Impl(backend, function, accepts)
+            check_signature(f"{self.name}/{backend}", function, self._names)
+            self._add(Impl(backend, function, accepts))
             return function
 
+        if where:
+            package = self.reference.__module__.rpartition(".")[0]
+            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts))
         return add
 
-    def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Gradient], Gradient]:
+    def _add(self, impl: Impl) -> None:
+        if impl.backend in self.impls:
+            raise ValueError(f"{self.name}: backend {impl.backend!r} has an implementation already")
+        found = [*self.impls.values(), impl]
+        found.sort(key=lambda one: -BACKENDS[one.backend].priority)  # stable: of equals the first
+        self.impls = {one.backend: one for one in found}
+        self._is_plain_on_host = all(BACKENDS[name].home != HOST for name in self.impls)
+
+    def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
         """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
 
         `args` holds the saved tensors and everything that is not a tensor, `backend` (what the forward was asked to
         use) included; `outputs` the saved outputs by index. Without this the reference is differentiated.
         """
 
-        def add(function: Gradient) -> Gradient:
-            self._gradient, self._saved = function, (tuple(save), tuple(save_outputs))
+        def add(function: Formula) -> Formula:
+            self._gradient.formula, self._gradient.saved = function, (tuple(save), tuple(save_outputs))
             return function
 
         return add
@@ -145,9 +147,10 @@ class Op:
     def choose(self, *args: Any, backend: str = "", **kwargs: Any) -> Choice:
         """The implementation that these arguments get, and why the others do not."""
         values = self._bind(args, kwargs)
-        return self._choose(values, self._device(values), backend or self._forced)
+        return self._choose(values, self._device(values), backend or self._forced.get())
 
     def _choose(self, values: Values, device: str, asked: str) -> Choice:
+        load_backends()
         reasons: dict[str, str] = {}
         for name, impl in self.impls.items():
             if asked and asked != name:
@@ -156,25 +159,29 @@ class Op:
             if reason is None:
                 return Choice(name, impl.function, reasons)
             reasons[name] = reason
-        if asked and asked != "torch":
-            reason = reasons.get(asked, "it has no such backend")
+        if asked and asked != REFERENCE:
+            reason = reasons.get(asked) or self._why_not(asked)
             raise RuntimeError(
-                f"{self.name}: backend {asked!r} was asked for: {reason}. Has: {', '.join(['torch', *self.impls])}"
+                f"{self.name}: backend {asked!r} was asked for: {reason}. Has: {', '.join([REFERENCE, *self.impls])}"
             )
-        return Choice("torch", self.reference, reasons)
+        return Choice(REFERENCE, self.reference, reasons)
 
-    @contextlib.contextmanager
-    def using(self, backend: str) -> Iterator[None]:
-        """Force a backend for every call in the block, on all threads; `backend=` in a call does it for one call."""
-        old, self._forced = self._forced, backend
-        try:
-            yield
-        finally:
-            self._forced = old
+    def _why_not(self, backend: str) -> str:
+        said = self.without.get(backend)
+        return "it has no such backend" + (f", since {said}" if said else "")
+
+    def using(self, backend: str) -> contextlib.AbstractContextManager[None]:
+        """Force a backend for every call in the block; `backend=` in a call does it for one call.
+
+        Calls of this thread or asyncio task, and the backward of each, wherever autograd runs it. Not those of other
+        threads; among them is a CUDA device's backward thread, where activation checkpoints are computed again.
+        """
+        return self._forced.using(backend)
 
     def availability(self, device: str) -> dict[str, str | None]:
         """For each backend None, or the reason it cannot run on this machine's `device`."""
-        return {"torch": None} | {name: unavailable(name, device) for name in self.impls}
+        load_backends()
+        return {REFERENCE: None} | {name: unavailable(name, device) for name in self.impls}
 
     def matches(self, node: torch.fx.Node) -> bool:
         """Whether a graph node is this operator, also when functionalisation has wrapped a mutating one."""
@@ -192,14 +199,14 @@ class Op:
         device = self._device(values, tensors)
         if self.check is not None:
             self.check(**values)
-        backend = backend or self._forced
+        backend = backend or self._forced.get()
         if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(f"{self.name}: {self._why_no_gradient()}")
-        if not _needs_node(tensors):
+        if not needs_node(tensors):
             return self._run(values, device, backend)
-        if _is_transformed():
+        if is_transformed():
             return self._run_transformed(values, backend)
-        if self.sharding is not None and not self._is_sharding_registered and _has_dtensor(tensors):
+        if self.sharding is not None and not self._is_sharding_registered and has_dtensor(tensors):
             self._register_sharding()
         positional, keywords = self._split(values)
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
@@ -209,11 +216,11 @@ class Op:
 
         Looking costs as much there as small tensors' arithmetic does.
         """
-        if self._forced or torch.compiler.is_compiling():  # first: a tracer stumbles over the questions below
+        if torch.compiler.is_compiling() or self._forced.here():  # first: a tracer stumbles over the questions below
             return self(*args, **kwargs)
-        if not torch.is_inference_mode_enabled() or args[0].device.type != HOST:
+        if not (torch.is_inference_mode_enabled() and args[0].device.type == HOST and self._is_plain_on_host):
             return self(*args, **kwargs)
-        if _needs_node([args[0]]) or torch.is_autocast_enabled(HOST):
+        if needs_node([args[0]]) or torch.is_autocast_enabled(HOST):
             return self(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -257,14 +264,14 @@ class Op:
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
     def _run(self, values: Values, device: str, backend: str) -> Any:
-        if device == HOST and not backend:  # no backend but the reference is at home here
+        if device == HOST and not backend and self._is_plain_on_host:
             function = self.reference
-        elif device == "meta" and backend in ("", "torch"):  # there are no values to read
+        elif device == "meta" and backend in ("", REFERENCE):  # there are no values to read
             function = (lambda **_: None) if self.mutates else self._fake
         else:
             choice = self._choose(values, device, backend)
             function = choice.function
-            if choice.backend == "torch" and device != HOST and not backend:
+            if choice.backend == REFERENCE and device != HOST and not backend:
                 _warn_fallback(self.name, device, tuple(choice.reasons.items()))
         if device == "meta" or not torch.is_autocast_enabled(device):
             out = function(**values)
@@ -278,11 +285,11 @@ class Op:
 
     def _run_transformed(self, values: Values, backend: str) -> Any:
         """The reference in the open: a torch op has no formula for these transforms and would lose derivatives."""
-        if backend not in ("", "torch"):
+        if backend not in ("", REFERENCE):
             raise RuntimeError(
                 f"{self.name}: backend {backend!r} was asked for: torch.func and forward mode run the reference only"
             )
-        with _no_autocast(self._device(values)):
+        with no_autocast(self._device(values)):
             return self.reference(**values)
 
     # ---- the torch op
@@ -295,7 +302,7 @@ class Op:
         values = self._bind(args, kwargs)
         if self.mutates:
             return None
-        with _no_autocast(self._device(values)):
+        with no_autocast(self._device(values)):
             return self._fill_absent(self._fake(**values), values)
 
     def _fill_absent(self, out: Any, values: Values) -> Any:
@@ -313,36 +320,6 @@ class Op:
     def _is_absent(self, output: int, values: Values) -> bool:
         name = self.absent.get(output, "")
         return name in values and (values[name] is None or values[name] is False)
-
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
-        names = self._names
-        values = dict(zip(names, inputs, strict=False)) | keyword_only_inputs
-        outputs = output if isinstance(output, tuple) else (output,)
-        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
-        saved, saved_outputs = self._saved or (tuple(tensors), ())
-        kept = [n for n in saved if n in tensors]
-        ctx.set_materialize_grads(False)  # an unused output costs nothing
-        ctx.save_for_backward(*(tensors[n] for n in kept), *(outputs[i] for i in saved_outputs))
-        ctx.saved_names, ctx.saved_outputs = kept, saved_outputs
-        ctx.constants = {n: v for n, v in values.items() if n not in tensors}
-        ctx.wanted = [n for n in names if n in tensors and tensors[n].requires_grad]
-        ctx.input_names = names[: len(inputs)]
-
-    def _backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
-        args = dict(ctx.constants) | dict(zip(ctx.saved_names, tensors, strict=False))
-        outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
-        grads = tuple(None if self._is_absent(i, ctx.constants) else g for i, g in enumerate(grads))
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None,) * len(ctx.input_names)
-        if self._gradient is not None:
-            found = self._gradient(grads, args, outputs)
-        else:
-            args.pop("backend")
-            with _no_autocast(given[0].device.type):
-                found = _differentiate(self.reference, args, grads, ctx.wanted)
-        return tuple(found.get(n) for n in ctx.input_names)
 
     def _register_sharding(self) -> bool:
         from torch.distributed.tensor.experimental import register_sharding
@@ -362,7 +339,7 @@ class Op:
     _register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
-        return f"<operator whorl::{self.name}{self.schema}, backends torch, {', '.join(self.impls)}>"
+        return f"<operator whorl::{self.name}{self.schema}, backends {', '.join([REFERENCE, *self.impls])}>"
 
 
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
@@ -372,6 +349,7 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
     forward_only=True       refuses gradients: an operator of inference
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
+    without={"triton": ..}  why a backend of whorl's has no implementation
     totals=(0,)             output 0 is one number, a sum over everything: a ratio of errors says nothing of it
     fake(**arguments)       shapes and dtypes, for a reference that reads values
     sharding(arguments)     DTensor placements that need no communication
@@ -391,47 +369,6 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def is_readable(x: Tensor) -> bool:
-    """Whether values can be looked at here for free: a real CPU tensor, nobody tracing."""
-    return x.device.type == "cpu" and not _needs_node([x.detach()])
-
-
-def _needs_node(tensors: list[Tensor]) -> bool:
-    """Whether someone looks: autograd, a tracer, a dispatch mode, a transform or a tensor subclass.
-
-    The torch op costs tens of microseconds; otherwise the implementation is called directly.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        or not _PLAIN.issuperset(map(type, tensors))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func (functionalisation apart, which keeps the node) or forward mode differentiates or maps."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    transform = torch._C._functorch.peek_interpreter_stack()
-    return transform is not None and transform.key() != torch._C._functorch.TransformType.Functionalize
-
-
-def _has_dtensor(tensors: list[Tensor]) -> bool:
-    return any(type(t).__name__ == "DTensor" for t in tensors)
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
 _WARNED: set[tuple[Any, ...]] = set()
 
 
@@ -442,23 +379,6 @@ def _warn_fallback(name: str, device: str, reasons: tuple[tuple[str, str], ...])
     _WARNED.add((name, device, reasons))
     why = "; ".join(f"{b}: {r}" for b, r in reasons) or "it has no other backend"
     warnings.warn(f"{name}: the torch reference runs on {device} ({why})", RuntimeWarning, stacklevel=4)
-
-
-def _differentiate(
-    function: Callable[..., Any], args: Values, grads: tuple[Tensor | None, ...], wanted: Sequence[str]
-) -> Mapping[str, Tensor | None]:
-    """Gradients of a reference by torch's own autograd, for operators that state no backward."""
-    with torch.enable_grad():
-        args = {n: a.detach().requires_grad_(n in wanted) if isinstance(a, Tensor) else a for n, a in args.items()}
-        out = function(**args)
-        outs = out if isinstance(out, tuple) else (out,)
-        pairs = [
-            (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o is not None and o.requires_grad
-        ]
-        got = torch.autograd.grad(
-            [o for o, _ in pairs], [args[n] for n in wanted], [g for _, g in pairs], allow_unused=True
-        )
-    return dict(zip(wanted, got, strict=True))
 
 
 def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Kernels that follow each other closely: on Hopper the next one is launched before the last has quite ended.
 
 A decode step is some five hundred kernels of a few microseconds each, and the gaps between them cost as much as a

@@ -2,7 +2,7 @@
 
 import json
 
-from whorl.device import BACKENDS, default_device, device_name
+from whorl.device import BACKENDS, REFERENCE, default_device, device_name
 
 from . import OPS
 
@@ -18,10 +18,11 @@ def as_json() -> str:
 
 def as_table() -> str:
     device = default_device()
-    rows: list[tuple[str, ...]] = [("operator", *BACKENDS)]
+    backends = (REFERENCE, *BACKENDS)
+    rows: list[tuple[str, ...]] = [("operator", *backends)]
     for name, op in OPS.items():
         found = op.availability(device)
-        rows.append((name, *((found[b] or "yes") if b in found else "-" for b in BACKENDS)))
+        rows.append((name, *((found[b] or "yes") if b in found else "-" for b in backends)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join([f"device {device}: {device_name(device)}", "", *cells])

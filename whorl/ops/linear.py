@@ -102,16 +102,8 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
 
-@linear.impl("triton", accepts=_triton_reason)
-def _(x, weight, bias, rows):  # type: ignore[no-untyped-def]
-    from .linear_triton import forward
-
-    return forward(x, weight, bias, rows)
-
-
-@linear.impl("torch_npu", accepts=linear_torch_npu.reason)
-def _(x, weight, bias, rows):  # type: ignore[no-untyped-def]
-    return linear_torch_npu.forward(x, weight, bias, rows)
+linear.impl("triton", "linear_triton:forward", accepts=_triton_reason)
+linear.impl("torch_npu", "linear_torch_npu:forward", accepts=linear_torch_npu.reason)
 
 
 _CASES: list[Values] = [

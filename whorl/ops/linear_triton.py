@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Matrix products: what a row's sum is made of never depends on how many rows there are."""
 
 import torch

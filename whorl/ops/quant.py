@@ -8,11 +8,11 @@ from torch import Tensor
 from whorl.contracts import dynamic_quant_limit
 
 from . import _torch_npu
+from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
 
 # What a format stores, and the largest magnitude it has.
-FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 LONGEST_ROW = 32768  # channels that the Triton kernel keeps in registers
 
 
@@ -82,22 +82,14 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
     return None if x.shape[-1] <= LONGEST_ROW else f"keeps rows of up to {LONGEST_ROW} channels, got {x.shape[-1]}"
 
 
-@dynamic_quant.impl("triton", accepts=_triton_reason)
-def _(x, format):  # type: ignore[no-untyped-def]
-    from .quant_triton import quantize
-
-    return quantize(x, *FORMATS[format])
+dynamic_quant.impl("triton", "quant_triton:quantize", accepts=_triton_reason)
 
 
 def _triton_dequantize_reason(scale: Tensor, dtype: torch.dtype, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if torch.float64 in (scale.dtype, dtype) else None
 
 
-@dequantize.impl("triton", accepts=_triton_dequantize_reason)
-def _(q, scale, dtype):  # type: ignore[no-untyped-def]
-    from .quant_triton import dequantize as run
-
-    return run(q, scale, dtype)
+dequantize.impl("triton", "quant_triton:dequantize", accepts=_triton_dequantize_reason)
 
 
 def _npu_reason(x: Tensor, format: str) -> str | None:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Per-token quantisation: a row stays in registers from its one read to its one write."""
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._formats import FORMATS
 from ._rows import as_rows, ceil_div, power_of_2
 
 BLOCK = 2048  # channels a program dequantises
@@ -66,7 +68,8 @@ def _dequantize_kernel(q_ptr, scale_ptr, x_ptr, q_stride_a, q_stride_b, B, C, BL
     tl.store(x_ptr + row * C + columns, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def quantize(x: Tensor, kind: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    kind, largest = FORMATS[format]
     q = torch.empty(x.shape, dtype=kind, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if not q.numel():

@@ -158,25 +158,9 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
     return None if x.shape[-1] <= 65536 else f"a row of {x.shape[-1]} does not fit one program (65536)"
 
 
-@rms_norm.impl("triton", accepts=_triton_reason)
-def _(x, weight, eps, plus_one):  # type: ignore[no-untyped-def]
-    from .rms_norm_triton import forward
-
-    return forward(x, None, weight, eps, plus_one)[0]
-
-
-@add_rms_norm.impl("triton", accepts=_triton_reason)
-def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
-    from .rms_norm_triton import forward
-
-    return forward(x, residual, weight, eps, plus_one)
-
-
-@rms_norm_backward.impl("triton", accepts=_triton_reason)
-def _(dy, x, weight, residual_grad, eps, plus_one):  # type: ignore[no-untyped-def]
-    from .rms_norm_triton import backward
-
-    return backward(dy, x, weight, residual_grad, eps, plus_one)
+rms_norm.impl("triton", "rms_norm_triton:forward", accepts=_triton_reason)
+add_rms_norm.impl("triton", "rms_norm_triton:add_forward", accepts=_triton_reason)
+rms_norm_backward.impl("triton", "rms_norm_triton:backward", accepts=_triton_reason)
 
 
 def _npu_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """RMSNorm kernels: a row stays in registers from its one read to its one write."""
 
 import torch
@@ -126,7 +127,13 @@ def _rms_norm_backward_kernel(
     tl.store(partial_ptr + program * C + columns, total, mask=columns < C)
 
 
-def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    return add_forward(x, None, weight, eps, plus_one)[0]
+
+
+def add_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool
+) -> tuple[Tensor, Tensor]:
     """y and, with a residual, the new residual (else y again)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty_like(y)

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from . import sample_torch_npu
 from ._check import check_like, check_range
-from ._op import Values, is_readable, operator
+from ._op import Values, operator
+from ._tracing import is_readable
 
 _MASK = 0xFFFFFFFF
 
@@ -104,11 +105,7 @@ def _triton_reason(logits: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
 
 
-@sample.impl("triton", accepts=_triton_reason)
-def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[no-untyped-def]
-    from .sample_triton import forward
-
-    return forward(logits, temperature, top_k, top_p, min_p, seeds, steps)
+sample.impl("triton", "sample_triton:forward", accepts=_triton_reason)
 
 
 @sample.impl("torch_npu", accepts=sample_torch_npu.reason)

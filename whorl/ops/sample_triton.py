@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Sampling kernels: the maximum of each row by all processors, then one program a row for those that draw."""
 
 import torch
@@ -75,11 +76,11 @@ def _nearest(logits_ptr, V, top, temperature, wanted, COUNT: tl.constexpr, BLOCK
     low, high = 0, 0x7F800000
     while low < high:
         middle = low + (high - low) // 2
-        limit = middle.to(tl.float32, bitcast=True)
+        limit = middle.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
         is_enough = _within(logits_ptr, V, top, temperature, limit, COUNT, BLOCK) >= wanted
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-    return low.to(tl.float32, bitcast=True)
+    return low.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
 
 
 @triton.jit

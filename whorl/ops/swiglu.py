@@ -73,18 +73,8 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
 
-@swiglu.impl("triton", accepts=_triton_reason)
-def _(x, interleaved):  # type: ignore[no-untyped-def]
-    from .swiglu_triton import forward
-
-    return forward(x, interleaved)
-
-
-@swiglu_backward.impl("triton", accepts=_triton_reason)
-def _(dy, x, interleaved):  # type: ignore[no-untyped-def]
-    from .swiglu_triton import backward
-
-    return backward(dy, x, interleaved)
+swiglu.impl("triton", "swiglu_triton:forward", accepts=_triton_reason)
+swiglu_backward.impl("triton", "swiglu_triton:backward", accepts=_triton_reason)
 
 
 def _npu_reason(x: Tensor, interleaved: bool, **_: object) -> str | None:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """SwiGLU kernels: a block of one row at a time, gate and up read once."""
 
 import torch

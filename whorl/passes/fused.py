@@ -14,11 +14,11 @@ from torch import Tensor
 
 from whorl import collectives
 from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
-from whorl.device import HOME
+from whorl.device import BACKENDS
 from whorl.ops import _torch_npu
 from whorl.ops._torch_npu import dtype_name
 
-CUDA, NPU = HOME["triton"], HOME["torch_npu"]
+CUDA, NPU = BACKENDS["triton"].home, BACKENDS["torch_npu"].home
 
 
 def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whorl.device import HOME, default_device
+from whorl.device import BACKENDS, default_device
 
 from .config import SequenceParallel
 
 ASCEND_MIN_TOKENS = 1000  # below, the fixed cost of collectives outweighs what they save, by the vendor's experience
 ASCEND_MIN_TOKENS_MOE = 1  # experts gather anyway
-DEFAULT_MIN_TOKENS = {HOME["torch_npu"]: (ASCEND_MIN_TOKENS, ASCEND_MIN_TOKENS_MOE)}  # device: dense, MoE
+DEFAULT_MIN_TOKENS = {BACKENDS["torch_npu"].home: (ASCEND_MIN_TOKENS, ASCEND_MIN_TOKENS_MOE)}  # device: dense, MoE
 ENDPOINTS, OLD_ENDPOINTS = "compile_ranges_endpoints", "compile_ranges_split_points"
 READ = ("enable_sp", "sp_min_token_num", ENDPOINTS, OLD_ENDPOINTS, "pass_config", "mode", "level", "enforce_eager")
 

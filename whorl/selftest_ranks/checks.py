@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whorl import collectives
-from whorl.device import HOME, HOST, is_installed
+from whorl.device import BACKENDS, HOST, is_installed
 
 
 class Skipped(Exception):
@@ -116,7 +116,7 @@ def quantized_gather(device: str, ranks: int) -> str:
 def symmetric_memory(device: str, ranks: int) -> str:
     from whorl.passes.fused import has_symmetric_memory
 
-    if device != HOME["triton"]:
+    if device != BACKENDS["triton"].home:
         raise Skipped("symmetric memory belongs to CUDA")
     if not has_symmetric_memory(collectives.group_name(None)):
         raise AssertionError(

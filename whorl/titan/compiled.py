@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from whorl.ops.sparse_attention import (
+from whorl.ops.indexer import (
     dense_indexer_kl,
     dense_indexer_kl_gradients,
     dense_indexer_target,

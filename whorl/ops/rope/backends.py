@@ -4,18 +4,8 @@ import torch
 from torch import Tensor
 
 from . import torch_npu as npu
-from .contract import (
-    merged_rows,
-    mrope,
-    mrope_,
-    mrope_backward,
-    overwrite,
-    read_write_orders,
-    rope,
-    rope_,
-    rope_backward,
-    token_rows,
-)
+from .contract import mrope, mrope_, mrope_backward, overwrite, rope, rope_, rope_backward
+from .tables import merged_rows, read_write_orders, token_rows
 
 
 def _triton_reason(q: Tensor, cos_sin: Tensor | None = None, **_: object) -> str | None:
@@ -38,50 +28,10 @@ def _triton_backward_reason(dq: Tensor, cos_sin: Tensor | None = None, **_: obje
     return _triton_reason(dq, cos_sin)
 
 
-@rope.impl("triton", accepts=_triton_reason)
-def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    return rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse)
-
-
-@rope_backward.impl("triton", accepts=_triton_backward_reason)
-def _(dq, dk, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    return rotate(dq, dk, cos_sin, positions, *read_write_orders(style, pairs_out)[::-1], where, not inverse)
-
-
-@rope_.impl("triton", accepts=_triton_in_place_reason)
-def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, in_place=True)
-
-
-@mrope.impl("triton", accepts=_triton_reason)
-def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    return rotate(q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, sections, layout)
-
-
-@mrope_backward.impl("triton", accepts=_triton_backward_reason)
-def _(dq, dk, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    return rotate(
-        dq, dk, cos_sin, positions, *read_write_orders(style, pairs_out)[::-1], where, not inverse, sections, layout
-    )
-
-
-@mrope_.impl("triton", accepts=_triton_in_place_reason)
-def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    from .triton import rotate
-
-    rotate(
-        q, k, cos_sin, positions, *read_write_orders(style, pairs_out), where, inverse, sections, layout, in_place=True
-    )
+for _op, _op_backward, _op_in_place in ((rope, rope_backward, rope_), (mrope, mrope_backward, mrope_)):
+    _op.impl("triton", "triton:forward", accepts=_triton_reason)
+    _op_backward.impl("triton", "triton:backward", accepts=_triton_backward_reason)
+    _op_in_place.impl("triton", "triton:in_place", accepts=_triton_in_place_reason)
 
 
 def _npu_reason(q: Tensor, k: Tensor | None, cos_sin: Tensor, **_: object) -> str | None:

@@ -6,139 +6,14 @@ way, without a copy.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from whorl.contracts import interleaved_range_reason
-from whorl.device import HOME
-
-from .._op import Op, Values, is_readable, narrow, operator, widen
-
-Style = Literal["half", "pairs"]
-Where = Literal["leading", "trailing"]
-Layout = Literal["chunked", "interleaved", "hwt"]
-
-_SWAPPED = {"thd": None, "bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
-
-
-def tokens_first(x: Tensor, order: str) -> Tensor:
-    """A view of x with its token dims first: [T, H, D] or [B, S, H, D]. It is its own inverse."""
-    if order not in _SWAPPED:
-        raise ValueError(f"tokens_first: order is {order!r}, expected one of {', '.join(_SWAPPED)}")
-    swapped = _SWAPPED[order]
-    return x if swapped is None else x.transpose(*swapped)
-
-
-def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a table for q of `dtype` on a device: fp32, but q's own 16 bits where the kernel knows no other.
-
-    npu_mrope looks positions up itself in a table of q's dtype. A table that is kept in that dtype is rounded once; any
-    other has its rows gathered and rounded in every layer.
-    """
-    is_rounded = torch.device(device).type == HOME["torch_npu"] and dtype in (torch.bfloat16, torch.float16)
-    return dtype if is_rounded else torch.float32
-
-
-def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
-    """Axes and the channels they turn; axis 0 turns the others."""
-    if layout == "chunked":
-        ends = list(itertools.accumulate(sections))
-        return [(axis, slice(ends[axis - 1], ends[axis])) for axis in range(1, len(sections))]
-    if layout == "interleaved":
-        _, h, w = sections
-        return [(1, slice(1, 3 * h, 3)), (2, slice(2, 3 * w, 3))]
-    h, w, _ = sections  # hwt
-    return [(1, slice(0, h + w, 2)), (2, slice(1, h + w, 2))]
-
-
-def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
-    """For each of the R/2 channels, the row of `positions` (0 t, 1 h, 2 w) that turns it."""
-    axes = [0] * sum(sections)
-    for axis, channels in _mrope_slices(sections, layout):
-        axes[channels] = [axis] * len(axes[channels])
-    return axes
-
-
-def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
-    """Rows for `rope`, each channel taken at its own axis' position: look them up once a step, share over layers.
-
-    cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R].
-    """
-    check_sections("merge_mrope", cos_sin, positions, sections, layout)
-    _check_range("merge_mrope", cos_sin, positions)
-    return merged_rows(cos_sin, positions, sections, layout)
-
-
-# ---- checks
-
-
-def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefix: str = "") -> None:
-    """prefix: "d" for gradients, which are called dq and dk."""
-    if q.dim() not in (3, 4):
-        raise ValueError(f"{name}: {prefix}q is {list(q.shape)}, expected [T, HQ, D] or [B, S, HQ, D]")
-    if not q.is_floating_point():
-        raise ValueError(f"{name}: {prefix}q is {q.dtype}, expected a floating point dtype")
-    if k is not None and (k.dtype != q.dtype or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]):
-        raise ValueError(
-            f"{name}: {prefix}k is {list(k.shape)} {k.dtype}, expected the tokens, head size and dtype of {prefix}q, "
-            f"{list(q.shape)} {q.dtype}"
-        )
-    if cos_sin.dtype not in (torch.float32, torch.float64, q.dtype):
-        raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, expected torch.float32, or q's dtype {q.dtype}")
-    if cos_sin.requires_grad:
-        raise ValueError(f"{name}: cos_sin requires a gradient, expected a constant table")
-    rotary = cos_sin.shape[-1]
-    if rotary % 2 or not 0 < rotary <= q.shape[-1]:
-        raise ValueError(f"{name}: cos_sin has width {rotary}, expected an even rotary size of at most {q.shape[-1]}")
-
-
-def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin: Tensor) -> None:
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: positions is {positions.dtype}, expected torch.int32 or torch.int64")
-    if list(positions.shape) != list(shape):
-        raise ValueError(f"{name}: positions is {list(positions.shape)}, expected {list(shape)}")
-    if cos_sin.dim() != 2:
-        raise ValueError(f"{name}: cos_sin is {list(cos_sin.shape)}, expected a table [P, R] to look positions up in")
-    _check_range(name, cos_sin, positions)
-
-
-def _check_range(name: str, cos_sin: Tensor, positions: Tensor) -> None:
-    """Where values can be read for free; kernels give NaN for a position outside the table."""
-    if positions.numel() and is_readable(positions):
-        low, high = (int(v) for v in positions.aminmax())
-        if low < 0 or high >= cos_sin.shape[0]:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name}: position {wrong} is outside the table of {cos_sin.shape[0]} rows")
-
-
-def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
-    """Several positions a token: [A, *tokens], one row for each section."""
-    shape = [len(sections), *q.shape[:-2]]
-    if positions.dim() == len(shape):
-        check_sections(name, cos_sin, positions, sections, layout)
-    check_positions(name, positions, shape, cos_sin)
-
-
-def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
-    half = cos_sin.shape[-1] // 2
-    if len(sections) != positions.shape[0]:
-        raise ValueError(
-            f"{name}: positions has {positions.shape[0]} rows, sections {list(sections)} need {len(sections)}"
-        )
-    if len(sections) not in (3, 4) or min(sections) < 0:
-        raise ValueError(f"{name}: sections is {list(sections)}, expected 3 or 4 counts of channels")
-    if sum(sections) != half:
-        raise ValueError(f"{name}: sections {list(sections)} sum to {sum(sections)}, the table has {half} channels")
-    if layout != "chunked" and len(sections) != 3:
-        raise ValueError(f"{name}: layout {layout!r} takes 3 sections, got {list(sections)}")
-    if layout == "interleaved" and (why := interleaved_range_reason(sections)):
-        raise ValueError(f"{name}: sections {list(sections)} cannot be interleaved: {why}")
-    if layout == "hwt" and sections[0] != sections[1]:
-        raise ValueError(f"{name}: sections {list(sections)}: h and w alternate in layout 'hwt' and must be equal")
+from .._op import Op, Values, narrow, operator, widen
+from .checks import check_axes, check_rows, check_tensors
+from .tables import Layout, Style, Where, merged_rows, read_write_orders, token_rows
 
 
 def _check_rope(
@@ -146,17 +21,6 @@ def _check_rope(
 ) -> None:
     check_tensors(name, q, k, cos_sin)
     check_rows(name, q, cos_sin, positions)
-
-
-def check_rows(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor | None) -> None:
-    """One row for each token: looked up by position, or given."""
-    if positions is not None:
-        check_positions(name, positions, q.shape[:-2], cos_sin)
-    elif cos_sin.shape[:-1] != q.shape[:-2]:
-        raise ValueError(
-            f"{name}: cos_sin is {list(cos_sin.shape)}, expected one row for each token, {[*q.shape[:-2], 'R']}, "
-            "or positions to look up"
-        )
 
 
 def _check_mrope(
@@ -217,26 +81,8 @@ def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str, inverse:
     return turned if rotary == dim else torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
 
 
-def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:
-    """How channels are read and written."""
-    return (style, pairs_out) if style == "pairs" else ("half", "half")
-
-
 def rotate_both(q: Tensor, k: Tensor | None, *how: object) -> tuple[Tensor, Tensor | None]:
     return _rotate(q, *how), None if k is None else _rotate(k, *how)  # type: ignore[arg-type]
-
-
-def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
-    return cos_sin if positions is None else cos_sin[positions]
-
-
-def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
-    """cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R]."""
-    rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
-    merged = rows[0].clone()
-    for axis, channels in _mrope_slices(sections, layout):
-        merged[..., channels] = rows[axis][..., channels]
-    return merged.flatten(-2)
 
 
 def rope_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

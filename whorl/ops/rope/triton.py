@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The rotation on NVIDIA GPUs: one pass over q and k, table rows read once a token and shared by its heads.
 
 A program takes a group of BLOCK_H heads, of q or of k, of BLOCK_T tokens. Both channels of a pair are read and written
@@ -7,6 +8,7 @@ by the same lane, so that in place is safe where the order does not change. Indi
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._rows import ceil_div, power_of_2
+from .tables import read_write_orders
 
 LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
@@ -232,13 +235,28 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def rotate(
+def forward(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **how: Any) -> tuple[Tensor, Tensor | None]:
+    """Of `rope` and `mrope`."""
+    return _rotate(q, k, *read_write_orders(style, pairs_out), **how)
+
+
+def backward(
+    dq: Tensor, dk: Tensor | None, style: str, pairs_out: str, inverse: bool, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _rotate(dq, dk, *read_write_orders(style, pairs_out)[::-1], inverse=not inverse, **how)
+
+
+def in_place(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **how: Any) -> None:
+    _rotate(q, k, *read_write_orders(style, pairs_out), in_place=True, **how)
+
+
+def _rotate(
     q: Tensor,
     k: Tensor | None,
-    cos_sin: Tensor,
-    positions: Tensor | None,
     read: str,
     write: str,
+    cos_sin: Tensor,
+    positions: Tensor | None,
     where: str,
     inverse: bool,
     sections: Sequence[int] | None = None,
@@ -257,7 +275,7 @@ def rotate(
         *(read, write, where, inverse, in_place),
         *(positions is not None, None if sections is None else tuple(sections), layout),
     )
-    some_k, some_k_out = (q, q_out) if k is None else (k, k_out)
+    some_k, some_k_out = (q, q_out) if k is None or k_out is None else (k, k_out)
     _rope_kernel[(ceil_div(tokens, constants["BLOCK_T"]) * groups,)](
         q,
         some_k,

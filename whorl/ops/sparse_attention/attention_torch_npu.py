@@ -74,15 +74,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scale: float,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, scale: float, **_: object
 ) -> tuple[Tensor, Tensor]:
     is_empty = indices[:, :1] < 0
     top = lse.masked_fill(is_empty, 0)[None, None].contiguous()

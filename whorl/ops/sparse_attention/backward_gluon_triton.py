@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The backward for Hopper in Gluon, in two passes like the plain one: dq with P and dS, then the shares of the keys.
 
 64 heads of a token in the first pass, all 64 or 128 in the second; 576 channels of which 512 are values.

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .._check import check_like
-from .._op import Values, is_readable, operator, widen
+from .._op import Values, operator, widen
+from .._tracing import is_readable
 from . import attention_torch_npu
 
 CHUNK = 2**27  # elements of the largest tensor that a reference makes at a time
@@ -62,21 +63,11 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int,
     check_indices("sparse_attention", indices, kv.shape[0])
 
 
-def _check_backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scale: float,
-    deterministic: bool,
-) -> None:
-    name = "sparse_attention_backward"
+def _check_backward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, deterministic: bool, **outputs: Any) -> None:
+    name, (dout, out) = "sparse_attention_backward", (outputs["dout"], outputs["out"])
     _check_shapes(name, q, kv, indices, scale, dout.shape[-1] if dout.dim() else -1)
     check_indices(name, indices, kv.shape[0])
-    check_outputs(name, q, out.shape[-1] if out.dim() == 3 else 0, dout=dout, out=out, lse=lse, dlse=dlse)
+    check_outputs(name, q, out.shape[-1] if out.dim() == 3 else 0, **outputs)
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
@@ -256,23 +247,11 @@ def _kernel_reason(q: Tensor, value_dim: int) -> str | None:
     return None
 
 
-@sparse_attention.impl("triton", accepts=_triton_reason)
-def _(q, kv, indices, scale, value_dim, deterministic):  # type: ignore[no-untyped-def]
-    from .launch import forward
-
-    return forward(q, kv, indices, scale, value_dim or q.shape[2])
-
-
 def _triton_backward_reason(dout: Tensor, q: Tensor, **_: object) -> str | None:
     return _kernel_reason(q, dout.shape[2])
 
 
-@sparse_attention_backward.impl("triton", accepts=_triton_backward_reason)
-def _(dout, q, kv, indices, out, lse, dlse, scale, deterministic):  # type: ignore[no-untyped-def]
-    from .launch import backward
-
-    return backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic)
-
-
-sparse_attention.impl("torch_npu", accepts=attention_torch_npu.reason)(attention_torch_npu.forward)
-sparse_attention_backward.impl("torch_npu", accepts=attention_torch_npu.backward_reason)(attention_torch_npu.backward)
+sparse_attention.impl("triton", "launch:forward", accepts=_triton_reason)
+sparse_attention_backward.impl("triton", "launch:backward", accepts=_triton_backward_reason)
+sparse_attention.impl("torch_npu", "attention_torch_npu:forward", accepts=attention_torch_npu.reason)
+sparse_attention_backward.impl("torch_npu", "attention_torch_npu:backward", accepts=attention_torch_npu.backward_reason)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The forward for Hopper in Gluon: a producer gathers keys into shared memory, two warpgroups of consumers share them.
 
 Shapes of DeepSeek-V3.2: 64 of the heads of one token, 576 channels of which 512 are values, keys in pairs of blocks of

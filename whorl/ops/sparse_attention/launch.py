@@ -76,8 +76,17 @@ def _dkv_tiles(dtype: torch.dtype) -> Tiles:
 
 
 def forward(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, *, use_gluon: bool = True
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    value_dim: int,
+    deterministic: bool,
+    *,
+    use_gluon: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    """`deterministic` is the gradient's: here nothing is added in an order of chance."""
+    value_dim = value_dim or q.shape[2]
     q, kv, indices = _aligned(q), _aligned(kv), indices.contiguous()
     (count, heads, dim), topk = q.shape, indices.shape[1]
     out = torch.empty(count, heads, value_dim, dtype=q.dtype, device=q.device)
@@ -117,47 +126,28 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    deterministic: bool,
-    *,
-    use_gluon: bool = True,
+    dlse: Tensor | None, scale: float, deterministic: bool, *, use_gluon: bool = True, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _Backward(dout, dlse, q, kv, indices, out, lse, scale, deterministic, use_gluon).run()
+    return _Backward(tensors, dlse, scale, deterministic, use_gluon).run()
 
 
 class _Backward:
     """The arguments of one backward, in the shape the kernels take them."""
 
     def __init__(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        deterministic: bool,
-        use_gluon: bool,
+        self, tensors: dict[str, Tensor], dlse: Tensor | None, scale: float, deterministic: bool, use_gluon: bool
     ) -> None:
-        self.dout, self.q, self.kv = _aligned(dout), _aligned(q), _aligned(kv)
-        self.indices, self.lse = indices.contiguous(), lse.contiguous()
+        self.dout, self.q, self.kv = (_aligned(tensors[name]) for name in ("dout", "q", "kv"))
+        self.indices, self.lse = tensors["indices"].contiguous(), tensors["lse"].contiguous()
         self.scale, self.deterministic = scale, deterministic
-        (self.count, self.heads, self.dim), self.topk = q.shape, indices.shape[1]
-        self.value_dim, self.num_keys = dout.shape[2], kv.shape[0]
+        q = tensors["q"]
+        (self.count, self.heads, self.dim), self.topk = q.shape, self.indices.shape[1]
+        self.value_dim, self.num_keys = self.dout.shape[2], self.kv.shape[0]
         self.pitch = ceil_div(self.topk, 64) * 64
         self.gluon = use_gluon and gluon_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
         self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dkv = torch.zeros(self.num_keys, self.dim, dtype=torch.float32, device=q.device)
-        self.delta = self._delta(out.contiguous(), dlse)
+        self.delta = self._delta(tensors["out"].contiguous(), dlse)
 
     def _delta(self, out: Tensor, dlse: Tensor | None) -> Tensor:
         delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
@@ -198,45 +188,19 @@ class _Backward:
         return min(self.count, tokens // wave * wave or tokens)
 
     def _first_pass(self, first: int, now: int, p: Tensor, ds: Tensor) -> None:
+        tensors = (self.q, self.kv, self.indices, self.lse, self.delta, self.dout, self.dq, p, ds)
+        numbers = (self.dim, first, self.topk, self.pitch, self.scale)
         if self.gluon:
             from .backward_gluon_triton import _sparse_dq_gluon_kernel
 
             _sparse_dq_gluon_kernel[(self.heads // 64, now)](
-                self.q,
-                self.kv,
-                self.indices,
-                self.lse,
-                self.delta,
-                self.dout,
-                self.dq,
-                p,
-                ds,
-                self.dim,
-                first,
-                self.topk,
-                self.pitch,
-                self.scale,
-                H=self.heads,
-                REGISTERS=DQ_REGISTERS,
-                num_warps=4,
+                *tensors, *numbers, H=self.heads, REGISTERS=DQ_REGISTERS, num_warps=4
             )
             return
         tiles = _dq_tiles(self.heads, self.dim, self.q.dtype)
         plain._sparse_dq_kernel[(ceil_div(self.heads, tiles.heads), now)](
-            self.q,
-            self.kv,
-            self.indices,
-            self.lse,
-            self.delta,
-            self.dout,
-            self.dq,
-            p,
-            ds,
-            self.dim,
-            first,
-            self.topk,
-            self.pitch,
-            self.scale,
+            *tensors,
+            *numbers,
             H=self.heads,
             D=self.dim,
             DV=self.value_dim,
@@ -273,45 +237,25 @@ class _Backward:
         )
 
     def _share_out(self, first: int, now: int, p: Tensor, ds: Tensor, to: Tensor) -> None:
+        given = (self.q, self.dout, self.indices, p, ds, to, first, self.topk, self.pitch)
+        adds = not self.deterministic
         if self.gluon:
             from .backward_gluon_triton import _sparse_dkv_gluon_kernel
 
-            _sparse_dkv_gluon_kernel[(2, now)](
-                self.q,
-                self.dout,
-                self.indices,
-                p,
-                ds,
-                to,
-                first,
-                self.topk,
-                self.pitch,
-                H=self.heads,
-                ADD=not self.deterministic,
-                REGISTERS=REGISTERS,
-                num_warps=4,
-            )
+            _sparse_dkv_gluon_kernel[(2, now)](*given, H=self.heads, ADD=adds, REGISTERS=REGISTERS, num_warps=4)
             return
         tiles = _dkv_tiles(self.q.dtype)
         for begin, end in ((0, self.value_dim), (self.value_dim, self.dim)):
             if begin < end:
                 columns = max(16, min(tiles.heads, power_of_2(end - begin)))
                 plain._sparse_dkv_kernel[(ceil_div(end - begin, columns), now)](
-                    self.q,
-                    self.dout,
-                    self.indices,
-                    p,
-                    ds,
-                    to,
-                    first,
-                    self.topk,
-                    self.pitch,
+                    *given,
                     begin,
                     H=self.heads,
                     D=self.dim,
                     DV=self.value_dim,
                     WITH_V=begin == 0,
-                    ADD=not self.deterministic,
+                    ADD=adds,
                     BLOCK_H=max(16, power_of_2(self.heads)),
                     BLOCK_K=tiles.keys,
                     BLOCK_C=columns,

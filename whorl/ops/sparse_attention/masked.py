@@ -1,22 +1,24 @@
 """The same attention for short sequences: ordinary heads, the selection as a bit for each query and key."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from whorl.device import default_device
+from whorl.device import REFERENCE, default_device
 
-from .._op import Values, is_readable, operator, widen
+from .._op import Values, operator, widen
+from .._tracing import is_readable
 from . import masked_torch_npu
+from .bits import WORD, causal_bits, num_words, unpack
 from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
-WORD = 32  # keys of one word of a selection
 LARGEST_HEAD = 256
 # By the backend that would mask a selection: keys past which gathering the selected ones is faster than masking all of
 # them. Triton: DeepSeek-V3.2 with 2048 selected, both ways on an H200. 10.6 ms masked at 4096, 39.8 at 8192, where
-# sparse takes 34.4; by operations it would be 12500. The reference keeps to it; torch_npu fuses no masked selection.
+# sparse takes 34.4; by operations it would be 12500. The reference keeps to it, and whoever is not
+# listed; torch_npu fuses no masked selection.
 CROSSOVER = {"triton": 6_800, "torch": 6_800, "torch_npu": 0}
 
 
@@ -36,15 +38,11 @@ def choose_attention(
 
 def _crossover(kind: str) -> int:
     able = [name for name, reason in masked_attention.availability(kind).items() if reason is None]
-    return CROSSOVER[next((name for name in able if name != "torch"), "torch")]
+    return CROSSOVER.get(next((name for name in able if name != REFERENCE), REFERENCE), CROSSOVER[REFERENCE])
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler, and Triton with it.
 _crossover._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def num_words(num_keys: int) -> int:
-    return -(-num_keys // WORD)
 
 
 def _check_selection(indices: Tensor, num_keys: int) -> None:
@@ -61,7 +59,12 @@ def _fake_selection(indices: Tensor, num_keys: int) -> Tensor:
     return indices.new_empty(indices.shape[0], num_words(num_keys))
 
 
-@operator(check=_check_selection, forward_only=True, fake=_fake_selection)
+@operator(
+    check=_check_selection,
+    forward_only=True,
+    without={"torch_npu": "a selection's bits are for masked attention alone, where torch_npu takes none"},
+    fake=_fake_selection,
+)
 def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
     """The bits of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 says whether key j is in.
 
@@ -73,11 +76,7 @@ def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
     return words[:, :-1].to(torch.int32).contiguous()  # keeps the lowest 32 bits
 
 
-@selection_mask.impl("triton")
-def _(indices, num_keys):  # type: ignore[no-untyped-def]
-    from .masked_triton import selection
-
-    return selection(indices, num_words(num_keys))
+selection_mask.impl("triton", "masked_triton:selection")
 
 
 def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
@@ -116,33 +115,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -
     _check_shapes("masked_attention", q, k, v, bits, scale)
 
 
-def _check_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bits: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scale: float,
-) -> None:
+def _check_backward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float, **outputs: Any) -> None:
     name = "masked_attention_backward"
     _check_shapes(name, q, k, v, bits, scale)
-    check_outputs(name, q, v.shape[2], dout=dout, out=out, lse=lse, dlse=dlse)
-
-
-def causal_bits(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """The bits of every key up to the query's own, the last query at the last key."""
-    ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)[:, None]
-    firsts = WORD * torch.arange(num_words(num_keys), device=device)
-    return ((1 << (ends - firsts).clamp(0, WORD)) - 1).int()  # keeps the lowest 32 bits
-
-
-def unpack(bits: Tensor, num_keys: int) -> Tensor:
-    """[T, S] bool of a few rows of a selection."""
-    shifts = torch.arange(WORD, device=bits.device, dtype=torch.int32)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(1)[:, :num_keys]
+    check_outputs(name, q, v.shape[2], **outputs)
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -281,21 +257,7 @@ def _triton_reason(q: Tensor, v: Tensor, **_: object) -> str | None:
     return None
 
 
-@masked_attention.impl("triton", accepts=_triton_reason)
-def _(q, k, v, bits, scale):  # type: ignore[no-untyped-def]
-    from .masked_triton import forward
-
-    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
-    return forward(q, k, v, bits, scale)
-
-
-@masked_attention_backward.impl("triton", accepts=_triton_reason)
-def _(dout, q, k, v, bits, out, lse, dlse, scale):  # type: ignore[no-untyped-def]
-    from .masked_triton import backward
-
-    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
-    return backward(dout, dlse, q, k, v, bits, out, lse, scale)
-
-
-masked_attention.impl("torch_npu", accepts=masked_torch_npu.reason)(masked_torch_npu.forward)
-masked_attention_backward.impl("torch_npu", accepts=masked_torch_npu.backward_reason)(masked_torch_npu.backward)
+masked_attention.impl("triton", "masked_triton:forward", accepts=_triton_reason)
+masked_attention_backward.impl("triton", "masked_triton:backward", accepts=_triton_reason)
+masked_attention.impl("torch_npu", "masked_torch_npu:forward", accepts=masked_torch_npu.reason)
+masked_attention_backward.impl("torch_npu", "masked_torch_npu:backward", accepts=masked_torch_npu.backward_reason)

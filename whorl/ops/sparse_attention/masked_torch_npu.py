@@ -9,7 +9,7 @@ from whorl.contracts import fusion_attention_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from ..attention_torch_npu import compressed_mask
+from ..attention.paged_torch_npu import compressed_mask
 
 REPEATED = 8  # the operator's largest scores and sums are [B, N, S, 8], one number 8 times
 
@@ -52,15 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) 
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bits: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     top = lse.T[None, ..., None].expand(-1, -1, -1, REPEATED).contiguous()
     dq, dk, dv, *_ = _torch_npu.call(

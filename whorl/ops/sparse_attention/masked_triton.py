@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Attention under a bit mask in Triton: one query block against all key blocks, tiles without a set bit skipped."""
 
 import torch
@@ -9,6 +10,7 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot
+from .bits import causal_bits, num_words
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -294,8 +296,8 @@ def _selection_kernel(indices_ptr, bits_ptr, words, K, BLOCK: tl.constexpr):
     tl.atomic_or(bits_ptr + token * words + keys // 32, 1 << (keys % 32), mask=keys >= 0, sem="relaxed")
 
 
-def selection(indices: Tensor, words: int) -> Tensor:
-    indices = indices.contiguous()
+def selection(indices: Tensor, num_keys: int) -> Tensor:
+    indices, words = indices.contiguous(), num_words(num_keys)
     bits = torch.zeros(indices.shape[0], words, dtype=torch.int32, device=indices.device)
     if indices.numel():
         grid = (indices.shape[0], ceil_div(indices.shape[1], 1024))
@@ -340,7 +342,8 @@ DQ_TILES = (128, 64, 8, 2)
 DKV_TILES = (32, 128, 8, 2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     q, k, v, bits = (x.contiguous() for x in (q, k, v, bits))
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -355,16 +358,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, scale: float) -> tupl
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bits: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, dlse: Tensor | None, scale: float, **given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out, lse = (given[name] for name in ("dout", "out", "lse"))
+    bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     dout, q, k, v, bits, out, lse = (x.contiguous() for x in (dout, q, k, v, bits, out, lse))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Attention over selected keys in plain Triton: gather, online softmax, and a backward in two passes.
 
 The backward keeps no tile of gradients larger than one program holds. `_dq_kernel` goes along the keys of one token,

@@ -16,18 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whorl import ops
-from whorl.ops.sparse_attention import (
+from whorl.ops.indexer import (
     dense_indexer_kl,
     dense_indexer_kl_gradients,
     dense_indexer_target,
     indexer_kl,
     indexer_kl_gradients,
     indexer_target,
-    masked_attention_backward,
-    sparse_attention_backward,
 )
-from whorl.ops.sparse_attention.indexer import chunks, visible_keys
-from whorl.ops.sparse_attention.masked import WORD, num_words
+from whorl.ops.indexer.bounds import chunks, visible_keys
+from whorl.ops.sparse_attention import masked_attention_backward, sparse_attention_backward
+from whorl.ops.sparse_attention.bits import WORD, num_words
 
 from .core import Core, count_with
 

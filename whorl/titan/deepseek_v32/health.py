@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchtitan.tools.logging import logger
 
-from whorl.ops.sparse_attention import index_scores, top_k
-from whorl.ops.sparse_attention.indexer import visible_keys
+from whorl.ops.indexer import index_scores, top_k
+from whorl.ops.indexer.bounds import visible_keys
 
 from .attention import Attention
 from .core import Core, pop_log

@@ -1,0 +1,144 @@
+"""Paged attention on Ascend, by npu_fused_infer_attention_score, and writing the cache.
+
+The operator wants lengths as integers, so each call reads them back once. Three kinds of mask: none for one query a
+sequence; a mask of our own for the few queries of the decode class; for prompts the compressed causal triangle, with
+a window as a band of it. The device does not promise that a query's bits are independent of the other sequences.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import MASK_SIZE, fused_infer_attention_limit, scatter_pa_kv_cache_limit
+
+from .. import _torch_npu
+from .._check import check_lengths
+from .._torch_npu import dtype_name
+
+
+def write_kv_reason(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
+    limit = scatter_pa_kv_cache_limit(
+        key_shape=k.shape,
+        cache_shape=k_cache.shape,
+        dtype=dtype_name(k),
+        cache_dtype=dtype_name(k_cache),
+        contiguous=k_cache.is_contiguous() and v_cache.is_contiguous(),
+    )
+    return limit or _torch_npu.missing("npu_scatter_pa_kv_cache", cache_mode="Norm")
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """A token to be skipped repeats the first that is kept, or writes what is in slot 0: no slot means nowhere."""
+    kept = slots >= 0
+    source = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
+    at = slots[source].clamp_min(0)
+    rows = []
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        rows.append(torch.where(kept.any(), new[source], cache.flatten(0, 1)[:1]).contiguous())
+    _torch_npu.call(
+        "npu_scatter_pa_kv_cache",
+        key=rows[0],
+        value=rows[1],
+        key_cache=k_cache,
+        value_cache=v_cache,
+        slot_mapping=at,
+        cache_mode="Norm",
+    )
+
+
+def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **_: object) -> str | None:
+    """Whatever the lengths are: they are on the device."""
+    if not q.numel():
+        return "empty tensors are not taken"
+    return fused_infer_attention_limit(
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_size=q.shape[2],
+        dtype=dtype_name(q),
+        input_layout="BSND",
+        batch=block_tables.shape[0],
+        queries=q.shape[0],
+        block_size=k_cache.shape[1],
+        contiguous=k_cache.is_contiguous() and v_cache.is_contiguous(),
+    )
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> Tensor:
+    query_starts, context_lens = given["query_starts"], given["context_lens"]
+    scale, window, rows = (given[name] for name in ("scale", "window", "rows"))
+    lengths = _torch_npu.on_host(torch.cat((query_starts, context_lens)))
+    starts, contexts = lengths[: len(query_starts)], lengths[len(query_starts) :]
+    check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    most = max(counts, default=0)
+    if not most:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    half = len(counts) // 2
+    if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
+        # Shared prefixes: the operator wants as many blocks in the cache as its sequences have together.
+        cut = starts[half]
+        first = given | {"query_starts": query_starts[: half + 1], "context_lens": context_lens[:half]}
+        second = given | {"query_starts": query_starts[half:] - cut, "context_lens": context_lens[half:]}
+        caches = (k_cache, v_cache)
+        parts = ((q[:cut], block_tables[:half], first), (q[cut:], block_tables[half:], second))
+        return torch.cat([attention(part, *caches, tables, **more) for part, tables, more in parts])
+    keys = {"block_table": block_tables, "block_size": k_cache.shape[1], "actual_seq_lengths_kv": contexts}
+    keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
+    if most == 1 and not 0 < window < max(contexts):
+        mask: dict[str, Any] = {"atten_mask": None, "sparse_mode": 0}
+    elif most == 1 or rows != "prompt":
+        width = block_tables.shape[1] * k_cache.shape[1]
+        mask = {"atten_mask": _own_mask(query_starts, context_lens, most, width, window), "sparse_mode": 0}
+    else:
+        mask = {"atten_mask": compressed_mask(q.device), "sparse_mode": 4 if window else 3}
+        if window:
+            mask |= {"pre_tokens": window - 1, "next_tokens": 0}
+    if mask["sparse_mode"] and _takes_packed(q, len(counts)):
+        out = _call(q[: starts[-1]].contiguous(), "TND", scale, actual_seq_lengths=starts[1:], **keys, **mask)
+    else:
+        padded, back = _pad(q, counts, most, query_starts)
+        out = _call(padded, "BSND", scale, actual_seq_lengths=counts, **keys, **mask).flatten(0, 1)
+        out = out if back is None else out[back]
+    rest = q.shape[0] - starts[-1]
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, rest)) if rest else out.contiguous()
+
+
+def _call(query: Tensor, layout: str, scale: float, **asked: Any) -> Tensor:
+    heads = query.shape[-2]
+    unlimited = {"pre_tokens": 2**31 - 1, "next_tokens": 2**31 - 1}
+    asked = unlimited | asked | {"num_heads": heads, "scale": scale, "input_layout": layout, "inner_precise": 0}
+    out, _ = _torch_npu.call("npu_fused_infer_attention_score", query=query, softmax_lse_flag=False, **asked)
+    return out
+
+
+def _takes_packed(q: Tensor, batch: int) -> bool:
+    """Whether sequences of different lengths may lie one after the other; pages want heads of 128 for that."""
+    return q.shape[2] == 128 and batch <= 4096
+
+
+def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[B, most, HQ, D], and where each query is in it; None: as they were."""
+    if len(set(counts)) == 1 and q.shape[0] == most * len(counts):
+        return q.unflatten(0, (len(counts), most)).contiguous(), None
+    inside = torch.arange(most, device=q.device)
+    rows = (query_starts[:-1, None] + inside).clamp_max(q.shape[0] - 1)
+    places = torch.cat([b * most + inside[:count] for b, count in enumerate(counts)])
+    return q[rows].contiguous(), places
+
+
+def _own_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int, window: int) -> Tensor:
+    """[B, 1, most, width] bool, True where query i of sequence b does not see the key."""
+    first = context_lens - (query_starts[1:] - query_starts[:-1])
+    position = (first[:, None] + torch.arange(most, device=first.device))[:, None, :, None]
+    key = torch.arange(width, device=first.device)
+    hidden = key > position
+    return hidden | (key <= position - window) if window else hidden
+
+
+@functools.cache
+def compressed_mask(device: torch.device) -> Tensor:
+    """The upper triangle that stands for a causal mask of any length."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)

@@ -1,0 +1,280 @@
+"""What stands between a Qwen3 qkv projection and attention: per-head RMSNorm of q and k, then the rotation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.device import REFERENCE
+
+from .._check import check_like
+from .._op import Op, Values, operator
+from ..rms_norm import rms_norm, rms_norm_backward
+from ..rope import cases as rope_cases
+from ..rope.checks import check_axes, check_rows, check_tensors
+from ..rope.contract import mrope, mrope_backward, rope, rope_backward
+from ..rope.tables import Layout, Style
+
+
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    """q, k and v as views of the packed projection, each [*tokens, heads, D]."""
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    return list(heads.split([num_heads, num_kv_heads, num_kv_heads], -2))
+
+
+def _copied(v: Tensor) -> Tensor:
+    """A contiguous copy even of what is contiguous: an operator's output shares no memory with its inputs."""
+    return v.clone(memory_format=torch.contiguous_format)
+
+
+def check_qkv(
+    name: str,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    sections: Sequence[int] | None,
+    layout: str,
+    **_: object,
+) -> None:
+    count = num_heads + 2 * num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[-1] % count:
+        raise ValueError(
+            f"{name}: qkv is {list(qkv.shape)}, expected a last dim of ({num_heads} + 2 x {num_kv_heads}) heads x D"
+        )
+    q = split_heads(qkv, num_heads, num_kv_heads)[0]
+    check_tensors(name, q, None, cos_sin)
+    for what, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
+            raise ValueError(
+                f"{name}: {what} is {list(weight.shape)} {weight.dtype}, "
+                f"expected [{q.shape[-1]}] in {qkv.dtype} or torch.float32"
+            )
+    if not eps > 0:
+        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
+    if sections is None:
+        check_rows(name, q, cos_sin, positions)
+    elif positions is None:
+        raise ValueError(f"{name}: sections {list(sections)} need positions [{len(sections)}, *tokens], got None")
+    else:
+        check_axes(name, q, cos_sin, positions, sections, layout)
+
+
+def _rotate(
+    op: Op, multi: Op, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None, how: Values, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Through `rope` or `mrope` (or their backwards), in one backend: the reference, or torch_npu's."""
+    sections, layout = how["sections"], how["layout"]
+    rest = {"style": how["style"], "pairs_out": "pairs", "where": "leading", "inverse": False}
+    chosen, extra = (op, {}) if sections is None else (multi, {"sections": sections, "layout": layout})
+    function = chosen.reference if backend == REFERENCE else chosen.impls[backend].function
+    return function(q, k, cos_sin, positions, **extra, **rest)
+
+
+def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    """The heads read and written once (the backward reads q and k twice), and one table row a token."""
+    qkv, table = values["qkv"], values["cos_sin"]
+    heads = (values["num_heads"], values["num_kv_heads"], values["num_kv_heads"])
+    has_v = values.get("with_v", True) if "dq" not in values else values["dv"] is not None
+    moved = (3 if "dq" in values else 2) * (heads[0] + heads[1]) + 2 * has_v * heads[2]
+    tokens, dim = qkv.shape[:-1].numel(), qkv.shape[-1] // sum(heads)
+    return tokens * (moved * dim * qkv.element_size() + table.shape[-1] * table.element_size())
+
+
+def _check(**values: Any) -> None:
+    check_qkv("qk_norm_rope", **values)
+
+
+@operator(check=_check, absent={2: "with_v"}, bytes=_bytes)
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    sections: Sequence[int] | None = None,
+    layout: Layout = "chunked",
+    style: Style = "half",
+    with_v: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """RMSNorm each query and key head, rotate them, and hand out q, k and v, each contiguous.
+
+    qkv: [*tokens, (HQ + 2 HK) D], q heads first, then k, then v; q_weight, k_weight: [D]. Returns q: [*tokens, HQ, D],
+    k and v: [*tokens, HK, D]. v is copied, so that the backward writes one gradient of qkv; without `with_v` it is
+    None, and inference reads it from qkv. cos_sin, positions, style as `rope` on the leading R channels; with
+    `sections` and `layout`, positions as `mrope`. fp32 from the projection to the result, one rounding; Hugging Face
+    rounds after the norm as well. Differentiable in qkv and the weights.
+    """
+    how: Values = {"sections": sections, "layout": layout, "style": style}
+    wide = qkv if qkv.dtype == torch.float64 else qkv.float()
+    q, k, v = split_heads(wide, num_heads, num_kv_heads)
+    q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
+    k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
+    q, k = _rotate(rope, mrope, q, k, cos_sin, positions, how, REFERENCE)
+    return q.to(qkv.dtype), k.to(qkv.dtype), _copied(v.to(qkv.dtype)) if with_v else None
+
+
+def _check_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **rest: Any
+) -> None:
+    name = "qk_norm_rope_backward"
+    check_qkv(name, qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **rest)
+    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    for what, grad, heads in (("dq", dq, num_heads), ("dk", dk, num_kv_heads), ("dv", dv, num_kv_heads)):
+        check_like(name, what, grad, (*qkv.shape[:-1], heads, dim), qkv.dtype)
+
+
+@operator(check=_check_backward, bytes=_bytes)
+def qk_norm_rope_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor | None,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    sections: Sequence[int] | None = None,
+    layout: Layout = "chunked",
+    style: Style = "half",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once.
+
+    Without dv the gradient of qkv is zero there.
+    """
+    how: Values = {"sections": sections, "layout": layout, "style": style}
+    wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, how, REFERENCE)
+    q, k, _ = split_heads(qkv.to(wide), num_heads, num_kv_heads)
+    dq, dq_weight = rms_norm_backward.reference(dq, q, q_weight, eps=eps, plus_one=plus_one)
+    dk, dk_weight = rms_norm_backward.reference(dk, k, k_weight, eps=eps, plus_one=plus_one)
+    dv = torch.zeros_like(dk) if dv is None else dv.to(wide)
+    dqkv = torch.cat((dq, dk, dv), -2).flatten(-2).to(qkv.dtype)
+    return dqkv, dq_weight, dk_weight
+
+
+@qk_norm_rope.gradient(save=("qkv", "q_weight", "k_weight", "cos_sin", "positions"))
+def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    likes = split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"])[:2]
+    dq, dk = (torch.zeros_like(like) if g is None else g for g, like in zip(grads[:2], likes, strict=True))
+    how = {n: v for n, v in args.items() if n != "with_v"}
+    dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, grads[2], **how)
+    return {"qkv": dqkv, "q_weight": dq_weight, "k_weight": dk_weight}
+
+
+# ---- backends
+
+
+def triton_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
+    if qkv.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    if cos_sin.element_size() < 4:
+        return f"reads fp32 tables, got {cos_sin.dtype}"
+    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    return None if dim <= 512 else f"head size {dim} is larger than 512"
+
+
+qk_norm_rope.impl("triton", "qk_norm_rope_triton:forward", accepts=triton_reason)
+qk_norm_rope_backward.impl("triton", "qk_norm_rope_backward_triton:backward", accepts=triton_reason)
+
+
+def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
+    q, k = split_heads(qkv, num_heads, num_kv_heads)[:2]
+    return rope.impls["torch_npu"].accepts(q=q, k=k, cos_sin=cos_sin)
+
+
+@qk_norm_rope.impl("torch_npu", accepts=_npu_reason)
+def _(qkv: Tensor, num_heads: int, num_kv_heads: int, with_v: bool, **how: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    norm = rms_norm.impls["torch_npu"].function
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    q, k = (norm(x, how[w], how["eps"], how["plus_one"]) for x, w in ((q, "q_weight"), (k, "k_weight")))
+    q, k = _rotate(rope, mrope, q, k, how["cos_sin"], how["positions"], how, "torch_npu")
+    return q, k, _copied(v) if with_v else None
+
+
+@qk_norm_rope_backward.impl("torch_npu", accepts=_npu_reason)
+def _(
+    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = rms_norm_backward.impls["torch_npu"].function
+    q, k, _ = split_heads(qkv, num_heads, num_kv_heads)
+    dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, how["cos_sin"], how["positions"], how, "torch_npu")
+    dq, dq_weight = backward(dq, q, how["q_weight"], None, how["eps"], how["plus_one"])
+    dk, dk_weight = backward(dk, k, how["k_weight"], None, how["eps"], how["plus_one"])
+    dv = torch.zeros_like(dk) if dv is None else dv
+    return torch.cat((dq, dk, dv), -2).flatten(-2), dq_weight, dk_weight
+
+
+# ---- cases
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "heads": 1, "kv_heads": 1, "dim": 2},
+    {"tokens": (17,), "heads": 4, "kv_heads": 2, "dim": 128, "scale": 0.01},
+    {"tokens": (2, 3), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "plus_one": True},
+    {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 64, "style": "pairs"},
+    {"tokens": (7,), "heads": 5, "kv_heads": 2, "dim": 128, "sections": [24, 20, 20], "layout": "interleaved"},
+    {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 80, "rotary": 24, "looked_up": True},
+    {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
+    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
+    {"tokens": (3,), "heads": 2, "kv_heads": 1, "dim": 64, "with_v": False},
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "heads": heads, "kv_heads": 4, "dim": 128}
+    for tokens, heads in ((16384, 32), (16384, 64), (1, 32), (64, 64))
+] + [{"tokens": (16384,), "heads": 32, "kv_heads": 4, "dim": 128, "with_v": False}]
+
+
+def make_case(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    scale: float = 1.0,
+    plus_one: bool = False,
+    sliced: bool = False,
+    sections: list[int] | None = None,
+    layout: str = "chunked",
+    style: str = "half",
+    with_v: bool = True,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    **case: Any,
+) -> Values:
+    axes = None if sections is None else len(sections)
+    rotary = rope_cases.make(heads=1, kv_heads=None, dim=dim, axes=axes, dtype=dtype, device=device, **case)
+    width = (heads + 2 * kv_heads) * dim
+    qkv = (scale * torch.randn(*rotary["q"].shape[:-2], width + 7 * sliced, dtype=dtype, device=device))[..., :width]
+    weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, dtype=dtype, device=device) for n in "qk"}
+    tables = {n: rotary[n] for n in ("cos_sin", "positions")}
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": eps, "plus_one": plus_one}
+    how = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
+    return {"qkv": qkv, **weights, **tables, **sizes, **how}
+
+
+def _make_backward(**case: Any) -> Values:
+    args = make_case(**case)
+    dq, dk, dv = (torch.randn_like(h) for h in split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
+    return {"dq": dq, "dk": dk, "dv": dv if args.pop("with_v") else None} | args
+
+
+qk_norm_rope.inputs(cases=_CASES, bench=_BENCH)(make_case)
+qk_norm_rope_backward.inputs(
+    cases=[*_CASES, {"tokens": (130,), "heads": 2, "kv_heads": 1, "dim": 64}], bench=_BENCH[:2]
+)(_make_backward)

@@ -1,0 +1,317 @@
+# mypy: allow-untyped-defs
+"""Norm, rotation and unpacking of a qkv projection in one pass.
+
+A head's channels stay in registers between the norm and the rotation.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._overlap_triton import follow, overlap
+from .._rows import ceil_div, power_of_2
+from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, store_pair
+
+
+@triton.jit
+def load_rest(x_ptr, at, mask, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+    channels = REST_START + tl.arange(0, BLOCK_REST)
+    inside = mask[:, :, None] & (channels < REST_START + REST)
+    return tl.load(x_ptr + at[:, :, None] + channels, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rest(y_ptr, at, mask, rest, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+    channels = REST_START + tl.arange(0, BLOCK_REST)
+    inside = mask[:, :, None] & (channels < REST_START + REST)
+    tl.store(y_ptr + at[:, :, None] + channels, rest.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_weight(
+    weight_ptr,
+    HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
+    """The weight in the order of load_pair, and its tail, [1, 1, ...]."""
+    at = tl.zeros((1, 1), tl.int64)
+    mask = tl.full((1, 1), True, tl.int1)
+    first, second = load_pair(weight_ptr, at, mask, HALF, BLOCK_C, PAIRS)
+    rest = load_rest(weight_ptr, at, mask, 2 * HALF, REST, BLOCK_REST)
+    if PLUS_ONE:
+        first += 1.0
+        second += 1.0
+        rest += 1.0
+    return first, second, rest
+
+
+@triton.jit
+def copy_heads(x_ptr, y_ptr, x_at, y_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    store_rest(y_ptr, y_at, mask, load_rest(x_ptr, x_at, mask, 0, D, BLOCK_D), 0, D, BLOCK_D)
+
+
+@triton.jit
+def inverse_rms(total, D: tl.constexpr, eps):
+    """Correctly rounded: one a head, where the fast reciprocal root would be the largest error in fp32."""
+    return tl.div_rn(1.0, tl.sqrt_rn(total / D + eps))[:, :, None]
+
+
+@triton.jit
+def _norm_rotate_heads(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    x_at,
+    y_at,
+    mask,
+    table_ptr,
+    positions_ptr,
+    tokens,
+    T,
+    P,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    # Heads first: a warp issues in order, and the table row has to wait for its position.
+    first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
+    w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+    total = tl.sum(first * first + second * second, 2)
+    if D > 2 * HALF:
+        rest = load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        total += tl.sum(rest * rest, 2)
+    inverse = inverse_rms(total, D, eps)
+    first, second = first * inverse * w_first, second * inverse * w_second
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
+    if D > 2 * HALF:
+        store_rest(y_ptr, y_at, mask, rest * inverse * w_rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+
+
+@triton.jit
+def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offset_stride, CACHE_BLOCK: tl.constexpr):
+    """Where the keys or values of these tokens go, [BLOCK_T, 1], and which go anywhere."""
+    if CACHE_BLOCK == 0:
+        places = (tokens * width)[:, None]
+    else:
+        slots = tl.load(slots_ptr + tokens[:, None], mask=is_token, other=-1).to(tl.int64)
+        places = slots // CACHE_BLOCK * block_stride + slots % CACHE_BLOCK * offset_stride
+        is_token = is_token & (slots >= 0)
+    return places, is_token
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    positions_ptr,
+    slots_ptr,
+    T,
+    P,
+    qkv_stride,
+    q_stride_t,
+    q_stride_h,
+    block_stride,
+    offset_stride,
+    head_stride,
+    eps,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    AXES: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one.
+
+    k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache.
+    """
+    follow(OVERLAP)
+    q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
+    k_groups: tl.constexpr = (HK + BLOCK_H - 1) // BLOCK_H
+    program = tl.program_id(0)
+    group = program % GROUPS
+    tokens = (program // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = (tokens < T)[:, None]
+    x_token = (tokens * qkv_stride)[:, None]
+    if group < q_groups:
+        heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+        x_at, y_at = x_token + heads * D, (tokens * q_stride_t)[:, None] + heads * q_stride_h
+        _norm_rotate_heads(
+            qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+        )  # fmt: skip
+    elif group < q_groups + k_groups:
+        heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+        y_token, is_token = _places(
+            slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
+        )  # fmt: skip
+        x_at, y_at = x_token + (HQ + heads) * D, y_token + heads * head_stride
+        _norm_rotate_heads(
+            qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+        )  # fmt: skip
+    else:
+        heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+        y_token, is_token = _places(
+            slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
+        )  # fmt: skip
+        x_at, y_at = x_token + (HQ + HK + heads) * D, y_token + heads * head_stride
+        copy_heads(qkv_ptr, v_ptr, x_at, y_at, is_token & (heads < HK), D, BLOCK_D)
+
+
+def forward(
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor | None, num_heads: int, num_kv_heads: int, with_v: bool, **how: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    hq, hk = num_heads, num_kv_heads
+    rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
+    q, k = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk))
+    v = torch.empty_like(k) if with_v else None
+    if not rows.shape[0]:
+        return q, k, v
+    weights = (how.pop("q_weight"), how.pop("k_weight"))
+    _launch(rows, weights, (q, k, v), cos_sin, positions, None, hk, **how)
+    return q, k, v
+
+
+def write(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **how: Any) -> None:
+    """`forward` into the paged cache."""
+    if qkv.shape[0]:
+        weights, cos_sin = (how.pop("q_weight"), how.pop("k_weight")), how.pop("cos_sin")
+        heads = how.pop("num_heads"), how.pop("num_kv_heads")
+        how |= {"sections": None, "layout": "chunked"}
+        outputs = (q, k_cache, v_cache)
+        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), heads[1], **how)
+
+
+def _launch(
+    rows: Tensor,
+    weights: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor | None],
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor | None,
+    num_kv_heads: int,
+    *,
+    eps: float,
+    plus_one: bool,
+    sections: Sequence[int] | None,
+    layout: str,
+    style: str,
+) -> None:
+    q, k, v = outputs
+    heads = hq, hk = q.shape[-2], num_kv_heads
+    dim = q.shape[-1]
+    table, index = flat_table(cos_sin, positions)
+    constants = constants_of(
+        hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(sections), layout, style, plus_one
+    )
+    groups = sum(head_groups(heads, constants["BLOCK_H"])[: 2 if v is None else 3])
+    _qk_norm_rope_kernel[(ceil_div(rows.shape[0], constants["BLOCK_T"]) * groups,)](
+        rows,
+        *(weight.contiguous() for weight in weights),
+        q,
+        k,
+        k if v is None else v,
+        table,
+        index,
+        index if slots is None else slots,
+        rows.shape[0],
+        table.shape[0],
+        rows.stride(0),
+        q.stride(-3) if q.dim() == 3 else hq * dim,
+        q.stride(-2),
+        *((hk * dim, hk * dim, dim) if slots is None else k.stride()[:3]),
+        eps,
+        **constants,
+        GROUPS=groups,
+        CACHE_BLOCK=0 if slots is None else k.shape[1],
+        **overlap(rows),
+    )
+
+
+def head_groups(heads: tuple[int, int], block_h: int) -> tuple[int, int, int]:
+    """Programs for the heads of q, k and v of one token."""
+    q_groups, k_groups = (ceil_div(h, block_h) for h in heads)
+    return q_groups, k_groups, k_groups
+
+
+def readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """[T, C] with unit stride along C: a view where strides allow one."""
+    return readable(x).reshape(-1, x.shape[-1])
+
+
+def as_tuple(sections: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sections is None else tuple(sections)
+
+
+@functools.lru_cache(maxsize=1024)
+def constants_of(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    has_positions: bool,
+    sections: tuple[int, ...] | None,
+    layout: str,
+    style: str,
+    plus_one: bool,
+) -> dict[str, int]:
+    channels = power_of_2(dim)
+    # 1024 channels a program: one warp with four 16-byte reads a thread in flight. Two tokens share a weight.
+    block_h = max(1, min(power_of_2(heads), 512 // channels))
+    return {
+        "HQ": heads,
+        "HK": kv_heads,
+        "D": dim,
+        "BLOCK_T": max(1, 1024 // (block_h * channels)),
+        "BLOCK_H": block_h,
+        "BLOCK_REST": power_of_2(dim - rotary),
+        "BLOCK_D": channels,
+        "PAIRS": style == "pairs",
+        "PLUS_ONE": plus_one,
+        "num_warps": 1,
+        **angle_constants(rotary, has_positions, sections, layout),
+    }

@@ -1,0 +1,160 @@
+"""`qk_norm_rope` and `write_kv` in one: keys and values go from the projection straight into the paged cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._check import check_cache, check_slots
+from .._op import Values, operator
+from ..rope.tables import Style
+from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
+from .write_kv import write_kv
+
+
+def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **rest: Any) -> None:
+    name, num_heads, num_kv_heads = "qk_norm_rope_write", rest["num_heads"], rest["num_kv_heads"]
+    rest.pop("style")
+    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **rest)
+    check_cache(name, k_cache, v_cache)
+    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    if qkv.dim() != 2 or q.shape != (qkv.shape[0], num_heads, dim) or q.dtype != qkv.dtype:
+        raise ValueError(
+            f"{name}: qkv is {list(qkv.shape)}, q {list(q.shape)} {q.dtype}, expected [T, (HQ + 2 HK) D] and "
+            f"[T, {num_heads}, {dim}] in {qkv.dtype}"
+        )
+    if k_cache.shape[2:] != (num_kv_heads, dim) or k_cache.dtype != qkv.dtype:
+        raise ValueError(
+            f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, expected [blocks, block size, {num_kv_heads}, "
+            f"{dim}] in {qkv.dtype}"
+        )
+    check_slots(name, slots, qkv.shape[0], k_cache)
+
+
+def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    qkv, table = values["qkv"], values["cos_sin"]
+    return 2 * qkv.numel() * qkv.element_size() + table.numel() * table.element_size()
+
+
+@operator(check=_check, mutates=("q", "k_cache", "v_cache"), bytes=_bytes)
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    style: Style = "half",
+) -> None:
+    """RMSNorm each query and key head of new tokens, rotate them, and store q and, in the cache, k and v.
+
+    qkv: [T, (HQ + 2 HK) D], q_weight, k_weight: [D], cos_sin: [T, R], a row for each token: as `qk_norm_rope`; q:
+    [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T] as `write_kv`.
+    Returns nothing.
+    """
+    how: Values = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps, "plus_one": plus_one}
+    reference = qk_norm_rope.reference
+    turned, k, v = reference(qkv, q_weight, k_weight, cos_sin, style=style, with_v=True, **how)
+    q.copy_(turned)
+    write_kv.reference(k, v, k_cache, v_cache, slots)
+
+
+# ---- backends
+
+
+def _triton_reason(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    **_: object,
+) -> str | None:
+    if k_cache.stride() != v_cache.stride() or not k_cache.stride(-1) == q.stride(-1) == 1:
+        return "writes channels that lie side by side, in two caches of the same strides"
+    return triton_reason(qkv, cos_sin, num_heads, num_kv_heads)
+
+
+qk_norm_rope_write.impl("triton", "qk_norm_rope_triton:write", accepts=_triton_reason)
+
+
+def _npu_reason(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    **_: object,
+) -> str | None:
+    k, v = split_heads(qkv, num_heads, num_kv_heads)[1:]
+    write = write_kv.impls["torch_npu"].accepts(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return write or qk_norm_rope.impls["torch_npu"].accepts(qkv=qkv, cos_sin=cos_sin, **heads)
+
+
+@qk_norm_rope_write.impl("torch_npu", accepts=_npu_reason)
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **given: Any) -> None:
+    rotate = qk_norm_rope.impls["torch_npu"].function
+    turned, k, v = rotate(**given, positions=None, sections=None, layout="chunked", with_v=True)
+    q.copy_(turned)
+    write_kv.impls["torch_npu"].function(k, v, k_cache, v_cache, slots)
+
+
+# ---- cases
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "heads": 1, "kv_heads": 1, "dim": 16},
+    {"tokens": (17,), "heads": 4, "kv_heads": 2, "dim": 128, "scale": 0.01},
+    {"tokens": (6,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "plus_one": True, "skipped": True},
+    {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 64, "style": "pairs"},
+    {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
+    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
+    {"tokens": (3,), "heads": 8, "kv_heads": 8, "dim": 128, "block": 128},
+    {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 64, "short": True, "skipped": True},  # slots in int32
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "heads": 32, "kv_heads": 4, "dim": 128, "block": 16} for tokens in (1, 64, 8192)
+]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    kv_heads: int,
+    dim: int,
+    block: int = 4,
+    skipped: bool = False,
+    short: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    **case: Any,
+) -> Values:
+    """Slots in no order, some tokens without one; blocks with a gap between them where strides are asked for."""
+    more: Values = {"dtype": dtype, "device": device}
+    values = make_case(tokens=tokens, kv_heads=kv_heads, dim=dim, looked_up=True, **more, **case)
+    count = tokens[0]
+    blocks = -(-count // block) + 1
+    gap = 2 if case.get("sliced") else 0
+    caches = {n: torch.randn(blocks, block + gap, kv_heads, dim, **more)[:, :block] for n in ("k_cache", "v_cache")}
+    slots = torch.randperm(blocks * block, device=device)[:count]
+    if skipped:
+        slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
+    slots = slots.int() if short else slots
+    q = torch.zeros(count, values["num_heads"], dim, **more)
+    kept = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
+    return kept | {"q": q, **caches, "slots": slots}
+
+
+qk_norm_rope_write.inputs(cases=_CASES, bench=_BENCH)(_make)

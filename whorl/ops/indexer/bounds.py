@@ -1,0 +1,88 @@
+"""Who sees whom: the keys of each query, as bounds on their positions; and queries a chunk at a time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**25  # scores of one chunk: 128 MiB in fp32
+
+
+def causal_bounds(
+    num_queries: int,
+    num_keys: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    positions: Tensor | None = None,
+    device: str | torch.device = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """`starts` and `ends` of causal attention: query t sees the keys whose position is in [starts[t], ends[t]).
+
+    positions: [T] places of the queries in the packed stream, for a rank that holds a slice of it; by default the
+    last T of the S. cu_seqlens: [B + 1] where the packed sequences begin, the total last; by default one sequence.
+    """
+    if cu_seqlens is not None:
+        device = cu_seqlens.device
+    if positions is None:
+        positions = torch.arange(num_keys - num_queries, num_keys, device=device)
+    if positions.shape != (num_queries,):
+        raise ValueError(f"causal_bounds: positions is {list(positions.shape)}, expected [{num_queries}]")
+    ends = (positions + 1).int()
+    if cu_seqlens is None:
+        return torch.zeros_like(ends), ends
+    sequence = torch.searchsorted(cu_seqlens.long(), positions.long(), right=True) - 1
+    return cu_seqlens.to(positions.device)[sequence].int(), ends
+
+
+def check_bounds(
+    name: str,
+    num_queries: int,
+    num_keys: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+) -> None:
+    for what, x, size in (
+        ("starts", starts, num_queries),
+        ("ends", ends, num_queries),
+        ("key_positions", key_positions, num_keys),
+    ):
+        if x is not None and (x.shape != (size,) or x.dtype != torch.int32):
+            raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [{size}] torch.int32")
+    if ends is None and (starts is not None or key_positions is not None):
+        raise ValueError(f"{name}: starts or key_positions without ends; causal_bounds gives both bounds")
+
+
+def full_bounds(
+    num_queries: int, num_keys: int, starts: Tensor | None, ends: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Bounds as tensors; without `ends` causal, the last query at the last key."""
+    if ends is None:
+        ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, dtype=torch.int32, device=device)
+    return torch.zeros_like(ends) if starts is None else starts, ends
+
+
+def visible_keys(
+    num_queries: int,
+    num_keys: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """[T, S] bool."""
+    starts, ends = full_bounds(num_queries, num_keys, starts, ends, device)
+    if key_positions is None:
+        key_positions = torch.arange(num_keys, device=device)
+    return (key_positions >= starts[:, None]) & (key_positions < ends[:, None])
+
+
+def chunks(num_rows: int, row_size: int, budget: int = CHUNK) -> Iterator[slice]:
+    """Row ranges of at most `budget` elements each, at least one row."""
+    step = max(1, budget // max(1, row_size))
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,86 @@
+"""Sizes of the indexer's scores and choice for tests and benchmarks."""
+
+from typing import Any
+
+import torch
+
+from .._op import Values
+from .bounds import causal_bounds
+from .lightning import lightning_indexer
+from .scores import index_scores
+from .top_k import top_k
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "keys": 1, "heads": 1, "dim": 8, "topk": 1},
+    {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "topk": 9},
+    {"tokens": (5,), "keys": 70, "heads": 3, "dim": 24, "topk": 33, "sliced": True},
+    {"tokens": (0,), "keys": 9, "heads": 2, "dim": 8, "topk": 4},
+    {"tokens": (6,), "keys": 6, "heads": 8, "dim": 32, "topk": 64},
+    {"tokens": (9,), "keys": 100, "heads": 5, "dim": 16, "topk": 20, "packed": (3, 1, 5), "scale": 1 / 64},
+    {"tokens": (4,), "keys": 50, "heads": 16, "dim": 16, "topk": 7, "shuffled": True},
+]
+_DEEPSEEK = {"heads": 64, "dim": 128, "topk": 2048}
+_BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys in (8192, 32768)]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    keys: int,
+    heads: int,
+    dim: int,
+    topk: int,
+    packed: tuple[int, ...] = (),
+    shuffled: bool = False,
+    scale: float = 1.0,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
+    more: dict[str, Any] = {"device": device}
+    q = torch.randint(-2, 3, (*tokens, heads, dim + 8 * sliced), **more)[..., :dim].to(dtype)
+    k = torch.randint(-2, 3, (keys, dim + 8 * sliced), **more).to(dtype)[:, :dim]
+    weights = scale * torch.randint(-3, 5, (*tokens, heads), **more).to(dtype) / 8
+    values: Values = {"q": q, "k": k, "weights": weights, "topk": topk}
+    if packed:
+        ends = torch.tensor([0, *packed]).cumsum(0)
+        ends[-1] = max(keys, int(ends[-1]))
+        starts, stops = causal_bounds(tokens[0], keys, cu_seqlens=ends, positions=torch.arange(*tokens) + keys // 2)
+        values |= {"starts": starts.to(device), "ends": stops.to(device)}
+    if shuffled:
+        positions = torch.randperm(keys).int() + 3
+        starts, stops = causal_bounds(tokens[0], keys, positions=torch.arange(*tokens) + keys // 2)
+        values |= {"starts": starts.to(device), "ends": stops.to(device), "key_positions": positions.to(device)}
+    return values
+
+
+def _make_lightning(with_scores: bool = True, **case: Any) -> Values:
+    return _make(**case) | ({} if with_scores else {"with_scores": False})
+
+
+def _make_scores(**case: Any) -> Values:
+    """Ordinary numbers: here rounding shows."""
+    values = _make(**case)
+    del values["topk"]
+    scale = case.get("scale", 1.0)
+    factors = {"q": scale, "k": 1.0, "weights": scale}
+    if values["q"].device.type == "meta":
+        return values
+    return values | {n: (values[n] + torch.randn_like(values[n])) * f for n, f in factors.items()}
+
+
+def _make_top_k(normal: bool = False, **case: Any) -> Values:
+    """`normal` numbers hardly tie; otherwise nearly all do."""
+    values = _make(**case)
+    shape = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * case.get("sliced", False))
+    values.pop("weights")
+    wide = torch.float64 if case["dtype"] == torch.float64 else torch.float32
+    more = {"device": case["device"]}
+    scores = torch.randn(shape, **more, dtype=wide) if normal else torch.randint(-9, 9, shape, **more).to(wide) / 4
+    return {"scores": scores[:, : case["keys"]], **values}
+
+
+lightning_indexer.inputs(cases=[*_CASES, _CASES[1] | {"with_scores": False}], bench=_BENCH)(_make_lightning)
+index_scores.inputs(cases=_CASES, bench=_BENCH)(_make_scores)
+top_k.inputs(cases=_CASES, bench=[case | {"normal": kind} for kind in (True, False) for case in _BENCH])(_make_top_k)

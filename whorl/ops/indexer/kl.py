@@ -1,0 +1,185 @@
+"""What the lightning indexer is trained by: the divergence of its choice from the attention of the main model.
+
+    target[t, s] = sum over heads of the main attention, s among the keys of t        p = target / sum of target
+    loss[t]      = KL(p || softmax(scores[t]))                                         both over the same keys
+
+`indexer_kl` is over the selected keys (training), `dense_indexer_kl` over every visible one (warm-up). Each gives loss
+and gradients in one call; `kl_gradients.py` joins it with its target, `loss.py` ties them to autograd.
+"""
+
+import torch
+from torch import Tensor
+
+from .._op import Values, operator
+from .._tracing import is_readable
+from .bounds import chunks, wide_dtype
+from .scores import check_indexer, triton_reason
+
+ONE_CALL = "torch_npu computes target, loss and gradient in one call, which indexer_kl_gradients makes"
+
+
+def check_attention(name: str, q: Tensor, lse: Tensor) -> None:
+    if q.dim() != 3 or not q.is_floating_point():
+        raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, H, D] floating point")
+    if lse.shape != q.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}: lse is {list(lse.shape)} {lse.dtype}, expected {list(q.shape[:2])} torch.float32")
+
+
+def check_kl_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) -> None:
+    if indices.dim() != 2 or indices.shape[0] != num_queries or indices.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{num_queries}, K] torch.int32"
+        )
+    if is_readable(indices) and indices.numel() and (int(indices.max()) >= num_keys or int(indices.min()) < -1):
+        raise ValueError(
+            f"{name}: indices go from {int(indices.min())} to {int(indices.max())}, expected -1 to {num_keys - 1}"
+        )
+
+
+def check_main_key(name: str, what: str, key: Tensor, query: Tensor, *, one_head: bool) -> None:
+    """The keys of the main attention against its queries."""
+    heads, dim = query.shape[1:]
+    fits = key.dim() == 3 and key.shape[2] == dim and key.dtype == query.dtype
+    if one_head and not (fits and key.shape[1] == 1):
+        raise ValueError(f"{name}: {what} is {list(key.shape)} {key.dtype}, expected [S, 1, {dim}] {query.dtype}")
+    if not fits or heads % max(1, key.shape[1]):
+        raise ValueError(
+            f"{name}: {what} is {list(key.shape)} {key.dtype}, expected [S, HK, {dim}] {query.dtype} with HK "
+            f"dividing {heads}"
+        )
+
+
+def triton_target_reason(q: Tensor, **_: object) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if q.shape[2] <= 1024 else f"a head of {q.shape[2]} channels does not fit one program (1024)"
+
+
+# ---- the target
+
+
+def _check_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> None:
+    check_attention("indexer_target", q, lse)
+    check_main_key("indexer_target", "k", k, q, one_head=True)
+    check_kl_indices("indexer_target", indices, q.shape[0], k.shape[0])
+
+
+def _fake_target(q: Tensor, indices: Tensor, **_: object) -> Tensor:
+    return q.new_empty(indices.shape, dtype=wide_dtype(q))
+
+
+def gathered(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of k by index, zero where it is -1, and which are there."""
+    valid = indices >= 0
+    rows = k[indices.clamp_min(0).long()] if k.shape[0] else k.new_zeros(*indices.shape, *k.shape[1:])
+    return rows.masked_fill(~valid.unsqueeze(-1), 0), valid
+
+
+def _target_flops(values: Values) -> int:
+    return 2 * values["indices"].numel() * values["q"].shape[1] * values["q"].shape[2]
+
+
+@operator(
+    check=_check_target, forward_only=True, without={"torch_npu": ONE_CALL}, fake=_fake_target, flops=_target_flops
+)
+def indexer_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """target[t, i] = sum over heads h of exp(scale * q[t, h] . k[s] - lse[t, h]), s = indices[t, i]; 0 where s is -1.
+
+    q: [T, H, D] and k: [S, 1, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K]
+    int32; lse: [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised:
+    sums of several ranks' heads may be added first, and no head is weighed on its own. Products and sums in fp32. No
+    gradient: the main model does not learn from the indexer.
+    """
+    wide = wide_dtype(q)
+    target = torch.empty(indices.shape, dtype=wide, device=q.device)
+    for rows in chunks(q.shape[0], indices.shape[1] * (q.shape[1] + q.shape[2])):
+        keys, valid = gathered(k[:, 0], indices[rows])
+        logits = torch.einsum("thd,tkd->thk", q[rows].to(wide), keys.to(wide)) * scale
+        logits = logits - lse[rows].to(wide).unsqueeze(-1)
+        target[rows] = logits.exp().sum(1).masked_fill(~valid, 0)
+    return target
+
+
+indexer_target.impl("triton", "kl_triton:target", accepts=triton_target_reason)
+
+
+# ---- the loss and its gradients
+
+
+def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """KL of each row and its derivative by the scores; a row without keys or without mass has none of either."""
+    mass = target.sum(-1, keepdim=True)
+    p = target / torch.where(mass > 0, mass, 1)
+    counted = valid & (mass > 0)
+    log_q = torch.log_softmax(scores.masked_fill(~counted, -torch.inf), -1)
+    log_q = torch.where(counted, log_q, 0)
+    loss = (torch.xlogy(p, p) - p * log_q).sum(-1)
+    return loss, torch.where(counted, log_q.exp() - p, 0)
+
+
+def rounded(ddots: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the second factor of a matrix product in `dtype`. Far below 1, so fp16 gets them 1024 times as large."""
+    lift = 1024.0 if dtype == torch.float16 else 1.0
+    return (ddots * lift).to(dtype).to(ddots.dtype) / lift
+
+
+def _check_kl(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor, **_: object) -> None:
+    check_indexer("indexer_kl", q, k, weights)
+    check_kl_indices("indexer_kl", indices, q.shape[0], k.shape[0])
+    if target.shape != indices.shape or target.dtype != wide_dtype(q):
+        raise ValueError(
+            f"indexer_kl: target is {list(target.shape)} {target.dtype}, expected {list(indices.shape)} {wide_dtype(q)}"
+        )
+
+
+def fake_kl(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = wide_dtype(q)
+    loss, dk = q.new_empty(q.shape[:1], dtype=wide), k.new_empty(k.shape, dtype=wide)
+    return loss, q.new_empty(q.shape), dk, weights.new_empty(weights.shape)
+
+
+def _kl_flops(values: Values) -> int:
+    """Scores, dq and dk; the scores are computed twice and counted once."""
+    return 6 * values["indices"].numel() * values["q"].shape[1] * values["q"].shape[2]
+
+
+@operator(check=_check_kl, forward_only=True, without={"torch_npu": ONE_CALL}, fake=fake_kl, flops=_kl_flops)
+def indexer_kl(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    target: Tensor,
+    *,
+    grad_scale: float = 1.0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL(target / sum || softmax(scores)) over the selected keys of each query, and its gradients, in one call.
+
+    q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target: [T,
+    K] fp32, not negative, of any sum. Returns loss [T] fp32 and the derivatives of grad_scale * loss.sum(): dq and
+    dweights like q and weights, dk [S, D] fp32, left wide because sums over more queries may follow. Scores, softmax
+    and sums in fp32; the derivative by a product q . k is rounded to q's dtype before it is multiplied again. A query
+    without keys, or whose target is all zero, has loss 0 and no gradient; an absent key is not read. `deterministic`
+    adds dk in a fixed order, at the price of a pass over all keys.
+    """
+    wide = wide_dtype(q)
+    loss = torch.empty(q.shape[0], dtype=wide, device=q.device)
+    dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
+    dk = torch.zeros(k.shape, dtype=wide, device=q.device)
+    for rows in chunks(q.shape[0], indices.shape[1] * max(1, q.shape[1] + q.shape[2])):
+        keys, valid = gathered(k.to(wide), indices[rows])
+        queries, factors = q[rows].to(wide), weights[rows].to(wide)
+        dots = torch.einsum("thd,tkd->thk", queries, keys)
+        scores = torch.einsum("thk,th->tk", dots.relu(), factors)
+        loss[rows], dscores = row_divergence(scores, target[rows], valid)
+        ddots = rounded(dscores.unsqueeze(1) * factors.unsqueeze(-1) * (dots > 0), q.dtype)
+        dq[rows] = (grad_scale * torch.einsum("thk,tkd->thd", ddots, keys)).to(q.dtype)
+        dweights[rows] = (grad_scale * torch.einsum("thk,tk->th", dots.relu(), dscores)).to(weights.dtype)
+        if k.shape[0]:
+            each = torch.einsum("thk,thd->tkd", ddots, queries)
+            dk.index_add_(0, indices[rows].clamp_min(0).flatten().long(), each.flatten(0, 1))
+    return loss, dq, grad_scale * dk, dweights
+
+
+indexer_kl.impl("triton", "kl_triton:kl", accepts=triton_reason)

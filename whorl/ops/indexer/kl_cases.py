@@ -1,0 +1,203 @@
+"""Sizes of the indexer's targets, losses and gradients for tests and benchmarks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._op import Values
+from .bounds import visible_keys
+from .dense_kl import dense_indexer_kl, dense_indexer_target
+from .kl import indexer_kl, indexer_target
+from .kl_gradients import dense_indexer_kl_gradients, indexer_kl_gradients
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "keys": 1, "heads": 1, "dim": 8, "k": 1},
+    {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "k": 20},
+    {"tokens": (5,), "keys": 50, "heads": 3, "dim": 24, "k": 33, "sliced": True},
+    {"tokens": (0,), "keys": 9, "heads": 2, "dim": 8, "k": 4},
+    {"tokens": (4,), "keys": 3, "heads": 8, "dim": 32, "k": 64},
+    {"tokens": (6,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
+    {"tokens": (3,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
+]
+# A loss is one number a query, whose error is that of a few sums: over few queries a ratio of errors is luck.
+_MORE_QUERIES = {5: (45,), 3: (43,)}
+_KL_CASES: list[Values] = [
+    *({**case, "tokens": _MORE_QUERIES.get(case["tokens"][0], case["tokens"])} for case in _CASES),
+    {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True, "grad_scale": 0.25},
+]
+_BENCH: list[Values] = [
+    {"tokens": (4096,), "keys": keys, "heads": 128, "dim": 576, "k": 2048} for keys in (8192, 32768)
+]
+_KL_BENCH: list[Values] = [
+    {"tokens": (4096,), "keys": keys, "heads": 64, "dim": 128, "k": 2048, "deterministic": exact}
+    for keys, exact in ((8192, False), (32768, False), (8192, True))
+]
+_DENSE_BENCH: list[Values] = [{"tokens": (1024,), "keys": keys, "heads": 128, "dim": 192} for keys in (8192, 32768)]
+_DENSE_KL_BENCH: list[Values] = [case | {"heads": 64, "dim": 128} for case in _DENSE_BENCH]
+
+
+def _normal(*shape: int, scale: float, sliced: bool, dtype: torch.dtype, device: str) -> Tensor:
+    x = torch.randn(*shape[:-1], shape[-1] + 8 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
+    return scale * x if scale != 1 else x
+
+
+def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> Tensor:
+    """Ascending, one query with fewer than the others, and, if asked, one with none."""
+    chosen = torch.rand(tokens, keys, device=device).topk(min(k, keys)).indices.sort(-1).values.int()
+    indices = torch.nn.functional.pad(chosen, (0, max(0, k - keys)), value=-1)
+    if tokens > 1:
+        indices[1, 1:] = -1
+    if empty:
+        indices[-1] = -1
+    return indices
+
+
+def make_target(
+    tokens: tuple[int, ...],
+    keys: int,
+    heads: int,
+    dim: int,
+    k: int,
+    empty: bool = False,
+    scale: float = 1.0,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    more: dict[str, Any] = {"scale": scale, "sliced": sliced, "dtype": dtype, "device": device}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "q": _normal(*tokens, heads, dim, **more),
+        "k": _normal(keys, 1, dim, **more),
+        "indices": _make_indices(tokens[0], keys, k, empty, device),
+        "lse": 2 + torch.rand(*tokens, heads, device=device).to(wide),
+        "scale": dim**-0.5,
+    }
+
+
+def make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
+    values = make_target(**case)
+    tokens, heads = values["q"].shape[:2]
+    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * heads**-0.5
+    target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
+    target = target.masked_fill(values["indices"] < 0, 0)
+    options = {"grad_scale": grad_scale, "deterministic": deterministic}
+    return {
+        "q": values["q"],
+        "k": values["k"][:, 0],
+        "weights": weights,
+        "indices": values["indices"],
+        "target": target,
+    } | options
+
+
+def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any) -> tuple[Values, Values]:
+    values = make_target(k=1, **case)
+    tokens, keys, device = values["q"].shape[0], values["k"].shape[0], case["device"]
+    bounds: Values = {"starts": None, "ends": None, "key_positions": None}
+    if empty or shuffled:
+        ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(
+            1, keys // max(1, tokens)
+        )  # the first: none
+        bounds |= {"starts": torch.zeros_like(ends), "ends": ends}
+    if shuffled:
+        bounds["key_positions"] = torch.randperm(keys, device=device).int()
+    return values, bounds
+
+
+def make_dense_target(key_heads: int = 1, **case: Any) -> Values:
+    values, bounds = _make_dense(**case)
+    heads = values["q"].shape[1]
+    shape = (values["k"].shape[0], heads // max(1, heads // key_heads) if heads % key_heads == 0 else 1, case["dim"])
+    k = values["k"].expand(shape) + torch.arange(shape[1], device=case["device"]).to(case["dtype"])[:, None] / 8
+    return {"q": values["q"], "k": k, "lse": values["lse"], "scale": values["scale"], **bounds}
+
+
+def make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
+    values, bounds = _make_dense(**case)
+    q, k = values["q"], values["k"][:, 0]
+    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
+    target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
+    visible = visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
+    target = target.masked_fill(~visible, 0)
+    return {"q": q, "k": k, "weights": weights, "target": target, **bounds, "grad_scale": grad_scale}
+
+
+_DENSE_CASES: list[Values] = [
+    *_CASES,
+    {"tokens": (5,), "keys": 30, "heads": 4, "dim": 16, "shuffled": True},
+    {"tokens": (20,), "keys": 20, "heads": 2, "dim": 16},
+]
+
+indexer_target.inputs(cases=_CASES, bench=_BENCH)(make_target)
+indexer_kl.inputs(cases=_KL_CASES, bench=_KL_BENCH)(make_kl)
+dense_indexer_target.inputs(
+    cases=[*_DENSE_CASES, {"tokens": (5,), "keys": 30, "heads": 4, "dim": 24, "key_heads": 2}],
+    bench=[case | {"key_heads": 128} for case in _DENSE_BENCH],
+)(make_dense_target)
+dense_indexer_kl.inputs(cases=_DENSE_CASES, bench=_DENSE_KL_BENCH)(make_dense_kl)
+
+
+# ---- loss and gradients straight from the attention
+
+
+def _main_case(case: Values, heads: int, dim: int) -> Values:
+    """What the attention's tensors are made by: ordinary numbers, whatever the indexer's are."""
+    own = ("grad_scale", "deterministic", "scale")
+    return {name: value for name, value in case.items() if name not in own} | {"heads": heads, "dim": dim}
+
+
+def _beside(values: Values, main: Values) -> Values:
+    """The attention is sharp and the indexer is not, so that the loss is no small rest of large terms."""
+    del values["target"]
+    named = {"main_q": 4 * main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}
+    return values | named
+
+
+def _make_gradients(main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
+    values = _beside(make_kl(**case), make_target(**_main_case(case, main_heads, main_dim)))
+    if causal:
+        values["indices"] = _causal_choice(values["indices"], values["k"].shape[0])
+    return values | {"causal": causal}
+
+
+def _causal_choice(indices: Tensor, num_keys: int) -> Tensor:
+    """The first keys of each query, as many as there are places and keys that it sees."""
+    own = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
+    first = torch.arange(indices.shape[1], device=indices.device).expand(indices.shape)
+    return torch.where(first <= own, first, -1).int()
+
+
+def _make_dense_gradients(main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **case: Any) -> Values:
+    main = make_dense_target(**_main_case(case, main_heads, main_dim), key_heads=key_heads)
+    return _beside(make_dense_kl(**case), main)
+
+
+# The halves have the awkward cases; these have queries and keys enough for errors to be compared.
+_JOINED: list[Values] = [
+    {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "grad_scale": 0.25},
+    {"tokens": (8,), "keys": 60, "heads": 3, "dim": 24, "k": 33, "sliced": True},
+    {"tokens": (0,), "keys": 9, "heads": 2, "dim": 8, "k": 4},
+    {"tokens": (16,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
+    {"tokens": (16,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
+]
+indexer_kl_gradients.inputs(
+    cases=[
+        *_JOINED,
+        {"tokens": (16,), "keys": 40, "heads": 4, "dim": 16, "k": 20, "causal": True},
+        {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True},
+    ],
+    bench=[{"tokens": (4096,), "keys": 8192, "heads": 64, "dim": 128, "k": 2048, "main_heads": 128, "main_dim": 576}],
+)(_make_gradients)
+dense_indexer_kl_gradients.inputs(
+    cases=[
+        *_JOINED,
+        {"tokens": (16,), "keys": 30, "heads": 4, "dim": 16, "shuffled": True},
+        {"tokens": (16,), "keys": 30, "heads": 4, "dim": 24, "main_heads": 4, "key_heads": 4},
+    ],
+    bench=[
+        {"tokens": (1024,), "keys": 8192, "heads": 64, "dim": 128, "main_heads": 128, "main_dim": 192, "key_heads": 128}
+    ],
+)(_make_dense_gradients)

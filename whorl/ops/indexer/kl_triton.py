@@ -1,0 +1,269 @@
+# mypy: allow-untyped-defs
+"""Kernels of the indexer's loss over selected keys: one program a query, keys gathered a block at a time."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._rows import ceil_div, power_of_2
+from ..linear_triton import dot, unit_stride
+from .bounds import chunks
+from .key_gradient_triton import add_dk, gradient_plan, lift, split_dim
+from .scores_triton import row_strides
+
+
+@triton.jit
+def _num_slots(indices_ptr, K, BLOCK_K: tl.constexpr):
+    """One past the last slot that holds a key."""
+    length = tl.zeros((), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        slots = start + tl.arange(0, BLOCK_K)
+        indices = tl.load(indices_ptr + slots, mask=slots < K, other=-1)
+        length = tl.maximum(length, tl.max(tl.where(indices >= 0, slots + 1, 0), 0))
+    return length
+
+
+@triton.jit
+def _target_kernel(
+    q_ptr,
+    k_ptr,
+    indices_ptr,
+    lse_ptr,
+    target_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    scale,
+    K,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    MAIN_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Head-summed attention of one query to its keys. Keys are rows, heads columns: sums stay within a thread.
+
+    A head of D channels is read as MAIN_D, a power of two, and the rest.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    indices_ptr += token * K
+    target_ptr += token * K
+    length = _num_slots(indices_ptr, K, 1024)
+    main, rest = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
+    for first_head in tl.range(0, H, BLOCK_H, num_stages=1):
+        heads = first_head + tl.arange(0, BLOCK_H)
+        q_at = q_ptr + token * q_stride_t + heads[:, None] * q_stride_h
+        q_main = tl.load(q_at + main[None, :], mask=(heads < H)[:, None] & (main < D)[None, :], other=0.0)
+        if MAIN_D < D:
+            q_rest = tl.load(q_at + rest[None, :], mask=(heads < H)[:, None] & (rest < D)[None, :], other=0.0)
+        # A head that is not there has an infinite sum: its share is 0.
+        lse = tl.load(lse_ptr + token * H + heads, mask=heads < H, other=float("inf"))
+        for start in tl.range(0, length, BLOCK_K):
+            slots = start + tl.arange(0, BLOCK_K)
+            indices = tl.load(indices_ptr + slots, mask=slots < length, other=-1)
+            valid = indices >= 0
+            k_at = k_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * k_stride
+            k_main = tl.load(k_at + main[None, :], mask=(main < D)[None, :], other=0.0)
+            logits = dot(k_main, tl.trans(q_main), tl.zeros((BLOCK_K, BLOCK_H), tl.float32), WIDEN)
+            if MAIN_D < D:
+                k_rest = tl.load(k_at + rest[None, :], mask=(rest < D)[None, :], other=0.0)
+                logits = dot(k_rest, tl.trans(q_rest), logits, WIDEN)
+            shares = tl.sum(tl.exp(logits * scale - lse[None, :]), 1)
+            if first_head > 0:  # written above, by these very threads
+                shares += tl.load(target_ptr + slots, mask=valid, other=0.0)
+            tl.store(target_ptr + slots, shares, mask=valid)
+
+
+def target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
+    q, k, indices = unit_stride(q), unit_stride(k[:, 0]), indices.contiguous()
+    out = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
+    if out.numel() and q.shape[1] and k.shape[0]:
+        _target_kernel[(q.shape[0],)](
+            q,
+            k,
+            indices,
+            lse.contiguous(),
+            out,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            scale,
+            indices.shape[1],
+            H=q.shape[1],
+            D=q.shape[2],
+            WIDEN=is_interpreting(),
+            **target_plan(q.shape[1], q.shape[2], q.element_size()),
+        )
+    return out
+
+
+def target_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
+    main, rest = split_dim(dim)
+    sizes = {"MAIN_D": main, "REST_D": rest}
+    if is_interpreting():
+        return {**sizes, "BLOCK_H": 16, "BLOCK_K": 16}
+    if element_size == 4 or dim > 640:
+        return {**sizes, "BLOCK_H": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1}
+    block_h = min(128, max(16, power_of_2(heads)))
+    return {**sizes, "BLOCK_H": block_h, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+
+
+@triton.jit
+def _gather_scores(
+    q, k_ptr, weights, indices_ptr, start, length, k_stride, D: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A block of selected keys: their slots, rows, products with every head, and scores."""
+    slots = start + tl.arange(0, BLOCK_K)
+    indices = tl.load(indices_ptr + slots, mask=slots < length, other=-1)
+    channels = tl.arange(0, BLOCK_D)
+    k_at = k_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * k_stride + channels[None, :]
+    # An absent key is zeros: the first one's NaN, read in its place, would come back as 0 * NaN.
+    k = tl.load(k_at, mask=(indices >= 0)[:, None] & (channels < D)[None, :], other=0.0)
+    dots = dot(k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_H), tl.float32), WIDEN)
+    scores = tl.sum(tl.maximum(dots, 0.0) * weights[None, :], 1)
+    return slots, indices, k, dots, scores
+
+
+@triton.jit
+def _kl_kernel(
+    q_ptr,
+    k_ptr,
+    weights_ptr,
+    indices_ptr,
+    target_ptr,
+    loss_ptr,
+    dq_ptr,
+    dk_ptr,
+    dweights_ptr,
+    dscores_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    weights_stride,
+    grad_scale,
+    K,
+    HI: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LIFT: tl.constexpr,
+    KEEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One query: first the sums of both distributions, then the loss and what follows from it.
+
+    dk is added with atomics, or, with KEEP, left to others, who get the derivative by the scores.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    indices_ptr += token * K
+    target_ptr += token * K
+    length = _num_slots(indices_ptr, K, 1024)
+    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    inside = (heads < HI)[:, None] & (channels < D)[None, :]
+    q = tl.load(q_ptr + token * q_stride_t + heads[:, None] * q_stride_h + channels[None, :], mask=inside, other=0.0)
+    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=heads < HI, other=0.0).to(tl.float32)
+
+    top = tl.full((), float("-inf"), tl.float32)
+    total, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    for start in tl.range(0, length, BLOCK_K):
+        slots, indices, _, _, scores = _gather_scores(
+            q, k_ptr, weights, indices_ptr, start, length, k_stride, D, BLOCK_H, BLOCK_D, BLOCK_K, WIDEN
+        )
+        valid = indices >= 0
+        scores = tl.where(valid, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a block without keys changes nothing
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(scores - shift), 0)
+        mass += tl.sum(tl.load(target_ptr + slots, mask=valid, other=0.0), 0)
+        top = new_top
+    log_total = tl.log(tl.maximum(total, 1e-37))
+    has_mass = tl.where(mass > 0, 1.0, 0.0)
+    inverse = tl.div_rn(has_mass, tl.where(mass > 0, mass, 1.0))
+
+    loss = tl.zeros((), tl.float32)
+    dq = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    dweights = tl.zeros((BLOCK_K, BLOCK_H), tl.float32)
+    for start in tl.range(0, length, BLOCK_K):
+        slots, indices, k, dots, scores = _gather_scores(
+            q, k_ptr, weights, indices_ptr, start, length, k_stride, D, BLOCK_H, BLOCK_D, BLOCK_K, WIDEN
+        )
+        valid = indices >= 0
+        p = tl.load(target_ptr + slots, mask=valid, other=0.0) * inverse
+        log_q = tl.where(valid, scores - top - log_total, 0.0)
+        loss += tl.sum(tl.where(p > 0, p * (tl.log(tl.where(p > 0, p, 1.0)) - log_q), 0.0), 0)
+        dscores = tl.where(valid, tl.exp(log_q) - p, 0.0) * has_mass
+        dweights += dscores[:, None] * tl.maximum(dots, 0.0)
+        ddots = tl.where(dots > 0, (dscores * LIFT)[:, None] * weights[None, :], 0.0).to(q.dtype)
+        dq = dot(tl.trans(ddots), k, dq, WIDEN)
+        if KEEP:
+            tl.store(dscores_ptr + token * K + slots, dscores, mask=slots < length)
+        else:
+            dk = dot(ddots, q, tl.zeros((BLOCK_K, BLOCK_D), tl.float32), WIDEN) * (grad_scale / LIFT)
+            dk_at = dk_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * D + channels[None, :]
+            tl.atomic_add(dk_at, dk, mask=valid[:, None] & (channels < D)[None, :], sem="relaxed")
+    tl.store(loss_ptr + token, loss)
+    dq *= grad_scale / LIFT
+    tl.store(
+        dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside
+    )
+    dweights = tl.sum(dweights, 0) * grad_scale
+    tl.store(dweights_ptr + token * HI + heads, dweights.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
+
+
+def kl(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor, grad_scale: float, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, weights = unit_stride(q), unit_stride(k), unit_stride(weights)
+    indices, target = indices.contiguous(), target.contiguous()
+    loss = q.new_empty(q.shape[0], dtype=torch.float32)
+    dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+    if not q.numel():
+        return loss.zero_(), dq, dk, dweights
+    if not (indices.numel() and k.shape[0]):
+        return loss.zero_(), dq.zero_(), dk, dweights.zero_()
+    dscores = torch.zeros(indices.shape, dtype=torch.float32, device=q.device) if deterministic else loss
+    _kl_kernel[(q.shape[0],)](
+        q,
+        k,
+        weights,
+        indices,
+        target,
+        loss,
+        dq,
+        dk,
+        dweights,
+        dscores,
+        *row_strides(q, k, weights),
+        grad_scale,
+        indices.shape[1],
+        HI=q.shape[1],
+        D=q.shape[2],
+        LIFT=lift(q.dtype),
+        KEEP=deterministic,
+        WIDEN=is_interpreting(),
+        **gradient_plan("BLOCK_K", q.shape[1], q.shape[2], q.element_size(), stages=1),
+    )
+    if deterministic:
+        _add_dk(q, k, weights, indices, dscores, dk, grad_scale)
+    return loss, dq, dk, dweights
+
+
+def _add_dk(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor, dk: Tensor, grad_scale: float
+) -> None:
+    """dk in a fixed order: the derivatives by the scores laid out over all keys, a chunk of queries at a time."""
+    num_keys = k.shape[0]
+    width = ceil_div(num_keys + 1, 16) * 16  # a slot without a key goes to a column of its own, which nobody reads
+    for rows in chunks(q.shape[0], width):
+        dense = torch.zeros(rows.stop - rows.start, width, dtype=torch.float32, device=q.device)
+        at = torch.where(indices[rows] < 0, num_keys, indices[rows]).long()
+        dense.scatter_(1, at, dscores[rows])
+        add_dk(q[rows], k, weights[rows], dense[:, :num_keys], None, dk, grad_scale)

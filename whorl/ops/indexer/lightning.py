@@ -1,0 +1,126 @@
+"""The lightning indexer: which keys each query of DeepSeek sparse attention looks at.
+
+`index_scores` and `top_k` are its two halves; `lightning_indexer` runs them a chunk of queries at a time, so that no
+[T, S] matrix is ever whole in memory.
+"""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import lightning_indexer_limit
+
+from .. import _torch_npu
+from .._op import operator
+from .._torch_npu import dtype_name
+from .bounds import check_bounds, chunks, full_bounds, wide_dtype
+from .scores import check_indexer, index_scores, scoring_flops, triton_reason
+from .top_k import check_topk, too_many, top_k
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    k_scale: Tensor | None,
+    with_scores: bool,
+    **bounds: Tensor | None,
+) -> None:
+    check_indexer("lightning_indexer", q, k, weights, k_scale)
+    check_bounds("lightning_indexer", q.shape[0], k.shape[0], **bounds)
+    check_topk("lightning_indexer", topk)
+
+
+def _fake(q: Tensor, topk: int, with_scores: bool, **_: object) -> tuple[Tensor, Tensor | None]:
+    shape = (q.shape[0], topk)
+    scores = q.new_empty(shape, dtype=wide_dtype(q)) if with_scores else None
+    return q.new_empty(shape, dtype=torch.int32), scores
+
+
+@operator(
+    check=_check,
+    forward_only=True,
+    absent={1: "with_scores"},
+    fake=_fake,
+    flops=scoring_flops,
+)
+def lightning_indexer(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    with_scores: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`top_k` of `index_scores`: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
+
+    Arguments as there; the scores of a chunk of queries are all that is in memory. Indices are rows of k: with
+    key_positions out of order the tie rule follows the rows, so gathered keys should lie in the order of their
+    positions. Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. with_scores
+    False: None in place of the scores, for who needs the choice alone. Ascend's kernel rounds them to q's dtype, so
+    there they are computed again, by plain torch. No gradient.
+    """
+    found = []
+    starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+    for rows in chunks(q.shape[0], k.shape[0]):
+        bounds = (starts[rows], ends[rows], key_positions)
+        scores = index_scores.reference(q[rows], k, weights[rows], *bounds, k_scale)
+        found.append(top_k.reference(scores, topk, *bounds))
+    if not found:
+        return _fake(q, topk, with_scores)
+    return torch.cat([i for i, _ in found]), torch.cat([v for _, v in found]) if with_scores else None
+
+
+def _triton_reason(q: Tensor, topk: int, **_: object) -> str | None:
+    return triton_reason(q) or too_many(topk)
+
+
+lightning_indexer.impl("triton", "scores_triton:lightning_indexer", accepts=_triton_reason)
+
+
+def _npu_reason(
+    q: Tensor,
+    k: Tensor,
+    topk: int,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    k_scale: Tensor | None,
+    **_: object,
+) -> str | None:
+    if not q.numel() or not k.numel():
+        return "empty tensors are not taken"
+    if ends is not None or key_positions is not None or k_scale is not None:
+        return "sees all keys up to the query's own; bounds, positions and scales are not taken"
+    return lightning_indexer_limit(
+        query_shape=q.shape,
+        key_shape=(k.shape[0], 1, k.shape[1]),
+        dtype=dtype_name(q),
+        sparse_count=topk,
+        sparse_mode=3,
+    )
+
+
+@lightning_indexer.impl("torch_npu", accepts=_npu_reason)
+def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
+    """Sorted here, since the device does not say in which order it gives them; nor does it name its rule for ties."""
+    found, _ = _torch_npu.call(
+        "npu_lightning_indexer",
+        query=q.unsqueeze(0).contiguous(),
+        key=k[None, :, None].contiguous(),
+        weights=weights.unsqueeze(0).to(q.dtype).contiguous(),
+        sparse_count=topk,
+        sparse_mode=3,
+    )
+    indices = torch.where(found[0, :, 0] < 0, k.shape[0], found[0, :, 0]).sort(-1).values
+    indices = torch.where(indices < k.shape[0], indices, -1).int()
+    if not with_scores:
+        return indices, None
+    values = q.new_empty(indices.shape, dtype=torch.float32)
+    for rows in chunks(q.shape[0], topk * (q.shape[1] + q.shape[2])):  # the device's own are rounded to q's dtype
+        keys = k[indices[rows].clamp_min(0).long()].float()
+        dots = torch.einsum("thd,tkd->thk", q[rows].float(), keys).relu()
+        values[rows] = torch.einsum("thk,th->tk", dots, weights[rows].float())
+    return indices, values.masked_fill(indices < 0, 0.0)

@@ -1,0 +1,181 @@
+"""The indexer's loss for training: `kl.py` tied to autograd, computed once, also under activation checkpointing."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from whorl.device import unavailable
+
+from .. import _torch_npu
+from . import kl_torch_npu
+from .bounds import check_bounds, chunks, full_bounds
+from .dense_kl import dense_indexer_kl, dense_indexer_target
+from .kl import indexer_kl, indexer_target
+from .kl_gradients import check_sizes, dense_indexer_kl_gradients, indexer_kl_gradients, is_causal_choice
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T] or [1], dq, dk, dweights
+Reduction = Literal["mean", "sum"]
+When = Literal["forward", "backward"]
+Reduce = Callable[[Tensor], Tensor]
+
+
+class _LossWithGradients(torch.autograd.Function):
+    """`compute(*tensors)` gives a loss and its gradients by the first three tensors, together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[..., Results], when: When, factor: float, log: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.when, ctx.factor, ctx.log = compute, when, factor, log
+        ctx.num_inputs, ctx.dtypes = len(tensors), [t.dtype for t in tensors[:3]]
+        if when == "backward":
+            ctx.save_for_backward(*tensors)
+            return tensors[0].new_zeros((), dtype=torch.float32)
+        loss, *gradients = compute(*tensors)
+        ctx.save_for_backward(*gradients)
+        return _total(loss, factor, log)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gradients = list(ctx.saved_tensors)
+        if ctx.when == "backward":
+            loss, *gradients = ctx.compute(*gradients)
+            _total(loss, ctx.factor, ctx.log)
+        gradients = [(g * grad).to(d) for g, d in zip(gradients, ctx.dtypes, strict=True)]
+        return None, None, None, None, *gradients, *(None,) * (ctx.num_inputs - 3)
+
+
+def _total(loss: Tensor, factor: float, log: Tensor | None) -> Tensor:
+    total = loss.sum() * factor
+    if log is not None:
+        log += total
+    return total.to(torch.promote_types(total.dtype, torch.float32))
+
+
+def _factor(name: str, coefficient: float, reduction: str, when: str, num_queries: int, log: Tensor | None) -> float:
+    """What the sum over queries is multiplied by."""
+    for what, found, options in (
+        ("reduction", reduction, ("mean", "sum")),
+        ("when", when, ("forward", "backward")),
+    ):
+        if found not in options:
+            raise ValueError(f"{name}: {what} is {found!r}, expected one of {', '.join(options)}")
+    if log is not None and (log.numel() != 1 or log.requires_grad):
+        raise ValueError(f"{name}: log is {list(log.shape)}, expected one element without gradient")
+    return coefficient / max(1, num_queries) if reduction == "mean" else coefficient
+
+
+def _is_causal(q: Tensor, k: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, deterministic: bool) -> bool:
+    """Whether the choice is causal and no row empty; looked at, which waits for the device, only where that counts."""
+    if unavailable("torch_npu", q.device.type) is not None:
+        return False
+    if kl_torch_npu.reason(q, k, indices, main_q, main_k, True, deterministic) is not None:
+        return False
+    return bool(_torch_npu.on_host(is_causal_choice(indices, k.shape[0]))[0])
+
+
+def indexer_kl_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    main_q: Tensor,
+    main_k: Tensor,
+    main_lse: Tensor,
+    *,
+    scale: float,
+    coefficient: float = 1.0,
+    reduction: Reduction = "mean",
+    when: When = "forward",
+    log: Tensor | None = None,
+    reduce_target: Reduce | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """coefficient * mean or sum over queries of KL(main attention || indexer), both over the selected keys.
+
+    q [T, HI, D], k [S, D], weights [T, HI]: the indexer's, and all that gets a gradient; indices [T, K]: its choice.
+    main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no
+    gradient reaches them. The heads are summed, then normalised once over the selected keys.
+
+    reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,
+    ranks that hold the other queries) take "sum" and put it into the coefficient, or multiply the loss by it. when:
+    "forward" gives the loss at once and keeps the gradients until backward. "backward" is for activation
+    checkpointing: the forward, which runs twice there, returns 0, and backward computes everything once. log: one
+    fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum [T, K],
+    for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
+    """
+    check_sizes("indexer_kl_loss", q, k, main_q, main_k)
+    factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
+
+    def compute(
+        q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor
+    ) -> Results:
+        options: dict[str, Any] = {"grad_scale": factor, "deterministic": deterministic}
+        if reduce_target is None:
+            given = (q, k, weights, indices, main_q, main_k, lse)
+            causal = _is_causal(q, k, indices, main_q, main_k, deterministic)
+            return indexer_kl_gradients(*given, scale=scale, causal=causal, **options)
+        target = reduce_target(indexer_target(main_q, main_k, indices, lse, scale))
+        return indexer_kl(q, k, weights, indices, target, **options)
+
+    main = (main_q.detach(), main_k.detach(), main_lse.detach())
+    return _LossWithGradients.apply(compute, when, factor, log, q, k, weights, indices, *main)
+
+
+def dense_indexer_kl_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    main_q: Tensor,
+    main_k: Tensor,
+    main_lse: Tensor,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    *,
+    scale: float,
+    coefficient: float = 1.0,
+    reduction: Reduction = "mean",
+    when: When = "forward",
+    log: Tensor | None = None,
+    reduce_target: Reduce | None = None,
+) -> Tensor:
+    """`indexer_kl_loss` over every visible key: for the warm-up stage, where attention is dense.
+
+    main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go
+    through in chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
+    """
+    check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
+    check_bounds("dense_indexer_kl_loss", q.shape[0], k.shape[0], starts, ends, key_positions)
+    factor = _factor("dense_indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
+
+    def compute(
+        q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, lse: Tensor, *bounds: Tensor
+    ) -> Results:
+        starts, ends, positions = (*bounds, None, None, None)[:3]
+        if reduce_target is None:
+            given = (q, k, weights, main_q, main_k, lse, starts, ends, positions)
+            return dense_indexer_kl_gradients(*given, scale=scale, grad_scale=factor)
+        starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+        parts, dk = [], torch.zeros(k.shape, dtype=lse.dtype, device=k.device)
+        for rows in chunks(q.shape[0], k.shape[0]):
+            limits = (starts[rows], ends[rows], positions)
+            target = reduce_target(dense_indexer_target(main_q[rows], main_k, lse[rows], scale, *limits))
+            loss, dq, more, dweights = dense_indexer_kl(q[rows], k, weights[rows], target, *limits, grad_scale=factor)
+            dk += more
+            parts.append((loss, dq, dweights))
+        if not parts:
+            return q.new_zeros(0, dtype=lse.dtype), torch.zeros_like(q), dk, torch.zeros_like(weights)
+        loss, dq, dweights = (torch.cat(x) for x in zip(*parts, strict=True))
+        return loss, dq, dk, dweights
+
+    bounds: tuple[Tensor, ...] = ()
+    if ends is not None:
+        bounds = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+        bounds = bounds if key_positions is None else (*bounds, key_positions)
+    main = (main_q.detach(), main_k.detach(), main_lse.detach())
+    return _LossWithGradients.apply(compute, when, factor, log, q, k, weights, *main, *bounds)

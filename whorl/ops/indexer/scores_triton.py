@@ -1,0 +1,206 @@
+# mypy: allow-untyped-defs
+"""Scores of the lightning indexer, and the loop over chunks of queries that keeps them small."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._rows import ceil_div, power_of_2
+from ..linear_triton import dot, unit_stride
+from . import top_k_triton
+from .bounds import chunks, full_bounds
+
+
+@triton.jit
+def key_block(positions_ptr, first, S, BLOCK_S: tl.constexpr, HAS_POSITIONS: tl.constexpr):
+    """Keys of a block, which exist, their positions, and the lowest and highest of those."""
+    keys = first + tl.arange(0, BLOCK_S)
+    exists = keys < S
+    if HAS_POSITIONS:
+        positions = tl.load(positions_ptr + keys, mask=exists, other=0)
+        lowest = tl.min(tl.where(exists, positions, 2147483647), 0)
+        highest = tl.max(tl.where(exists, positions, -2147483648), 0)
+    else:
+        positions = keys
+        lowest, highest = first, tl.minimum(first + BLOCK_S, S) - 1
+    return keys, exists, positions, lowest, highest
+
+
+@triton.jit
+def weighted_sum(dots, weights, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """[keys, TOKENS * BLOCK_H] products to [keys, TOKENS] scores."""
+    weighted = tl.maximum(dots, 0.0) * weights[None, :]
+    return tl.sum(tl.reshape(weighted, (dots.shape[0], TOKENS, BLOCK_H)), 2)
+
+
+@triton.jit
+def _scores_kernel(
+    q_ptr,
+    k_ptr,
+    weights_ptr,
+    k_scale_ptr,
+    starts_ptr,
+    ends_ptr,
+    positions_ptr,
+    scores_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    weights_stride,
+    T,
+    S,
+    HI: tl.constexpr,
+    D: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    FILL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """A block of keys, held, and GROUP queries that pass by, TOKENS at a time.
+
+    Keys are the rows of the product and heads its columns, so that the sum over heads stays within a thread.
+    """
+    first_key, first_token = tl.program_id(0) * BLOCK_S, tl.program_id(1) * GROUP
+    keys, exists, positions, lowest, highest = key_block(positions_ptr, first_key, S, BLOCK_S, HAS_POSITIONS)
+    group = first_token + tl.arange(0, GROUP)
+    last_end = tl.max(tl.load(ends_ptr + group, mask=group < T, other=-2147483648), 0)
+    first_start = tl.min(tl.load(starts_ptr + group, mask=group < T, other=2147483647), 0)
+    if (lowest < last_end) & (highest >= first_start):
+        channels = tl.arange(0, BLOCK_D)
+        k_at = k_ptr + keys.to(tl.int64)[:, None] * k_stride + channels[None, :]
+        k = tl.load(k_at, mask=exists[:, None] & (channels < D)[None, :], other=0.0)
+        if HAS_SCALE:
+            k_scale = tl.load(k_scale_ptr + keys, mask=exists, other=0.0).to(tl.float32)
+        rows = tl.arange(0, TOKENS * BLOCK_H)
+        heads = rows % BLOCK_H
+        for start in tl.range(first_token, tl.minimum(first_token + GROUP, T), TOKENS):
+            token = start + rows // BLOCK_H
+            real = (token < T) & (heads < HI)
+            q_at = q_ptr + (token.to(tl.int64) * q_stride_t + heads * q_stride_h)[:, None] + channels[None, :]
+            q = tl.load(q_at, mask=real[:, None] & (channels < D)[None, :], other=0.0)
+            weights = tl.load(weights_ptr + token.to(tl.int64) * weights_stride + heads, mask=real, other=0.0)
+            dots = dot(k, tl.trans(q), tl.zeros((BLOCK_S, TOKENS * BLOCK_H), tl.float32), WIDEN)
+            scores = weighted_sum(dots, weights.to(tl.float32), TOKENS, BLOCK_H)
+            if HAS_SCALE:
+                scores *= k_scale[:, None]
+            tokens = start + tl.arange(0, TOKENS)
+            if FILL:
+                above = positions[:, None] >= tl.load(starts_ptr + tokens, mask=tokens < T, other=0)[None, :]
+                below = positions[:, None] < tl.load(ends_ptr + tokens, mask=tokens < T, other=0)[None, :]
+                scores = tl.where(above & below, scores, 0.0)
+            at = scores_ptr + tokens.to(tl.int64)[None, :] * S + keys[:, None]
+            tl.store(at, scores, mask=exists[:, None] & (tokens < T)[None, :])
+    elif FILL:
+        at = scores_ptr + first_token.to(tl.int64) * S + keys
+        for _ in range(first_token, tl.minimum(first_token + GROUP, T)):
+            tl.store(at, tl.zeros((BLOCK_S,), tl.float32), mask=exists)
+            at += S
+
+
+@functools.lru_cache(maxsize=64)
+def scores_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
+    """Block sizes. Two programs fit a multiprocessor, so that one sums while the other multiplies."""
+    block_h, block_d = max(8, power_of_2(heads)), max(32 if element_size == 1 else 16, power_of_2(dim))
+    if is_interpreting():
+        tokens = max(2, 16 // block_h)
+        return {"BLOCK_S": 32, "BLOCK_H": block_h, "BLOCK_D": block_d, "TOKENS": tokens, "GROUP": 4 * tokens}
+    tokens = max(1, 64 // block_h)
+    sizes = {"BLOCK_H": block_h, "BLOCK_D": block_d, "TOKENS": tokens, "GROUP": max(32, tokens)}
+    if element_size == 4 or block_d > 128 or block_h > 64:
+        return {"BLOCK_S": 64, **sizes, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_S": 256, **sizes, "num_warps": 8, "num_stages": 3}
+
+
+def row_strides(q: Tensor, k: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
+    """Of a query and its head, of a key and of a query's weights."""
+    return q.stride(0), q.stride(1), k.stride(0), weights.stride(0)
+
+
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    k_scale: Tensor | None,
+) -> Tensor:
+    bounds = (*full_bounds(q.shape[0], k.shape[0], starts, ends, q.device), key_positions)
+    return scores_into(None, q, k, weights, bounds, k_scale)
+
+
+def scores_into(
+    out: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    bounds: tuple[Tensor, Tensor, Tensor | None],
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """With `out`, [T, S] contiguous, what a query does not see is left as it was: for those who know the bounds."""
+    starts, ends, key_positions = bounds
+    q, k, weights = unit_stride(q), unit_stride(k), unit_stride(weights)
+    scores = q.new_empty(q.shape[0], k.shape[0], dtype=torch.float32) if out is None else out
+    if not scores.numel():
+        return scores
+    plan = scores_plan(q.shape[1], q.shape[2], q.element_size())
+    grid = (ceil_div(k.shape[0], plan["BLOCK_S"]), ceil_div(q.shape[0], plan["GROUP"]))
+    _scores_kernel[grid](
+        q,
+        k,
+        weights,
+        weights if k_scale is None else k_scale.contiguous(),
+        starts.contiguous(),
+        ends.contiguous(),
+        ends if key_positions is None else key_positions.contiguous(),
+        scores,
+        *row_strides(q, k, weights),
+        q.shape[0],
+        k.shape[0],
+        HI=q.shape[1],
+        D=q.shape[2],
+        HAS_POSITIONS=key_positions is not None,
+        HAS_SCALE=k_scale is not None,
+        FILL=out is None,
+        WIDEN=is_interpreting(),
+        **plan,
+    )
+    return scores
+
+
+def lightning_indexer(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_positions: Tensor | None,
+    k_scale: Tensor | None,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor | None]:
+    num_queries, num_keys = q.shape[0], k.shape[0]
+    indices = q.new_empty(num_queries, topk, dtype=torch.int32)
+    values = q.new_empty(num_queries, topk, dtype=torch.float32)
+    is_causal = ends is None
+    starts, ends = full_bounds(num_queries, num_keys, starts, ends, q.device)
+    scores = None
+    for rows in chunks(num_queries, num_keys):
+        # Of the causal default it is known here, without asking the device, which keys the last query sees.
+        reach = max(0, num_keys - num_queries + rows.stop) if is_causal else num_keys
+        scores = q.new_empty((rows.stop - rows.start) * num_keys, dtype=torch.float32) if scores is None else scores
+        part = scores[: (rows.stop - rows.start) * reach].view(rows.stop - rows.start, reach)
+        bounds = (starts[rows], ends[rows], key_positions)
+        scores_into(part, q[rows], k[:reach], weights[rows], bounds, None if k_scale is None else k_scale[:reach])
+        top_k_triton.select(part, *bounds, indices[rows], values[rows])
+    return indices, values if with_scores else None

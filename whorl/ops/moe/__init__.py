@@ -1,0 +1,18 @@
+"""Mixture of experts: choosing them, bringing tokens to them and back, and their products."""
+
+from .experts import experts
+from .grouped_matmul import grouped_matmul, grouped_matmul_backward
+from .permute import permute, permute_backward, unpermute, unpermute_backward
+from .route import route, route_backward
+
+__all__ = [
+    "experts",
+    "grouped_matmul",
+    "grouped_matmul_backward",
+    "permute",
+    "permute_backward",
+    "route",
+    "route_backward",
+    "unpermute",
+    "unpermute_backward",
+]

@@ -1,0 +1,79 @@
+"""Experts on Ascend: permute, grouped product, SwiGLU, grouped product, weighted sum.
+
+Nothing is read back to the host. The device does not promise that a row's bits are independent of the other rows.
+"""
+
+from torch import Tensor
+
+from whorl.contracts import grouped_matmul_limit, moe_init_routing_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+
+
+def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
+    count, rows = gate_up.shape[0], ids.numel()
+    if not rows:
+        return "empty tensors are not taken"
+    routing = moe_init_routing_limit(shape=x.shape, dtype=dtype_name(x), ids_dtype="int32", expert_num=count)
+    return routing or _product_reason(x, rows, gate_up) or _product_reason(x, rows, down)
+
+
+def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
+    return grouped_matmul_limit(
+        shapes=[(rows, weight.shape[2])],
+        weight_shapes=[(weight.shape[0], weight.shape[2], weight.shape[1])],
+        dtype=dtype_name(x),
+        weight_dtype=dtype_name(weight),
+        groups=weight.shape[0],
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> Tensor:
+    count = gate_up.shape[0]
+    sorted_rows, where, counts, _ = _torch_npu.call(
+        "npu_moe_init_routing_v2",
+        x=x.contiguous(),
+        expert_idx=ids.int().contiguous(),
+        active_num=ids.numel(),
+        expert_num=count,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, count],
+        row_idx_type=0,
+    )
+    hidden = _torch_npu.call("npu_swiglu", input=_product(sorted_rows, gate_up, counts), dim=-1)
+    found = _product(hidden, down, counts)
+    y = _torch_npu.call(
+        "npu_moe_finalize_routing",
+        # In fp32, since the weights are: they must have the rows' dtype.
+        expanded_permuted_rows=found.float(),
+        skip1=None,
+        skip2=None,
+        bias=None,
+        scales=weights.float().contiguous(),
+        expanded_src_to_dst_row=where.view(ids.shape).t().reshape(-1),  # column by column
+        export_for_source_row=None,
+        drop_pad_mode=0,
+    )
+    return y.to(x.dtype).contiguous()
+
+
+def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
+    (y,) = _torch_npu.call(
+        "npu_grouped_matmul",
+        x=[rows],
+        weight=[weight.transpose(1, 2)],
+        group_list=counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        act_type=0,
+    )
+    return y

@@ -1,0 +1,181 @@
+"""The products of a mixture of experts in training: rows sorted by expert, each expert's times its own weight."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whorl.device import compute_capability
+
+from .._op import Values, narrow, operator, widen
+from .._tracing import is_readable
+from . import grouped_matmul_torch_npu
+
+HOPPER = (9, 0)
+
+
+def _check(x: Tensor, weight: Tensor, counts: Tensor, name: str = "grouped_matmul", what: str = "x") -> None:
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [M, C] floating point")
+    if weight.dim() != 3 or not weight.shape[0] or weight.shape[2] != x.shape[1] or weight.dtype != x.dtype:
+        raise ValueError(
+            f"{name}: weight is {list(weight.shape)} {weight.dtype}, expected [E, F, {x.shape[1]}] {x.dtype}; "
+            "give one that lies as [E, C, F] as weight.transpose(1, 2)"
+        )
+    if counts.shape != weight.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name}: counts is {list(counts.shape)} {counts.dtype}, expected [{weight.shape[0]}] int32 or int64"
+        )
+    if is_readable(counts) and (int(counts.sum()) != x.shape[0] or (counts.numel() and int(counts.min()) < 0)):
+        raise ValueError(f"{name}: counts are {counts.tolist()}, expected none below 0 and a sum of {x.shape[0]} rows")
+
+
+def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> None:
+    _check(x, weight, counts, "grouped_matmul_backward")
+    if dy.shape != (x.shape[0], weight.shape[1]) or dy.dtype != x.dtype:
+        raise ValueError(
+            f"grouped_matmul_backward: dy is {list(dy.shape)} {dy.dtype}, "
+            f"expected [{x.shape[0]}, {weight.shape[1]}] {x.dtype}"
+        )
+
+
+def _fake(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _flops(values: Values) -> int:
+    return 2 * values["x"].shape[0] * values["weight"][0].numel() * (2 if "dy" in values else 1)
+
+
+@operator(check=_check, fake=_fake, flops=_flops)
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """y[m] = weight[e] @ x[m], e being the expert of row m: the first counts[0] rows are expert 0's, and so on.
+
+    x: [M, C] bf16, fp16 or fp32; weight: [E, F, C] in x's dtype, as nn.Linear and Hugging Face's experts hold it, any
+    strides (one that lies as [E, C, F], as torch's grouped_mm wants it, is given as weight.transpose(1, 2)); counts:
+    [E] int32 or int64, which sum to M, each any number from 0 on. y: [M, F] in x's dtype, contiguous. Sums in fp32,
+    one rounding. Differentiable in x and weight.
+    """
+    parts = x.split(counts.tolist())
+    found = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]
+    return narrow(torch.cat(found), x.dtype).contiguous()
+
+
+@operator(check=_check_backward, fake=_fake_backward, flops=_flops)
+def grouped_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `grouped_matmul`: dx[m] = dy[m] @ weight[e] and dweight[e] = sum over its rows of dy[m] x[m]^T.
+
+    dy: [M, F] in x's dtype. dx: [M, C] and dweight: [E, F, C], contiguous; an expert without rows has zeros. Sums in
+    fp32, one rounding.
+    """
+    sizes = counts.tolist()
+    grads, rows = dy.split(sizes), x.split(sizes)
+    dx = torch.cat([widen(g) @ widen(w) for g, w in zip(grads, weight, strict=True)])
+    dweight = torch.stack([widen(g).transpose(0, 1) @ widen(r) for g, r in zip(grads, rows, strict=True)])
+    return narrow(dx, x.dtype).contiguous(), narrow(dweight, weight.dtype).contiguous()
+
+
+@grouped_matmul.gradient(save=("x", "weight", "counts"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    dx, dweight = grouped_matmul_backward(grads[0], args["x"], args["weight"], args["counts"], backend=args["backend"])
+    return {"x": dx, "weight": dweight}
+
+
+# torch's own grouped product is no reference: it takes what its kernel takes. Where it does, it is asked first.
+
+
+def _torch_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:
+    if not hasattr(F, "grouped_mm"):
+        return "torch.nn.functional.grouped_mm came in torch 2.10"
+    if compute_capability(x.device) != HOPPER:
+        return "torch's grouped product is a kernel of its own on Hopper only"
+    if x.dtype != torch.bfloat16:
+        return f"torch's grouped product takes bf16, got {x.dtype}"
+    if weight.shape[1] % 8 or weight.shape[2] % 8:
+        return f"torch's grouped product takes sizes that are multiples of 8, got {list(weight.shape[1:])}"
+    return None if x.shape[0] else "no rows"
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself where the kernel can read it: one of the last two strides 1, the others and the address 16 bytes."""
+    is_fit = 1 in x.stride()[-2:] and all(s % 8 == 0 for s in x.stride() if s != 1) and x.data_ptr() % 16 == 0
+    return x if is_fit else x.clone(memory_format=torch.contiguous_format)
+
+
+@grouped_matmul.impl("torch_cuda", accepts=_torch_reason)
+def _(x, weight, counts):  # type: ignore[no-untyped-def]
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(_aligned(x), _aligned(weight).transpose(1, 2), offs=ends)
+
+
+@grouped_matmul_backward.impl("torch_cuda", accepts=_torch_reason)
+def _(dy, x, weight, counts):  # type: ignore[no-untyped-def]
+    ends = counts.cumsum(0, dtype=torch.int32)
+    dy = _aligned(dy)
+    return F.grouped_mm(dy, _aligned(weight), offs=ends), F.grouped_mm(dy.t(), _aligned(x), offs=ends)
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+grouped_matmul.impl("triton", "grouped_matmul_triton:forward", accepts=_triton_reason)
+grouped_matmul_backward.impl("triton", "grouped_matmul_triton:backward", accepts=_triton_reason)
+grouped_matmul.impl("torch_npu", "grouped_matmul_torch_npu:forward", accepts=grouped_matmul_torch_npu.reason)
+grouped_matmul_backward.impl(
+    "torch_npu", "grouped_matmul_torch_npu:backward", accepts=grouped_matmul_torch_npu.backward_reason
+)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "size": (4, 8), "counts": (1,)},
+    {"tokens": (7,), "size": (24, 40), "counts": (3, 0, 4)},
+    {"tokens": (9,), "size": (20, 33), "counts": (0, 5, 4, 0), "scale": 0.01},
+    {"tokens": (0,), "size": (16, 8), "counts": (0, 0)},
+    {"tokens": (18,), "size": (40, 70), "counts": (17, 1)},
+    {"tokens": (37,), "size": (40, 24), "counts": (19, 1, 17), "sliced": True},
+    {"tokens": (20,), "size": (17, 70), "counts": (0, 0, 20), "swapped": True},  # weight as torch's grouped_mm holds it
+]
+_DEEPSEEK = {"tokens": (4096,), "size": (2048, 7168)}
+_BENCH: list[Values] = [
+    {**_DEEPSEEK, "counts": (512,) * 8},
+    {**_DEEPSEEK, "counts": (64,) * 64},
+    {"tokens": (4096,), "size": (7168, 2048), "counts": (512,) * 8, "swapped": True},
+]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    size: tuple[int, int],
+    counts: tuple[int, ...],
+    scale: float = 1.0,
+    sliced: bool = False,
+    swapped: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    width, channels = size
+    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    x = (scale * torch.randn(tokens[0], channels + 8 * sliced, **more))[:, :channels]
+    shape = (channels, width + 8 * sliced) if swapped else (width, channels + 8 * sliced)
+    weight = torch.randn(len(counts), *shape, **more) / channels**0.5
+    weight = weight.transpose(1, 2)[:, :width] if swapped else weight[..., :channels]
+    return {"x": x, "weight": weight, "counts": torch.tensor(counts, dtype=torch.int32, device=device)}
+
+
+def _make_backward(**case: Any) -> Values:
+    values = _make(**case)
+    x, width = values["x"], values["weight"].shape[1]
+    padded = width + 8 * case.get("sliced", False)
+    dy = torch.randn(x.shape[0], padded, dtype=x.dtype, device=x.device)[:, :width]
+    return {"dy": dy, **values}
+
+
+grouped_matmul.inputs(cases=_CASES, bench=_BENCH)(_make)
+grouped_matmul_backward.inputs(cases=_CASES, bench=_BENCH)(_make_backward)

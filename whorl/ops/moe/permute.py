@@ -1,0 +1,253 @@
+"""Rows to their experts and back: the two shuffles around the grouped products of a mixture of experts in training."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._check import INTEGERS, check_like, check_range
+from .._op import Values, all_bytes, narrow, operator, widen
+from . import permute_torch_npu
+
+
+def _check_ids(name: str, what: str, ids: Tensor, end: int) -> None:
+    if ids.dim() != 2 or not ids.shape[1] or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"{name}: {what} is {list(ids.shape)} {ids.dtype}, expected [T, K] int32 or int64, K at least 1"
+        )
+    check_range(name, what, ids, end)
+
+
+def _check_floats(name: str, **tensors: Tensor | None) -> None:
+    for what, x in tensors.items():
+        if x is not None and (x.dim() != 2 or not x.is_floating_point()):
+            raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected two dims of floating point")
+
+
+def _check_tokens(name: str, what: str, x: Tensor, ids: Tensor, probs: Tensor | None) -> None:
+    if x.shape[0] != ids.shape[0]:
+        raise ValueError(f"{name}: {what} has {x.shape[0]} tokens, ids or places are {list(ids.shape)}")
+    if probs is not None and probs.shape != ids.shape:
+        raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(ids.shape)}")
+
+
+def _check_rows(name: str, what: str, rows: Tensor, places: Tensor) -> None:
+    if rows.shape[0] != places.numel():
+        raise ValueError(f"{name}: {what} is {list(rows.shape)}, expected {places.numel()} rows, one for each place")
+
+
+def _check_permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> None:
+    if num_experts < 1:
+        raise ValueError(f"permute: num_experts is {num_experts}, expected at least 1")
+    _check_floats("permute", x=x, probs=probs)
+    _check_ids("permute", "ids", ids, num_experts)
+    _check_tokens("permute", "x", x, ids, probs)
+
+
+def _check_permute_backward(drows: Tensor, places: Tensor, x: Tensor | None, probs: Tensor | None) -> None:
+    name = "permute_backward"
+    _check_floats(name, drows=drows, x=x, probs=probs)
+    _check_ids(name, "places", places, drows.shape[0])
+    _check_rows(name, "drows", drows, places)
+    if probs is not None and x is None:
+        raise ValueError(f"{name}: probs without x, which their gradient needs")
+    if x is not None:
+        _check_tokens(name, "x", x, places, probs)
+        check_like(name, "x", x, (places.shape[0], drows.shape[1]), drows.dtype)
+
+
+def _check_unpermute(rows: Tensor, places: Tensor, probs: Tensor | None, name: str = "unpermute") -> None:
+    _check_floats(name, rows=rows, probs=probs)
+    _check_ids(name, "places", places, rows.shape[0])
+    _check_rows(name, "rows", rows, places)
+    if probs is not None and probs.shape != places.shape:
+        raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(places.shape)}")
+
+
+def _check_unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None) -> None:
+    name = "unpermute_backward"
+    _check_unpermute(rows, places, probs, name)
+    check_like(name, "dy", dy, (places.shape[0], rows.shape[1]), rows.dtype)
+
+
+def _invert(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+def _spread(x: Tensor, order: Tensor, slots: int, probs: Tensor | None) -> Tensor:
+    """Row r is that of pair order[r]: token order[r] // slots, times its prob."""
+    rows = widen(x)[order // slots]
+    if probs is not None:
+        rows = rows * probs.to(rows.dtype).flatten()[order].unsqueeze(-1)
+    return narrow(rows, x.dtype).contiguous()
+
+
+def _collect(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+    """y[t] = sum over j, in order, of probs[t, j] * rows[places[t, j]]."""
+    wide = widen(rows)
+    total: Tensor | None = None
+    for slot in range(places.shape[1]):
+        part = wide[places[:, slot]]
+        if probs is not None:
+            part = part * probs[:, slot, None].to(wide.dtype)
+        total = part if total is None else total + part
+    assert total is not None
+    return narrow(total, rows.dtype).contiguous()
+
+
+def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """x[t] . rows[places[t, j]], the gradient of probs."""
+    return narrow((widen(x).unsqueeze(1) * widen(rows)[places]).sum(-1), dtype)
+
+
+@operator(check=_check_permute)
+def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's row once for each of its experts, the rows of an expert together and in the order of their tokens.
+
+    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, each in [0, num_experts); probs: [T, K] floating point, by
+    which the copies are multiplied, in fp32, rounded once. Returns rows [T * K, C] in x's dtype, contiguous;
+    places [T, K] int32, the row of each (token, slot); counts [num_experts] int32, the rows of each expert, 0 for one
+    without tokens. Differentiable in x and probs.
+    """
+    flat = ids.flatten().long()
+    order = flat.sort(stable=True).indices
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return _spread(x, order, ids.shape[1], probs), _invert(order).view(ids.shape).int().contiguous(), counts
+
+
+@operator(check=_check_permute_backward, absent={1: "probs"})
+def permute_backward(
+    drows: Tensor, places: Tensor, x: Tensor | None = None, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `permute`: dx [T, C] in drows' dtype, and with probs dprobs [T, K] in theirs, for which x is needed.
+
+    In fp32, the slots of a token added in order, rounded once.
+    """
+    at = places.long()
+    dx = _collect(drows, at, probs)
+    if probs is None or x is None:
+        return dx, None
+    return dx, _dots(x, drows, at, probs.dtype)
+
+
+@operator(check=_check_unpermute)
+def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tensor:
+    """y[t] = sum over j of probs[t, j] * rows[places[t, j]]: the rows of a token back together.
+
+    rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` gives them; probs: [T, K] floating
+    point, 1 where absent. y: [T, C] in rows' dtype, contiguous. In fp32, slots added in order, one rounding.
+    Differentiable in rows and probs.
+    """
+    return _collect(rows, places.long(), probs)
+
+
+def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    """Without probs the rows are not read."""
+    return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
+
+
+@operator(check=_check_unpermute_backward, absent={1: "probs"}, bytes=_unpermute_backward_bytes)
+def unpermute_backward(
+    dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype, and with probs dprobs [T, K] in theirs; fp32 inside."""
+    at = places.long()
+    drows = _spread(dy, _invert(at.flatten()), at.shape[1], probs)
+    return drows, None if probs is None else _dots(dy, rows, at, probs.dtype)
+
+
+@permute.gradient(save=("x", "probs"), save_outputs=(1,))
+def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    dx, dprobs = permute_backward(grads[0], outputs[1], args["x"], args.get("probs"), backend=args["backend"])
+    return {"x": dx, "probs": dprobs}
+
+
+@unpermute.gradient(save=("rows", "places", "probs"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    drows, dprobs = unpermute_backward(
+        grads[0], args["rows"], args["places"], args.get("probs"), backend=args["backend"]
+    )
+    return {"rows": drows, "probs": dprobs}
+
+
+def _triton_reason(**values: Any) -> str | None:
+    is_double = any(isinstance(v, Tensor) and v.dtype == torch.float64 for v in values.values())
+    return "computes in fp32, got torch.float64" if is_double else None
+
+
+permute.impl("triton", "permute_triton:permute", accepts=_triton_reason)
+permute_backward.impl("triton", "permute_triton:permute_backward", accepts=_triton_reason)
+unpermute.impl("triton", "permute_triton:collect", accepts=_triton_reason)
+unpermute_backward.impl("triton", "permute_triton:unpermute_backward", accepts=_triton_reason)
+permute.impl("torch_npu", "permute_torch_npu:permute", accepts=permute_torch_npu.permute_reason)
+permute_backward.impl(
+    "torch_npu", "permute_torch_npu:permute_backward", accepts=permute_torch_npu.permute_backward_reason
+)
+unpermute.impl("torch_npu", "permute_torch_npu:unpermute", accepts=permute_torch_npu.unpermute_reason)
+unpermute_backward.impl("torch_npu", "permute_torch_npu:unpermute_backward", accepts=permute_torch_npu.unpermute_reason)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "hidden": 8, "experts": 1, "k": 1},
+    {"tokens": (5,), "hidden": 24, "experts": 4, "k": 2, "probs": True},
+    {"tokens": (9,), "hidden": 70, "experts": 8, "k": 3, "probs": True, "scale": 0.01},
+    {"tokens": (7,), "hidden": 40, "experts": 16, "k": 2},  # most experts empty
+    {"tokens": (0,), "hidden": 16, "experts": 3, "k": 2},
+    {"tokens": (0,), "hidden": 16, "experts": 3, "k": 2, "probs": True},
+    {"tokens": (11,), "hidden": 33, "experts": 5, "k": 5, "sliced": True},
+    {"tokens": (3,), "hidden": 2050, "experts": 4, "k": 4, "probs": True, "sliced": True},
+]
+_DEEPSEEK = {"tokens": (4096,), "hidden": 7168, "experts": 64, "k": 8}
+_BENCH: list[Values] = [_DEEPSEEK, _DEEPSEEK | {"probs": True}, {**_DEEPSEEK, "experts": 8, "k": 2}]
+
+
+def _make(
+    tokens: tuple[int, ...],
+    hidden: int,
+    experts: int,
+    k: int,
+    probs: bool = False,
+    scale: float = 1.0,
+    sliced: bool = False,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Values:
+    count = tokens[0]
+    x = (scale * torch.randn(count, hidden + 8 * sliced, dtype=dtype, device=device))[:, :hidden]
+    ids = torch.rand(count, experts, device=device).argsort(-1)[:, :k].int()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = (torch.rand(count, k + 3 * sliced, device=device).to(wide) + 0.1)[:, :k] if probs else None
+    return {"x": x, "ids": ids, "num_experts": experts, "probs": found}
+
+
+def _make_rows(**case: Any) -> Values:
+    values = _make(**case)
+    x, ids, probs = values["x"], values["ids"], values["probs"]
+    width = x.shape[1] + 8 * case.get("sliced", False)
+    rows = case.get("scale", 1.0) * torch.randn(ids.numel(), width, dtype=x.dtype, device=x.device)
+    places = torch.randperm(ids.numel(), device=x.device).view(ids.shape).int()
+    return {"x": x, "rows": rows[:, : x.shape[1]], "places": places, "probs": probs}
+
+
+def _make_unpermute(**case: Any) -> Values:
+    values = _make_rows(**case)
+    return {n: values[n] for n in ("rows", "places", "probs")}
+
+
+def _make_unpermute_backward(**case: Any) -> Values:
+    values = _make_rows(**case)
+    return {"dy": values["x"]} | {n: values[n] for n in ("rows", "places", "probs")}
+
+
+def _make_permute_backward(**case: Any) -> Values:
+    values = _make_rows(**case)
+    x = values["x"] if values["probs"] is not None else None
+    return {"drows": values["rows"], "places": values["places"], "x": x, "probs": values["probs"]}
+
+
+permute.inputs(cases=_CASES, bench=_BENCH)(_make)
+permute_backward.inputs(cases=_CASES, bench=_BENCH)(_make_permute_backward)
+unpermute.inputs(cases=_CASES, bench=_BENCH)(_make_unpermute)
+unpermute_backward.inputs(cases=_CASES, bench=_BENCH)(_make_unpermute_backward)

@@ -1,0 +1,207 @@
+# mypy: allow-untyped-defs
+"""Routing in Triton, a token a program: the choice, and the gradient of its weights."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._overlap_triton import follow, overlap
+from .._rows import power_of_2
+from ..linear_triton import unit_stride
+
+LOWEST: tl.constexpr = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _ranked(values, ids):
+    """One integer that orders by value and then the lowest id first: a maximum finds both at once."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _highest(ranked):
+    """The highest of a 2-D block of `_ranked`, and its id."""
+    best = tl.max(tl.max(ranked, 1), 0)
+    return best, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    stride,
+    scale,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row, its experts as [groups, experts of a group]."""
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)[:, None]
+    member = tl.arange(0, BLOCK_S)[None, :]
+    ids = group * SIZE + member
+    is_real = (group < GROUPS) & (member < SIZE)
+    logits = tl.load(logits_ptr + row * stride + ids, mask=is_real, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    else:
+        scores = 1 / (1 + tl.exp(-logits))
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + ids, mask=is_real, other=0.0).to(tl.float32)
+    choice = tl.where(is_real, choice, float("-inf"))
+    if GROUPS > 1:
+        best = tl.max(choice, 1)[:, None]
+        if HAS_BIAS:  # a group is as good as its best two
+            first = tl.min(tl.where(choice == best, member, BLOCK_S), 1)[:, None]
+            second = tl.max(tl.where(member == first, float("-inf"), choice), 1)[:, None]
+            best = best + (second if SIZE > 1 else 0.0)
+        best = tl.where(group < GROUPS, best, float("-inf"))
+        is_kept = group < 0
+        ranked = _ranked(best, group)
+        for _ in range(TOP_GROUPS):
+            winner = _highest(ranked)[1]
+            is_kept = is_kept | (group == winner)
+            ranked = tl.where(group == winner, LOWEST, ranked)
+        choice = tl.where(is_kept, choice, float("-inf"))
+    slot = tl.arange(0, BLOCK_K)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    chosen = tl.zeros((BLOCK_K,), tl.int32)
+    total = 0.0
+    ranked = _ranked(choice, ids)
+    for i in range(K):
+        rank, winner = _highest(ranked)
+        if HAS_BIAS:
+            weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
+        else:  # scores are never negative: their rank holds their bits
+            weight = (rank >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        weights = tl.where(slot == i, weight, weights)
+        chosen = tl.where(slot == i, winner, chosen)
+        ranked = tl.where(ids == winner, LOWEST, ranked)
+        total += weight
+    if RENORMALIZE:
+        weights = weights / tl.maximum(total, 1e-20)
+    tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
+    tl.store(ids_ptr + row * K + slot, chosen, mask=slot < K)
+
+
+def forward(
+    logits: Tensor, k: int, bias: Tensor | None, num_groups: int, top_groups: int, scale: float, **how: Any
+) -> tuple[Tensor, Tensor]:
+    logits = unit_stride(logits)
+    count, experts = logits.shape
+    weights = torch.empty(count, k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(count, k, dtype=torch.int32, device=logits.device)
+    if count:
+        _route_kernel[(count,)](
+            logits,
+            logits if bias is None else bias.contiguous(),
+            weights,
+            ids,
+            logits.stride(0),
+            float(scale),
+            SIZE=experts // num_groups,
+            GROUPS=num_groups,
+            TOP_GROUPS=top_groups,
+            K=k,
+            HAS_BIAS=bias is not None,
+            SOFTMAX=how["scoring"] == "softmax",
+            RENORMALIZE=how["renormalize"],
+            BLOCK_G=power_of_2(num_groups),
+            BLOCK_S=power_of_2(experts // num_groups),
+            BLOCK_K=power_of_2(k),
+            num_warps=1,
+            **overlap(logits),
+        )
+    return weights, ids
+
+
+@triton.jit
+def _score(logits, peak, total, SOFTMAX: tl.constexpr):
+    return tl.div_rn(tl.exp(logits - peak), total) if SOFTMAX else tl.div_rn(1.0, 1 + tl.exp(-logits))
+
+
+@triton.jit
+def _route_backward_kernel(
+    dweights_ptr,
+    logits_ptr,
+    ids_ptr,
+    dlogits_ptr,
+    stride,
+    scale,
+    E,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One token: the gradients of its slots, then of all its logits."""
+    row = tl.program_id(0).to(tl.int64)
+    experts, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    logits_ptr += row * stride
+    logits = tl.load(logits_ptr + experts, mask=experts < E, other=float("-inf")).to(tl.float32)
+    peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
+    scores = _score(logits, peak, total, SOFTMAX)
+    is_slot = slots < K
+    ids = tl.load(ids_ptr + row * K + slots, mask=is_slot, other=0)
+    chosen = tl.load(logits_ptr + ids, mask=is_slot, other=float("-inf")).to(tl.float32)
+    chosen = tl.where(is_slot, _score(chosen, peak, total, SOFTMAX), 0.0)
+    grads = tl.load(dweights_ptr + row * K + slots, mask=is_slot, other=0.0).to(tl.float32) * scale
+    if RENORMALIZE:
+        found = tl.sum(chosen, 0)
+        least = tl.maximum(found, 1e-20)
+        apart = tl.zeros((BLOCK_K,), tl.float32)
+        for slot in range(K):  # differences first: where all are alike the gradient is exactly 0
+            share = tl.div_rn(tl.sum(tl.where(slots == slot, chosen, 0.0), 0), least)
+            apart += share * (grads - tl.sum(tl.where(slots == slot, grads, 0.0), 0))
+        grads = tl.where(found >= 1e-20, apart, grads) / least
+    grads = tl.where(is_slot, grads, 0.0)
+    dscores = tl.zeros((BLOCK_E,), tl.float32)
+    for slot in range(K):
+        expert = tl.load(ids_ptr + row * K + slot)
+        dscores += tl.where(experts == expert, tl.sum(tl.where(slots == slot, grads, 0.0), 0), 0.0)
+    inner = tl.sum(grads * chosen, 0) if SOFTMAX else dscores * scores
+    dlogits = scores * (dscores - inner)
+    tl.store(dlogits_ptr + row * E + experts, dlogits.to(dlogits_ptr.dtype.element_ty), mask=experts < E)
+
+
+def backward(dweights: Tensor, logits: Tensor, ids: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
+    logits = unit_stride(logits)
+    (count, experts), k = logits.shape, ids.shape[1]
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if count:
+        _route_backward_kernel[(count,)](
+            dweights.contiguous(),
+            logits,
+            ids.contiguous(),
+            dlogits,
+            logits.stride(0),
+            float(scale),
+            experts,
+            K=k,
+            SOFTMAX=scoring == "softmax",
+            RENORMALIZE=renormalize,
+            BLOCK_E=power_of_2(experts),
+            BLOCK_K=power_of_2(k),
+            num_warps=1 if experts <= 256 else 4,
+        )
+    return dlogits

@@ -1,0 +1,87 @@
+"""Tables of cosines and sines: their dtype, the rows of each token, one axis of positions or several."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whorl.device import BACKENDS
+
+from .checks import check_places, check_sections
+
+Style = Literal["half", "pairs"]
+Where = Literal["leading", "trailing"]
+Layout = Literal["chunked", "interleaved", "hwt"]
+
+_SWAPPED = {"thd": None, "bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
+
+
+def tokens_first(x: Tensor, order: str) -> Tensor:
+    """A view of x with its token dims first: [T, H, D] or [B, S, H, D]. It is its own inverse."""
+    if order not in _SWAPPED:
+        raise ValueError(f"tokens_first: order is {order!r}, expected one of {', '.join(_SWAPPED)}")
+    swapped = _SWAPPED[order]
+    return x if swapped is None else x.transpose(*swapped)
+
+
+def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a table for q of `dtype` on a device: fp32, but q's own 16 bits where the kernel knows no other.
+
+    npu_mrope looks positions up itself in a table of q's dtype. A table that is kept in that dtype is rounded once; any
+    other has its rows gathered and rounded in every layer.
+    """
+    is_rounded = torch.device(device).type == BACKENDS["torch_npu"].home and dtype in (torch.bfloat16, torch.float16)
+    return dtype if is_rounded else torch.float32
+
+
+def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
+    """Axes and the channels they turn; axis 0 turns the others."""
+    if layout == "chunked":
+        ends = list(itertools.accumulate(sections))
+        return [(axis, slice(ends[axis - 1], ends[axis])) for axis in range(1, len(sections))]
+    if layout == "interleaved":
+        _, h, w = sections
+        return [(1, slice(1, 3 * h, 3)), (2, slice(2, 3 * w, 3))]
+    h, w, _ = sections  # hwt
+    return [(1, slice(0, h + w, 2)), (2, slice(1, h + w, 2))]
+
+
+def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
+    """For each of the R/2 channels, the row of `positions` (0 t, 1 h, 2 w) that turns it."""
+    axes = [0] * sum(sections)
+    for axis, channels in _mrope_slices(sections, layout):
+        axes[channels] = [axis] * len(axes[channels])
+    return axes
+
+
+def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
+    """Rows for `rope`, each channel taken at its own axis' position: look them up once a step, share over layers.
+
+    cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R].
+    """
+    check_sections("merge_mrope", cos_sin, positions, sections, layout)
+    check_places("merge_mrope", cos_sin, positions)
+    return merged_rows(cos_sin, positions, sections, layout)
+
+
+# ---- checks
+
+
+def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:
+    """How channels are read and written."""
+    return (style, pairs_out) if style == "pairs" else ("half", "half")
+
+
+def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
+    return cos_sin if positions is None else cos_sin[positions]
+
+
+def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
+    """cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R]."""
+    rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
+    merged = rows[0].clone()
+    for axis, channels in _mrope_slices(sections, layout):
+        merged[..., channels] = rows[axis][..., channels]
+    return merged.flatten(-2)
