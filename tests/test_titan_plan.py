@@ -9,9 +9,9 @@ import pytest
 import titan_bytes
 import titan_job
 
-from whorl.titan.model_shape import DEEPSEEK_V32, ModelShape
-from whorl.titan.plan_layout import Layout, Settings, layouts, stages
-from whorl.titan.plan_memory import GB, memory_of, stage_memory
+from whorl.plan.layout import Layout, Settings, layouts, stages
+from whorl.plan.memory import GB, memory_of, stage_memory
+from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape
 
 # The planner leaves out the norm before the head; nothing else differs.
 NORM = 1e-4

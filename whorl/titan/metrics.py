@@ -13,6 +13,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from whorl.plan.hardware import A3
 from whorl.titan.deepseek_v32 import health
 from whorl.titan.display import FILE
 
@@ -33,13 +34,12 @@ NAMES = {
 }
 A100 = 312e12  # what TorchTitan takes for a device that it does not know
 V_SHAPED = ("dualpipev", "zbvzerobubble")
-ASCEND_A3 = 376e12  # of a die, bf16, dense; `whorl.titan.plan` counts with it
 
 
 def peak_flops(device_name: str, found: float) -> float | None:
     """`found` is TorchTitan's answer; None where it only guessed."""
     if "Ascend910_93" in device_name:
-        return ASCEND_A3
+        return A3.flops
     return found if found != A100 or "A100" in device_name else None
 
 
