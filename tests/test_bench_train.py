@@ -22,7 +22,7 @@ from whorl.cli import app  # noqa: E402
 from whorl.plan.layout import Layout, Settings  # noqa: E402
 from whorl.plan.memory import GB, memory_of  # noqa: E402
 from whorl.plan.model_shape import DEEPSEEK_V32  # noqa: E402
-from whorl.titan.converters import CONVERTERS  # noqa: E402
+from whorl.titan.converters.table import CONVERTERS  # noqa: E402
 
 
 def run(*arguments: str) -> Result:

@@ -126,6 +126,27 @@ def test_what_needs_no_torch_never_asks_for_it(path: Path) -> None:
     assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"torch", *LAZY})
 
 
+# Our model's name; TorchTitan's own deepseek_v3 is one of the models that converters serve.
+OUR_MODEL = re.compile(r"deepseek(?![-_]?v3(?!_?2|\.2))", re.IGNORECASE)
+TABLES = ("register.py", "converters/table.py")
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) == "titan"], **ids)
+def test_only_tables_of_titan_name_the_model(path: Path) -> None:
+    where = path.relative_to(PACKAGE / "titan").as_posix()
+    if where.startswith("deepseek_v32/"):
+        return
+    named = OUR_MODEL.search(path.read_text()) is not None
+    assert named == (where in TABLES), "what says DeepSeek-V3.2 is in whorl/titan/deepseek_v32"
+
+
+def test_the_rule_tells_our_model_from_torchtitans() -> None:
+    ours = ("DeepSeek's attention", "DeepSeek-V3.2", "deepseek_v32", "DeepSeekV32Args", "deepseek-v3.2")
+    theirs = ("deepseek_v3", "torchtitan.models.deepseek_v3.model", "DeepSeekV3StateDictAdapter")
+    assert all(map(OUR_MODEL.search, ours))
+    assert not any(map(OUR_MODEL.search, theirs))
+
+
 def test_the_rule_sees_relative_imports() -> None:
     found = list(imports(PACKAGE / "ops" / "rope" / "x.py", ast.parse("from .._op import Op\nfrom . import cases")))
     assert found == ["whorl.ops._op.Op", "whorl.ops.rope.cases"]

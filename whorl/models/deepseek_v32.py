@@ -6,7 +6,7 @@ Training (`whorl.titan.deepseek_v32`) and the planner read it. The keys of a con
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.models.fields import count, flag, number
@@ -99,7 +99,7 @@ class DeepSeekV32Config:
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected {' or '.join(MODEL_TYPES)}")
         rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         _check_fixed(values, rope)
-        default = {field.name: field.default for field in fields(cls)}
+        default = asdict(cls())
         sizes = {name: count(values, name, least=least) for name, least in SIZES.items()}
         sizes |= {name: count(values, name, default[name]) for name in INDEX_SIZES}
         return cls(

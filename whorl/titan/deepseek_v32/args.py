@@ -29,9 +29,11 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
     "original_seq_len": "original_max_position_embeddings",
 }
-SAME = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-SAME += ("index_n_heads", "index_head_dim", "index_topk")
-SAME += ("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+SAME = (
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("index_n_heads", "index_head_dim", "index_topk"),
+    *("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
 NAMES |= {name: name for name in SAME}
 # Of the experts, inside `moe_args`.
 EXPERTS = {

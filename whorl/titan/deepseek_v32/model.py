@@ -16,11 +16,9 @@ from torchtitan.protocols.train_spec import ModelProtocol
 from .args import DeepSeekV32Args
 from .attention import Attention
 from .core import attach_loss, carry, new_log
-from .loss import build_loss, chunked_cross_entropy
+from .loss import chunked_cross_entropy
 from .moe import build_experts
 from .stages import apply_stage
-
-__all__ = ["DeepSeekV32Model", "TransformerBlock", "build_loss"]
 
 MTP_CHUNK = 512  # tokens
 

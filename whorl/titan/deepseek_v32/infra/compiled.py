@@ -20,8 +20,8 @@ from whorl.ops.sparse_attention import (
     indexer_kl_gradients,
     indexer_target,
 )
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
-from .deepseek_v32.model import DeepSeekV32Model
 from .sharding import blocks_of
 
 # torch's own switches for "lower nothing": every operator stays a call of the library, none is decomposed. Graph
@@ -50,7 +50,7 @@ class KeepInBackward(CustomGraphPass):
                 node.meta["partitioner_tag"] = "must_be_in_backward"
 
     def uuid(self) -> str:
-        return "whorl.titan.compiled.KeepInBackward 2"
+        return "whorl.titan.deepseek_v32.infra.compiled.KeepInBackward 2"
 
 
 def compile_options(backend: Any, *, no_codegen: bool) -> dict[str, Any]:
