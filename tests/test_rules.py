@@ -53,8 +53,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
-WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "swap_optimizer")
-WITHOUT_TORCHTITAN += ("train_command", "worker")
+WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
+WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
 LINES = 500
 LONGER = {
     "tests/test_adapter_megatron.py": "one framework's layouts and switches side by side",
