@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "serve": {"engine"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models"},
-    "titan": {"models", "plan", "ops", "device", "rope_config", "selftest"},
+    "titan": {"models", "plan", "ops", "device", "selftest"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "bench"},
     "selftest_ranks": None,
