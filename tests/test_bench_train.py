@@ -19,10 +19,10 @@ cpu.install()
 from whorl.bench import train, train_curve, train_model  # noqa: E402  # after the device is chosen
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
-from whorl.titan.converters import CONVERTERS  # noqa: E402
-from whorl.titan.model_shape import DEEPSEEK_V32  # noqa: E402
-from whorl.titan.plan_layout import Layout, Settings  # noqa: E402
-from whorl.titan.plan_memory import GB, memory_of  # noqa: E402
+from whorl.plan.layout import Layout, Settings  # noqa: E402
+from whorl.plan.memory import GB, memory_of  # noqa: E402
+from whorl.plan.model_shape import DEEPSEEK_V32  # noqa: E402
+from whorl.titan.converters.table import CONVERTERS  # noqa: E402
 
 
 def run(*arguments: str) -> Result:

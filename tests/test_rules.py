@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine": {"models", "nn", "passes", "ops", "device"},
     "serve": {"engine"},
     "doctor": {"rope_config", "contracts"},
-    "titan": {"models", "nn", "ops", "passes", "device", "rope_config", "positions", "selftest"},
+    "plan": {"models"},
+    "titan": {"models", "plan", "ops", "device", "selftest"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "bench"},
     "selftest_ranks": None,
@@ -49,11 +50,11 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
-WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "model_shape", "moments", "plan", "plan_command")
-WITHOUT_TORCHTITAN += ("plan_report", "register", "swap_optimizer", "train_command", "worker")
+WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
+WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
 LINES = 500
 LONGER = {
     "tests/test_adapter_megatron.py": "one framework's layouts and switches side by side",
@@ -114,6 +115,36 @@ def test_what_is_optional_is_imported_where_used(path: Path) -> None:
         top = name.split(".")[0]
         assert top not in LAZY or top in own, f"{name} is imported at the top"
         assert top != "torch" or part_of(path) not in WITHOUT_TORCH, f"{name} is imported at the top"
+
+
+# Not even inside their functions.
+NEVER_TORCH = ("plan",)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) in NEVER_TORCH], **ids)
+def test_what_needs_no_torch_never_asks_for_it(path: Path) -> None:
+    assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"torch", *LAZY})
+
+
+# Our model's name; TorchTitan's own deepseek_v3 is one of the models that converters serve.
+OUR_MODEL = re.compile(r"deepseek(?![-_]?v3(?!_?2|\.2))", re.IGNORECASE)
+TABLES = ("register.py", "converters/table.py")
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) == "titan"], **ids)
+def test_only_tables_of_titan_name_the_model(path: Path) -> None:
+    where = path.relative_to(PACKAGE / "titan").as_posix()
+    if where.startswith("deepseek_v32/"):
+        return
+    named = OUR_MODEL.search(path.read_text()) is not None
+    assert named == (where in TABLES), "what says DeepSeek-V3.2 is in whorl/titan/deepseek_v32"
+
+
+def test_the_rule_tells_our_model_from_torchtitans() -> None:
+    ours = ("DeepSeek's attention", "DeepSeek-V3.2", "deepseek_v32", "DeepSeekV32Args", "deepseek-v3.2")
+    theirs = ("deepseek_v3", "torchtitan.models.deepseek_v3.model", "DeepSeekV3StateDictAdapter")
+    assert all(map(OUR_MODEL.search, ours))
+    assert not any(map(OUR_MODEL.search, theirs))
 
 
 def test_the_rule_sees_relative_imports() -> None:
@@ -363,7 +394,7 @@ class Without:
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        is_gone = name.split(".")[0] in ("torch", "triton", "torch_npu", "transformers")
+        is_gone = name.split(".")[0] in ("torch", "triton", "torch_npu", "transformers", "torchtitan")
         return None if is_gone else self.finder.find_spec(name, path, target)
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from whorl.titan import swap_optimizer
 from whorl.titan.moments import FORMATS, Int8
-from whorl.titan.swap_optimizer import CUT, SwapAdamW, cut
+from whorl.titan.swap_memory import CUT, cut
+from whorl.titan.swap_optimizer import SwapAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -328,20 +329,20 @@ def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:
     assert_same(net.parameters(), reference.parameters())
 
 
-def test_memory_of_a_state_dict_that_is_gone_is_not_kept() -> None:
+def test_memory_of_a_state_dict_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.zeros(CUT)) for _ in range(6)]
     optimizer = SwapAdamW(params, chunk=CUT)
     held = [weakref.ref(part) for host in optimizer._hosts.values() for parts in host.moments for part in parts]
     alive: list[int] = []
-    fresh, new_host = 0, optimizer._new_host
+    fresh, new_host = 0, swap_optimizer.new_host
 
-    def spy(param: Tensor) -> Any:
+    def spy(*args: Any) -> Any:
         nonlocal fresh
         fresh += 1
         alive.append(sum(ref() is not None for ref in held) // 2 + fresh)
-        return new_host(param)
+        return new_host(*args)
 
-    optimizer._new_host = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(swap_optimizer, "new_host", spy)
     optimizer.state_dict()
     give_gradients(params, 0)
     optimizer.step()

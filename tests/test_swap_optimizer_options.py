@@ -13,7 +13,8 @@ from test_swap_optimizer import SETTINGS, assert_same, give_gradients, model, mo
 from torch import nn
 
 from whorl.titan.moments import FORMATS
-from whorl.titan.swap_optimizer import CUT, FIXED, SwapAdamW
+from whorl.titan.swap_memory import CUT
+from whorl.titan.swap_optimizer import FIXED, SwapAdamW
 
 SAME: dict[str, dict[str, Any]] = {
     "lr": {"lr": 2e-2},

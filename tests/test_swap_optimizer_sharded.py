@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from whorl.titan.swap_optimizer import CUT, SwapAdamW
+from whorl.titan.swap_memory import CUT
+from whorl.titan.swap_optimizer import SwapAdamW
 
 
 def uneven_model() -> nn.Module:

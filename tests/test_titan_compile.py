@@ -21,7 +21,7 @@ def _model(path: str, converters: tuple[str, ...] = ()) -> nn.Module:
     model = build(config)
     fuse(model, path)
     if converters:
-        from whorl.titan.converters import CONVERTERS
+        from whorl.titan.converters.table import CONVERTERS
 
         for name in converters:
             CONVERTERS[name](config, None).convert(model)
@@ -50,7 +50,7 @@ def _capture(path: str, converters: tuple[str, ...] = ()) -> dict[str, Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.utils import counters
 
-    from whorl.titan.compiled import compile_blocks
+    from whorl.titan.deepseek_v32.infra.compiled import compile_blocks
 
     graphs: dict[str, list[dict[str, int]]] = {"forward": [], "backward": []}
 
@@ -114,7 +114,7 @@ def _no_codegen() -> dict[str, Any]:
     """What Inductor writes, and how many copies the graphs that it was given ask for."""
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
-    from whorl.titan import compiled
+    from whorl.titan.deepseek_v32.infra import compiled
 
     asked: collections.Counter[str] = collections.Counter()
 
@@ -172,7 +172,7 @@ def test_the_indexers_loss_stays_in_backward(without_kernels: dict[str, Any]) ->
 def _inductor() -> float:
     from torch._inductor.utils import fresh_cache
 
-    from whorl.titan.compiled import compile_blocks
+    from whorl.titan.deepseek_v32.infra.compiled import compile_blocks
 
     torch._dynamo.reset()
     want = _step(_model("absorbed"))
@@ -188,7 +188,7 @@ def test_generated_kernels_compute_the_same() -> None:
 
 
 def _refused() -> str:
-    from whorl.titan.compiled import compile_options
+    from whorl.titan.deepseek_v32.infra.compiled import compile_options
 
     with pytest.raises(ValueError, match="no_codegen") as caught:
         compile_options("aot_eager", no_codegen=True)

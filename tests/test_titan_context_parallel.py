@@ -141,7 +141,7 @@ def _layer_counts() -> dict[str, dict[str, int]]:
     from whorl.titan.cpu import install
 
     install()
-    from whorl.titan.context_parallel import ContextParallelDSA
+    from whorl.titan.deepseek_v32.infra.context_parallel import ContextParallelDSA
 
     layout = Layout(cp=2)
     model = build(job(layout))
@@ -164,7 +164,7 @@ def _without_positions() -> str:
     from whorl.titan.cpu import install
 
     install()
-    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
     config = job(Layout(cp=2))
     model = parallelize_deepseek_v32(build(config), dims(Layout(cp=2)), config)

@@ -15,8 +15,9 @@ from whorl.titan import cpu, local
 pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
 cpu.install()
 
-from whorl.titan.converters import CONVERTERS, gmm, permute, rms_norm, rope  # noqa: E402
+from whorl.titan.converters import gmm, permute, rms_norm, rope  # noqa: E402
 from whorl.titan.converters.conversion import become  # noqa: E402
+from whorl.titan.converters.table import CONVERTERS  # noqa: E402
 from whorl.titan.local import cover  # noqa: E402
 
 OURS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")

@@ -154,14 +154,14 @@ def _train(trainer_name: str, folder: str) -> Result:
     import torchtitan.train
     from torchtitan.protocols import train_spec
 
-    from whorl.titan.register import MODEL, register
+    from whorl.titan.register import register
     from whorl.titan.trainer import WhorlTrainer
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
     register()
     config = job(Layout(pp=2))
     model = build(config)
-    spec = train_spec.get_train_spec(MODEL)
+    spec = train_spec.get_train_spec("deepseek_v32")
     if "deepseek_v32_test" not in train_spec._extra_train_specs:
         own = dataclasses.replace(
             spec,
@@ -256,7 +256,7 @@ def _block(layer: int, ep: int) -> dict[str, Any]:
     from whorl.titan.cpu import install
 
     install()
-    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
     layout = Layout(tp=2, ep=ep)
     config = job(layout)
@@ -308,7 +308,7 @@ def _trace(explicit: bool) -> list[tuple[str, float]]:
     from torch.distributed.fsdp import FSDPModule
     from torch.profiler import ProfilerActivity, profile
 
-    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
     config = job(Layout())
     model = parallelize_deepseek_v32(build(config), dims(Layout()), config)

@@ -9,36 +9,21 @@ import pytest
 import titan_bytes
 import titan_job
 
-from whorl.titan.model_shape import DEEPSEEK_V32, ModelShape
-from whorl.titan.plan_layout import Layout, Settings, layouts, stages
-from whorl.titan.plan_memory import GB, memory_of, stage_memory
+from whorl.plan.layout import Layout, Settings, layouts, stages
+from whorl.plan.memory import GB, memory_of, stage_memory
+from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face
 
 # The planner leaves out the norm before the head; nothing else differs.
 NORM = 1e-4
 
 
 def shape(args: dict[str, Any]) -> ModelShape:
-    return ModelShape(
-        name="",
-        hidden=args["dim"],
-        layers=args["n_layers"],
-        vocab=args["vocab_size"],
-        heads=args["n_heads"],
-        ffn=args["inter_dim"],
-        q_rank=args["q_lora_rank"],
-        kv_rank=args["kv_lora_rank"],
-        nope=args["qk_nope_head_dim"],
-        rope=args["qk_rope_head_dim"],
-        value=args["v_head_dim"],
-        index_heads=args["index_n_heads"],
-        index_dim=args["index_head_dim"],
-        index_topk=args["index_topk"],
-        experts=args["moe_args"]["num_experts"],
-        chosen=args["moe_args"]["top_k"],
-        expert_ffn=args["moe_inter_dim"],
-        shared_experts=args["moe_args"]["num_shared_experts"],
-        dense=frozenset(range(args["n_dense_layers"])),
-    )
+    from torchtitan.models.moe import MoEArgs
+
+    from whorl.titan.deepseek_v32.args import DeepSeekV32Args
+
+    model = DeepSeekV32Args(**args | {"moe_args": MoEArgs(**args["moe_args"])})
+    return from_hugging_face(model.config.to_hf(), "")
 
 
 def flags(folder: Path, flavour: str, layout: Layout, seq: int, batch: int) -> list[str]:

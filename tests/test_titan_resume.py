@@ -291,7 +291,7 @@ def model_alone(folder: Path) -> Path:
 
 
 def test_a_file_with_more_than_was_written_is_refused(tmp_path: Path) -> None:
-    from whorl.titan.checkpoint import Refused, read_whole
+    from whorl.titan.checkpoint_files import Refused, read_whole
 
     folder = model_alone(tmp_path / "step-2")
     assert read_whole(folder).state_dict_metadata.keys() == {"weight"}

@@ -65,8 +65,8 @@ def _on_one(csv: str, layout: Layout) -> Result:
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import cross_entropy_loss
 
-    from whorl.titan.parallelize import parallelize_deepseek_v32
-    from whorl.titan.pipeline import pipeline_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
+    from whorl.titan.pipeline import build_pipeline
 
     parallel_dims, config = dims(layout), job(layout)
     meshes = {"pp": init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))["pp"]}
@@ -78,7 +78,7 @@ def _on_one(csv: str, layout: Layout) -> Result:
     config.parallelism.pipeline_parallel_schedule_csv = csv
     config.parallelism.module_fqns_per_model_part = STAGES
     model: Any = build(config)
-    schedule, parts, _, _ = pipeline_deepseek_v32(
+    schedule, parts, _, _ = build_pipeline(
         model,
         parallel_dims,
         config,

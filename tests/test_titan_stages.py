@@ -196,7 +196,7 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
 
 
 def test_compiled_attention_is_watched_too() -> None:
-    """As `whorl.titan.compiled` compiles it: the same figures, and hooks leave nothing behind."""
+    """As `whorl.titan.deepseek_v32.infra.compiled` compiles it: the same figures, and hooks leave nothing behind."""
     model = make_model(tiny(index_topk=8), "masked")
     found = []
     for compiled in (False, True):

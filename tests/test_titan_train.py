@@ -52,7 +52,7 @@ def parsed(name: str) -> Any:
 def test_a_recipe_is_whole(name: str) -> None:
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from whorl.titan.converters import CONVERTERS
+    from whorl.titan.converters.table import CONVERTERS
 
     config = parsed(name)
     spec = get_train_spec(config.model.name)

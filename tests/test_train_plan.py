@@ -12,11 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from whorl.cli import app
-from whorl.titan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
-from whorl.titan.plan import A3, H200, Cluster, Plan, make_plan, time_of
-from whorl.titan.plan_command import prepare
-from whorl.titan.plan_layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
-from whorl.titan.plan_memory import GB, Part, masks, memory_of, peak
+from whorl.plan.command import prepare
+from whorl.plan.hardware import A3, H200, Cluster
+from whorl.plan.layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
+from whorl.plan.memory import GB, Part, masks, memory_of, peak
+from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
+from whorl.plan.search import Plan, make_plan
+from whorl.plan.speed import time_of
 
 PUBLISHED = Layout(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True)
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}

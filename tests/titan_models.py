@@ -78,7 +78,7 @@ def build(name: str) -> nn.Module:
 
 
 def convert(model: nn.Module, *names: str, config: Any = None) -> nn.Module:
-    from whorl.titan.converters import CONVERTERS
+    from whorl.titan.converters.table import CONVERTERS
 
     for name in names:
         CONVERTERS[name](config or job(), None).convert(model)  # type: ignore[arg-type]

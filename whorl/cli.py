@@ -423,7 +423,7 @@ def train(
         sys.exit(_plot_training(plot))
     if plan is None or cards is None:
         stop("train --plan: say --cards N")
-    from whorl.titan import plan_command
+    from whorl.plan import command as plan_command
 
     with asking():
         made = plan_command.prepare(

@@ -15,12 +15,12 @@ from whorl import device as devices
 from whorl.bench.decode import table
 from whorl.bench.provenance import provenance, render_provenance
 from whorl.bench.train_model import CHUNK, SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
-from whorl.titan import plan_layout
+from whorl.plan import layout as plan_layout
+from whorl.plan.hardware import HARDWARE
+from whorl.plan.memory import GB, memory_of
+from whorl.plan.model_shape import from_hugging_face
 from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.deepseek_v32.hf import to_hf_config
-from whorl.titan.model_shape import from_hugging_face
-from whorl.titan.plan import HARDWARE
-from whorl.titan.plan_memory import GB, memory_of
 
 Document = dict[str, Any]
 

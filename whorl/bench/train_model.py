@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from whorl.titan.compiled import compile_blocks
-from whorl.titan.converters import CONVERTERS
+from whorl.titan.converters.table import CONVERTERS
 from whorl.titan.deepseek_v32.args import FLAVOURS, DeepSeekV32Args
 from whorl.titan.deepseek_v32.core import Core, pop_log
 from whorl.titan.deepseek_v32.hf import to_hf_config
+from whorl.titan.deepseek_v32.infra.compiled import compile_blocks
 from whorl.titan.deepseek_v32.loss import chunked_cross_entropy
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.swap_optimizer import SwapAdamW

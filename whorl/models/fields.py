@@ -6,13 +6,13 @@ from typing import Any
 MOST = 1 << 40  # of anything: far above what files hold
 
 
-def count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number, 1 or more; without a default the field must be there."""
+def count(values: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number, `least` or more; without a default the field must be there."""
     value = default if values.get(name) is None else values[name]
     if value is None:
         raise ValueError(f"config.json: {name} missing; found {sorted(map(str, values))}")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MOST:
-        raise ValueError(f"config.json: {name} is {value!r}, expected a whole number, 1 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MOST:
+        raise ValueError(f"config.json: {name} is {value!r}, expected a whole number, {least} or more")
     return value
 
 

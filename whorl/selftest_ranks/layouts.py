@@ -183,7 +183,7 @@ def run(layout: Layout, device: str = HOST) -> Result:
     if layout.core != "small":
         fuse(model, layout.core)
     if layout.converters:
-        from whorl.titan.converters import CONVERTERS
+        from whorl.titan.converters.table import CONVERTERS
 
         for name in layout.converters:
             CONVERTERS[name](config, parallel_dims).convert(model)
@@ -232,7 +232,7 @@ def fuse(model: Any, path: str) -> None:
 def _plain(model: Any, parallel_dims: Any, config: Any) -> Any:
     from torchtitan.components.loss import cross_entropy_loss
 
-    from whorl.titan.parallelize import parallelize_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
     model = parallelize_deepseek_v32(model, parallel_dims, config)
 
@@ -248,10 +248,10 @@ def _plain(model: Any, parallel_dims: Any, config: Any) -> Any:
 def _pipelined(model: Any, parallel_dims: Any, config: Any) -> Any:
     from torchtitan.components.loss import cross_entropy_loss
 
-    from whorl.titan.parallelize import parallelize_deepseek_v32
-    from whorl.titan.pipeline import pipeline_deepseek_v32
+    from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
+    from whorl.titan.pipeline import build_pipeline
 
-    schedule, parts, is_first, is_last = pipeline_deepseek_v32(
+    schedule, parts, is_first, is_last = build_pipeline(
         model,
         parallel_dims,
         config,

@@ -4,23 +4,17 @@ A checkpoint is whole when its `.metadata`, which torch writes last and at once,
 The format is torch.distributed.checkpoint's: TorchTitan's own trainer reads what is written here, and the other way.
 """
 
-import json
 import os
 import re
-import shutil
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.components.checkpoint import (
-    DATALOADER,
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
@@ -30,159 +24,20 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.tools.logging import logger
 
+from whorl.titan.checkpoint_files import METADATA, Refused, is_resumable, is_unfinished, read_whole, remove
+from whorl.titan.checkpoint_record import (
+    RECORD,
+    Record,
+    check_model,
+    check_optimizer,
+    check_record,
+    listed,
+    read_record,
+    shapes,
+)
 from whorl.titan.watch import NotFinite, bad_moments, bad_weights
 
-METADATA = ".metadata"
-RECORD = "whorl"
-PARTS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RECORD)
-# Settings of a run, not of a model: a checkpoint may be continued with others.
-OF_THE_RUN = frozenset(
-    [
-        *("max_seq_len", "max_batch_size", "global_tokens", "stage", "bootstrap_indexer", "depth_init"),
-        *("attention", "attn_type", "attn_mask_type", "moe_impl", "moe_args.use_grouped_mm"),
-        *("indexer_loss_coeff", "mtp_loss_coeff", "moe_args.load_balance_coeff", "moe_args._debug_force_load_balance"),
-    ]
-)
 T = TypeVar("T")
-
-
-class Refused(ValueError):
-    """A checkpoint that cannot be continued; the message says what was found and what to do."""
-
-
-# ---- one checkpoint on disk
-
-
-def read_metadata(folder: Path) -> Metadata:
-    try:
-        found = dcp.FileSystemReader(folder).read_metadata()
-    except Exception as e:  # a pickle of which a part is missing can raise anything
-        raise Refused(f"its {METADATA} cannot be read ({type(e).__name__}: {e})") from e
-    if not isinstance(found, Metadata) or not found.storage_data:
-        raise Refused(f"its {METADATA} is not torch.distributed.checkpoint's")
-    return found
-
-
-def check_files(folder: Path, metadata: Metadata) -> None:
-    """Every file that the metadata names is there, as long as it was written."""
-    lengths: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
-    for name, length in sorted(lengths.items()):
-        path = folder / name
-        if not path.is_file():
-            raise Refused(f"{name} is missing")
-        if path.stat().st_size != length:
-            raise Refused(f"{name} has {path.stat().st_size} bytes, written were {length}")
-
-
-def read_whole(folder: Path) -> Metadata:
-    """The metadata of a whole checkpoint; else `Refused` says what is wrong with it."""
-    if not (folder / METADATA).is_file():
-        names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-        if any(name.endswith(".safetensors") or name.endswith(".safetensors.index.json") for name in names):
-            raise Refused("it is a Hugging Face export: load it with checkpoint.initial_load_path and _in_hf")
-        if any(name.endswith(".distcp") for name in names) or not names:
-            raise Refused(f"it has no {METADATA}: writing it was never finished")
-        raise Refused(f"it has no {METADATA} and is no checkpoint of TorchTitan; it has {', '.join(names[:4])}")
-    metadata = read_metadata(folder)
-    check_files(folder, metadata)
-    return metadata
-
-
-def is_resumable(metadata: Metadata) -> bool:
-    return f"{TRAIN_STATE}.step" in metadata.state_dict_metadata
-
-
-# ---- what a checkpoint is of
-
-
-@dataclass(kw_only=True, slots=True)
-class Record:
-    """Kept in the checkpoint beside TorchTitan's own state: of which model, and of which stage."""
-
-    model: str
-    settings: dict[str, Any]
-    stage: str
-    stage_start: int = 0  # the last step of the stage before
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"run": json.dumps(asdict(self), default=str, sort_keys=True)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What is loaded is read by `read_record`, before anything else."""
-
-
-def read_record(folder: Path, metadata: Metadata) -> dict[str, Any] | None:
-    if f"{RECORD}.run" not in metadata.state_dict_metadata:  # of TorchTitan's own trainer
-        return None
-    found: dict[str, Any] = {RECORD: {"run": ""}}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it was asked for
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return json.loads(found[RECORD]["run"])
-
-
-def listed(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
-
-
-def shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
-    return {name: list(x.shape) for name, x in states.items() if isinstance(x, Tensor)}
-
-
-def check_model(metadata: Metadata, mine: dict[str, list[int]]) -> None:
-    """The tensors of the model are the same, neither more nor fewer."""
-    theirs = {
-        name: list(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.split(".")[0] not in PARTS
-    }
-    missing, unknown = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    other = [
-        f"{n} ({theirs[n]} there, {mine[n]} here)" for n in sorted(mine.keys() & theirs.keys()) if theirs[n] != mine[n]
-    ]
-    found = []
-    if missing:
-        found.append(f"it lacks {listed(missing)}")
-    if unknown:
-        found.append(f"it has {listed(unknown)}, which this model has not")
-    if other:
-        found.append(f"shapes differ: {listed(other)}")
-    if found:
-        raise Refused(f"it is of another model: {'; '.join(found)}")
-
-
-def flat_settings(record: dict[str, Any]) -> dict[str, Any]:
-    found = {"model": record["model"]}
-    for name, value in record["settings"].items():
-        found |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return found
-
-
-def check_record(theirs: dict[str, Any], mine: Record, *, accept_changes: bool) -> None:
-    if (theirs["stage"], mine.stage) == ("sparse", "warmup"):
-        raise Refused(
-            "it is of the sparse stage and this run warms up (whorl.stage), which would lose the optimizer's state: "
-            "start from its weights with checkpoint.initial_load_path and a new checkpoint.folder"
-        )
-    before, now = flat_settings(theirs), flat_settings(json.loads(mine.state_dict()["run"]))
-    both = sorted(before.keys() & now.keys() - OF_THE_RUN)
-    changed = [f"{name} is {before[name]} there, {now[name]} here" for name in both if before[name] != now[name]]
-    if changed and not accept_changes:
-        raise Refused(f"the model's settings differ: {listed(changed)}. whorl.accept_changes continues all the same")
-    for change in changed:
-        logger.warning(f"The checkpoint was written with other settings: {change}")
-
-
-def check_optimizer(metadata: Metadata, names: list[str]) -> None:
-    missing = sorted(name for name in names if f"{OPTIMIZER}.{name}" not in metadata.state_dict_metadata)
-    if missing:
-        raise Refused(
-            f"it has no {listed(missing)}: these weights were frozen when it was written, or the optimizer was "
-            f"another. checkpoint.exclude_from_loading {OPTIMIZER} starts with a new one"
-        )
 
 
 # ---- ranks
@@ -428,17 +283,6 @@ class Checkpoints(CheckpointManager):
         for folder in stale:
             (folder / METADATA).unlink(missing_ok=True)  # first: what is half removed does not look whole
             self.purge_queue.put(str(folder))
-
-
-def is_unfinished(folder: Path) -> bool:
-    """Nothing but data: torch writes `.metadata` when all of it is there."""
-    names = [p.name for p in folder.iterdir()]
-    return METADATA not in names and all(n.endswith(".distcp") or n.startswith(METADATA) for n in names)
-
-
-def remove(folder: Path) -> None:
-    (folder / METADATA).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _advice(older: int | None) -> str:

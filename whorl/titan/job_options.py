@@ -20,13 +20,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
 from torchtitan.protocols import train_spec as specs
 
-from whorl.titan.parallelize import check_layout
-from whorl.titan.register import MODEL, register
+from whorl.titan.register import MODELS, model, register
 
 OPTIMIZERS = ("Adam", "AdamW")
 DATA = "whorl.data, whorl.data_suffixes and whorl.tokenizer say what is read"
 NO_TORCHFT = "TorchTitan 0.2.2 has TorchFT in a trainer of its own, torchtitan.experiments.ft.train, which this is not"
-QUANTIZE = "quantize."
+QUANTIZE = "quantize."  # so TorchTitan's converters to float8 and MX begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Ignored:
 
     name: str
     why: str
-    only_ours: bool = False  # of our model; TorchTitan's own have their own loaders
+    only_ours: bool = False  # of our models; TorchTitan's own have their own loaders
 
 
 IGNORED = [
@@ -99,8 +98,8 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
     if dims is not None:
         _check_batch(config, dims)
         _check_schedule(config, dims)
-        if config.model.name == MODEL:
-            check_layout(args, dims, config)
+        if config.model.name in MODELS:
+            model(config.model.name).check_layout(args, dims, config)
             _check_needs(config, dims)
 
 
@@ -205,7 +204,7 @@ def _inside(name: str, section: str) -> bool:
 def _check_ignored(config: JobConfig) -> None:
     asked = changed(config)
     for ignored in IGNORED:
-        if ignored.only_ours and config.model.name != MODEL:
+        if ignored.only_ours and config.model.name not in MODELS:
             continue
         _refuse((name for name in asked if _inside(name, ignored.name)), ignored.why)
     for name in asked:
@@ -215,7 +214,7 @@ def _check_ignored(config: JobConfig) -> None:
 
 
 def _check_needs(config: JobConfig, dims: ParallelDims) -> None:
-    """Options of our model's that have an effect together with others alone."""
+    """Options of our models' that have an effect together with others alone."""
     if config.optimizer.early_step_in_backward and getattr(config.optimizer, "watch", False):
         raise ValueError(
             "optimizer.early_step_in_backward updates weights before gradients are clipped or looked at, and "

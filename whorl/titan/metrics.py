@@ -5,15 +5,17 @@ TorchTitan's own log, TensorBoard and W&B go on as they are. `whorl.titan.displa
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from whorl.titan.deepseek_v32 import health
+from whorl.plan.hardware import A3
 from whorl.titan.display import FILE
 
 # Their names, and ours.
@@ -33,13 +35,12 @@ NAMES = {
 }
 A100 = 312e12  # what TorchTitan takes for a device that it does not know
 V_SHAPED = ("dualpipev", "zbvzerobubble")
-ASCEND_A3 = 376e12  # of a die, bf16, dense; `whorl.titan.plan` counts with it
 
 
 def peak_flops(device_name: str, found: float) -> float | None:
     """`found` is TorchTitan's answer; None where it only guessed."""
     if "Ascend910_93" in device_name:
-        return ASCEND_A3
+        return A3.flops
     return found if found != A100 or "A100" in device_name else None
 
 
@@ -81,14 +82,21 @@ def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     return 0 if is_v else _get_metrics_rank(parallel_dims, job_config)
 
 
+# What a model says of itself, asked on every rank: (its parts, ..., step, steps since the last call) to numbers.
+Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dict[str, float]]
+
+
 class WhorlMetrics(MetricsProcessor):
-    """TorchTitan's, with the lines of JSON and what the model says of its indexers."""
+    """TorchTitan's, with the lines of JSON and what the model says of itself."""
 
     gpu_peak_flops: float
     logger: BaseLogger
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None, *, figures: Figures
+    ) -> None:
         super().__init__(job_config, parallel_dims, tag)
+        self._figures = figures
         self._steps = 0  # since the last log
         if torch.distributed.get_rank() == metrics_rank(parallel_dims, job_config):
             self._add_lines()
@@ -124,13 +132,18 @@ class WhorlMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         # On every rank, as these are sums over all of them.
-        indexer = health.collect(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
+        figures = self._figures(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
         self._steps = 0
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **indexer})
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **figures})
 
 
 def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+    job_config: JobConfig,
+    parallel_dims: ParallelDims,
+    model_args: Any = None,
+    tag: str | None = None,
+    *,
+    figures: Figures,
 ) -> MetricsProcessor:
-    """For `TrainSpec`."""
-    return WhorlMetrics(job_config, parallel_dims, tag)
+    """For `TrainSpec`, with `figures` filled in by the model."""
+    return WhorlMetrics(job_config, parallel_dims, tag, figures=figures)

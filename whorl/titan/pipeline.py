@@ -50,7 +50,7 @@ def labels_in_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
     return int(batch * training.seq_len)
 
 
-def pipeline_deepseek_v32(
+def build_pipeline(
     model: nn.Module,
     parallel_dims: ParallelDims,
     job_config: JobConfig,
@@ -59,6 +59,7 @@ def pipeline_deepseek_v32(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
+    """For `TrainSpec`."""
     parallelism = job_config.parallelism
     if device.type == HOST and parallelism.pipeline_parallel_schedule.lower() == "dualpipev":
         parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs an accelerator's streams

@@ -1,4 +1,4 @@
-"""FSDP2: which modules share an all-gather, and who asks for whose parameters ahead of time."""
+"""FSDP2: what a job asks of it, a block with its experts, and who asks for whose parameters ahead of time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.models.moe import MoE
-
-from .deepseek_v32.model import DeepSeekV32Model
 
 RESHARD = {"always": True, "never": False, "default": None}
 
@@ -58,37 +56,7 @@ class Sharding:
         fully_shard(modules, mesh=mesh or self.mesh, **more)
 
 
-def blocks_of(model: DeepSeekV32Model) -> list[Any]:
-    """The layers, then those of multi-token prediction: `TransformerBlock`s, or what activation checkpointing made."""
-    further: list[Any] = [*model.mtp.values()]
-    return [*model.layers.values(), *(f.block for f in further)]
-
-
-def shard(model: DeepSeekV32Model, sharding: Sharding) -> None:
-    """One unit for the embedding, one for each block and one for each block's whole experts, one for the head.
-
-    Gradients are summed: the losses are divided by the number of tokens before.
-    """
-    from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
-
-    if model.tok_embeddings is not None:
-        sharding.shard(model.tok_embeddings, reshard_after_forward=sharding.reshard)
-    further: list[Any] = [*model.mtp.values()]
-    for layer in further:
-        sharding.shard(layer.norm)  # the model calls it by itself
-    for block in (*model.layers.values(), *further):
-        _shard_block(block, sharding)
-    head = [m for m in (model.norm, model.output) if m is not None]
-    if head:
-        sharding.shard(head, reshard_after_forward=sharding.reshard_last)
-    sharding.shard(model)
-    if isinstance(model.tok_embeddings, FSDPModule):
-        model.tok_embeddings.set_unshard_in_backward(False)  # which needs the tokens, not the table
-    disable_fsdp_gradient_division(model)
-    prefetch(model)
-
-
-def _shard_block(block: nn.Module, sharding: Sharding) -> None:
+def shard_block(block: nn.Module, sharding: Sharding) -> None:
     mesh = sharding.expert_mesh
     for moe in (m for m in block.modules() if isinstance(m, MoE) and mesh is not None):
         # Dimension 0 is shared out by expert parallelism; where too few experts are left to share, cut them.
@@ -98,27 +66,19 @@ def _shard_block(block: nn.Module, sharding: Sharding) -> None:
     sharding.shard(block, reshard_after_forward=sharding.reshard)
 
 
-def units(model: DeepSeekV32Model) -> list[list[FSDPModule]]:
-    """What is gathered together, in the order of the forward."""
-
-    def inside(module: nn.Module | None) -> list[FSDPModule]:
-        """A block, then its experts."""
-        return [] if module is None else [m for m in module.modules() if isinstance(m, FSDPModule)]
-
-    head = model.output if model.norm is None else model.norm  # either reaches the unit of both
-    in_order = (model.tok_embeddings, *model.layers.values(), head, *model.mtp.values())
-    return [unit for unit in map(inside, in_order) if unit]
+def inside(module: nn.Module | None) -> list[FSDPModule]:
+    """Units of a module: itself, then those within, as a block's experts."""
+    return [] if module is None else [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-def prefetch(model: DeepSeekV32Model) -> None:
-    """Each unit asks for the next as it starts, in both directions.
+def prefetch(in_order: Sequence[list[FSDPModule]], not_in_backward: nn.Module | None) -> None:
+    """Each unit asks for the next as it starts, in both directions; `in_order` is that of the forward.
 
     FSDP2 by itself does so in backward only, and by what it saw in forward; waiting for the sizes of an expert-parallel
     dispatch would hold up even that.
     """
-    in_order: Sequence[list[FSDPModule]] = units(model)
     for unit, following in pairwise(in_order):
         unit[0].set_modules_to_forward_prefetch(following)
     for unit, before in pairwise(reversed(in_order)):
-        if before[0] is not model.tok_embeddings:
+        if before[0] is not not_in_backward:
             unit[0].set_modules_to_backward_prefetch(before)

@@ -9,20 +9,31 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from whorl.device import HOST, Lane, Reached, host_buffer
-from whorl.titan.moments import BLOCK, FORMATS, Format
+from whorl.device import HOST, Lane, Reached
+from whorl.titan.moments import FORMATS, Format
+from whorl.titan.swap_memory import (
+    CUT,
+    Chunk,
+    Host,
+    Slot,
+    cut,
+    flat,
+    flat_gradient,
+    flat_parameter,
+    local,
+    memory_order,
+    move,
+    new_host,
+    same,
+    shaped,
+    views,
+)
 
-# A parameter is cut at multiples of what the CUDA kernel gives a block, and so of any vector of the CPU's:
-# then no element moves between a kernel's vector body and its tail, which may round differently.
-CUT = 1 << 16
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What torch.optim.AdamW has and this has not, with the values that ask for nothing; a group may have its own.
 FIXED: dict[str, tuple[object, ...]] = {
@@ -35,78 +46,6 @@ FIXED: dict[str, tuple[object, ...]] = {
 }
 # Of these, how a step is computed, which is no part of a saved state.
 COMPUTED = {"foreach": None, "capturable": False, "differentiable": False, "fused": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements start to stop of a parameter, at `offset` in a chunk."""
-
-    param: Tensor
-    start: int
-    stop: int
-    offset: int
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What is updated by one call; its parameters have one group and one dtype."""
-
-    group: int
-    dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
-    size: int = 0
-
-
-@dataclass(slots=True)
-class Slot:
-    """Device memory for a chunk: for each moment the parts of its format."""
-
-    memory: list[list[Tensor]]
-    loaded: Any = field(default_factory=Reached)
-    stored: Any = field(default_factory=Reached)
-
-
-@dataclass(slots=True)
-class Host:
-    """The moments of a parameter's local part, flat, in the order of its memory."""
-
-    moments: list[list[Tensor]]
-    is_lent: bool = False  # a state dict has them: the next update writes into new memory
-
-
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x.detach()
-
-
-def memory_order(x: Tensor) -> list[int]:
-    strides = x.stride()
-    return sorted(range(x.dim()), key=lambda i: (-strides[i], i))
-
-
-def flat(x: Tensor, order: list[int]) -> Tensor:
-    return x.permute(order).reshape(-1)
-
-
-def cut(groups: list[list[Tensor]], room: int) -> list[Chunk]:
-    """Chunks of at most `room` elements, in the order of the parameters."""
-    chunks: list[Chunk] = []
-    for index, params in enumerate(groups):
-        chunk: Chunk | None = None
-        for param in params:
-            size, start = local(param).numel(), 0
-            while start < size:
-                if chunk is None or chunk.dtype != param.dtype:
-                    chunk = Chunk(index, param.dtype)
-                    chunks.append(chunk)
-                left = room - chunk.size
-                take = size - start if size - start <= left else left // CUT * CUT
-                if take == 0:
-                    chunk = None
-                    continue
-                chunk.pieces.append(Piece(param, start, start + take, chunk.size))
-                chunk.size += -(-take // BLOCK) * BLOCK  # vectors and scales start on a boundary
-                start += take
-    return chunks
 
 
 class SwapAdamW(torch.optim.AdamW):
@@ -217,17 +156,9 @@ class SwapAdamW(torch.optim.AdamW):
         other = next(iter(self._hosts), param)
         if other.device != param.device:
             raise ValueError(f"parameters are on {other.device} and {param.device}: use an optimizer for each device")
-        self._hosts[param] = self._new_host(param)
+        self._hosts[param] = new_host(param, self.formats)
         self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=here.device)
         self._show(param)
-
-    def _new_host(self, param: Tensor) -> Host:
-        here = local(param)
-
-        def part(dtype: torch.dtype, values: int) -> Tensor:
-            return host_buffer(-(-here.numel() // values) * dtype.itemsize, here.device.type).view(dtype)
-
-        return Host([[part(*p) for p in form.parts(here.dtype)] for form in self.formats])
 
     def _show(self, param: Tensor) -> None:
         """What `state` has of the moments: torch's checkpoints look there for the names of what is to be loaded."""
@@ -280,7 +211,7 @@ class SwapAdamW(torch.optim.AdamW):
         while self._next < min(n + self._ring, len(self._chunks)):
             chunk, slot = self._chunks[self._next], self._slots[self._next % self._ring]
             self._next += 1
-            copy = functools.partial(self._copy, chunk, slot, self._hosts)
+            copy = functools.partial(move, self.formats, chunk, slot, self._hosts)
             slot.loaded = self._load.run(copy, after=(slot.stored, self._written))
 
     def _make_slots(self) -> None:
@@ -301,31 +232,13 @@ class SwapAdamW(torch.optim.AdamW):
             # What the caller launched before may still use the memory that these were given.
             self._slots.append(Slot(memory, stored=self._compute.run(lambda: None)))
 
-    def _copy(self, chunk: Chunk, slot: Slot, hosts: dict[Tensor, Host], *, back: bool = False) -> None:
-        for piece in chunk.pieces:
-            for i, form in enumerate(self.formats):
-                of_host, of_device = hosts[piece.param].moments[i], self._views(chunk, slot, piece)[i]
-                for (_, values), there, here in zip(form.parts(chunk.dtype), of_host, of_device, strict=True):
-                    there = there[piece.start // values : -(-piece.stop // values)]
-                    there.copy_(here, non_blocking=True) if back else here.copy_(there, non_blocking=True)
-
-    def _views(self, chunk: Chunk, slot: Slot, piece: Piece) -> list[list[Tensor]]:
-        views = []
-        for form, memory in zip(self.formats, slot.memory, strict=True):
-            parts = []
-            for (dtype, values), part in zip(form.parts(chunk.dtype), memory, strict=True):
-                start, size = piece.offset // values, -(-(piece.stop - piece.start) // values)
-                parts.append(part.view(dtype)[start : start + size])
-            views.append(parts)
-        return views
-
     def _pass_through(self, n: int, chunk: Chunk, grads: dict[Tensor, Tensor]) -> None:
         slot = self._slots[n % self._ring]
         updated = self._compute.run(lambda: self._update(n, chunk, slot, grads), after=(slot.loaded,))
         for piece in chunk.pieces:
             if self._hosts[piece.param].is_lent and piece.param not in self._targets:
-                self._targets[piece.param] = self._new_host(piece.param)
-        copy = functools.partial(self._copy, chunk, slot, self._hosts | self._targets, back=True)
+                self._targets[piece.param] = new_host(piece.param, self.formats)
+        copy = functools.partial(move, self.formats, chunk, slot, self._hosts | self._targets, back=True)
         slot.stored = self._written = self._store.run(copy, after=(updated,))
         for piece in chunk.pieces:
             # One parameter at a time: a state dict that is gone already gives its memory to the next.
@@ -335,10 +248,10 @@ class SwapAdamW(torch.optim.AdamW):
 
     def _update(self, n: int, chunk: Chunk, slot: Slot, grads: dict[Tensor, Tensor]) -> None:
         group = self.param_groups[chunk.group]
-        views = [self._views(chunk, slot, piece) for piece in chunk.pieces]
+        parts = [views(self.formats, chunk, slot, piece) for piece in chunk.pieces]
         sizes = [piece.stop - piece.start for piece in chunk.pieces]
         first, second = (
-            [form.decode(view[i], size) for view, size in zip(views, sizes, strict=True)]
+            [form.decode(view[i], size) for view, size in zip(parts, sizes, strict=True)]
             for i, form in enumerate(self.formats)
         )
         beta1, beta2 = map(float, group["betas"])
@@ -365,7 +278,7 @@ class SwapAdamW(torch.optim.AdamW):
             generator = torch.Generator(first[0].device)
             generator.manual_seed((self._updates << 20) + n)
             for i, values in enumerate((first, second)):
-                for view, x in zip(views, values, strict=True):
+                for view, x in zip(parts, values, strict=True):
                     self.formats[i].encode(x, view[i], generator)
 
     def _drop(self) -> None:
@@ -444,43 +357,6 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
-    """The same tensors in the same groups."""
-    return len(a) == len(b) and all(
-        len(x) == len(y) and all(p is q for p, q in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
-    )
-
-
 def _prefetch(optimizer: SwapAdamW | None) -> None:
     if optimizer is not None:
         optimizer._start_loading(0)
-
-
-def flat_parameter(param: Tensor) -> Tensor:
-    here = local(param)
-    return here.permute(memory_order(here)).view(-1)
-
-
-def flat_gradient(param: Tensor) -> Tensor:
-    grad = cast(Tensor, param.grad)
-    if grad.is_sparse:
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient: AdamW takes dense ones")
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return flat(local(grad), memory_order(local(param)))
-
-
-def shaped(param: Tensor, values: Tensor | None) -> Tensor:
-    """Flat values in the shape and the sharding of `param`; None: a tensor without memory."""
-    here = local(param)
-    order = memory_order(here)
-    if values is None:
-        values = torch.empty(here.numel(), dtype=param.dtype, device="meta")
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    plain = values[: here.numel()].view([here.shape[i] for i in order]).permute(inverse)
-    if not isinstance(param, DTensor):
-        return plain
-    # Not DTensor.from_local: that would move it to the device of the mesh.
-    meta = TensorMeta(param.shape, param.stride(), plain.dtype)
-    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
-    return DTensor(plain, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]

@@ -12,7 +12,8 @@ from torchtitan.config import JobConfig
 from torchtitan.train import Trainer
 
 from whorl.titan import job_options
-from whorl.titan.checkpoint import Checkpoints, Record
+from whorl.titan.checkpoint import Checkpoints
+from whorl.titan.checkpoint_record import Record
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.watch import Watch

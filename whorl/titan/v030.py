@@ -4,7 +4,7 @@ module, by what `--override.imports` names:
     torchrun ... -m torchtitan.train --module deepseek_v3 --config deepseek_v3_debugmodel --override.imports \\
         whorl.titan.v030.whorl_rms_norm,whorl.titan.v030.whorl_rope,whorl.titan.v030.whorl_gmm
 
-The model of DeepSeek-V3.2 is written for 0.2 and is not here. Parameters keep their names: checkpoints fit both.
+Our own models are written for 0.2 and are not here. Parameters keep their names: checkpoints fit both.
 """
 
 from dataclasses import dataclass

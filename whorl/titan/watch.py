@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.optimizer import OptimizersContainer
 
-from whorl.titan.swap_optimizer import SwapAdamW, local
+from whorl.titan.swap_memory import local
+from whorl.titan.swap_optimizer import SwapAdamW
 
 WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 

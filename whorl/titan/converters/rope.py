@@ -16,8 +16,8 @@ from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.qwen3.model import model as qwen3
 
 from whorl import ops
-from whorl.titan.deepseek_v32.indexer import Rotary
 from whorl.titan.local import complex_rows, doubled_rows, local, rotate
+from whorl.titan.rotary import Rotary
 
 from .conversion import Converter, Sample, become
 

@@ -1,7 +1,7 @@
 """What a DeepSeek-V3.2 is made of: sizes, flavours, and what a job sets."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,58 +11,87 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
-from whorl.rope_config import RopeConfig
+from whorl.models.deepseek_v32 import DeepSeekV32Config
 
 Stage = Literal["sparse", "warmup"]
 Path = Literal["auto", "masked", "absorbed"]
+FULL = DeepSeekV32Config()
+# Sizes and rotation by their names here, which are TorchTitan's where it has the thing, and in a configuration.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "inter_dim": "intermediate_size",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "n_dense_layers": "first_k_dense_replace",
+    "n_heads": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+    "original_seq_len": "original_max_position_embeddings",
+}
+SAME = (
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("index_n_heads", "index_head_dim", "index_topk"),
+    *("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+NAMES |= {name: name for name in SAME}
+# Of the experts, inside `moe_args`.
+EXPERTS = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "top_k": "num_experts_per_tok",
+    "route_norm": "norm_topk_prob",
+    "route_scale": "routed_scaling_factor",
+}
 
 
 def _experts(**more: Any) -> MoEArgs:
     """Sigmoid scores, normalised, balanced by a bias: what every size of the model has."""
-    return MoEArgs(
-        num_shared_experts=1, score_func="sigmoid", route_norm=True, route_scale=2.5, score_before_experts=False, **more
-    )
+    same = {name: getattr(FULL, EXPERTS[name]) for name in ("num_shared_experts", "route_norm", "route_scale")}
+    return MoEArgs(score_func="sigmoid", score_before_experts=False, **same | more)
 
 
-def _all_experts() -> MoEArgs:
-    return _experts(num_experts=256, top_k=8, num_expert_groups=8, num_limited_groups=4)
+def _experts_of(config: DeepSeekV32Config) -> MoEArgs:
+    groups = (config.n_group, config.topk_group) if config.n_group > 1 else (None, None)
+    named = {ours: getattr(config, theirs) for ours, theirs in EXPERTS.items()}
+    return _experts(**named, num_expert_groups=groups[0], num_limited_groups=groups[1])
 
 
 @dataclass
 class DeepSeekV32Args(BaseModelArgs):
     """The defaults are the 671 B model's. Names are TorchTitan's where it has the thing."""
 
-    vocab_size: int = 129280
+    vocab_size: int = FULL.vocab_size
     max_seq_len: int = 32768
-    dim: int = 7168
-    inter_dim: int = 18432
-    moe_inter_dim: int = 2048
-    n_layers: int = 61
-    n_dense_layers: int = 3
-    n_heads: int = 128
-    norm_eps: float = 1e-6
-    moe_args: MoEArgs = field(default_factory=_all_experts)
+    dim: int = FULL.hidden_size
+    inter_dim: int = FULL.intermediate_size
+    moe_inter_dim: int = FULL.moe_intermediate_size
+    n_layers: int = FULL.num_hidden_layers
+    n_dense_layers: int = FULL.first_k_dense_replace
+    n_heads: int = FULL.num_attention_heads
+    norm_eps: float = FULL.rms_norm_eps
+    moe_args: MoEArgs = field(default_factory=lambda: _experts_of(FULL))
     moe_impl: str = "standard"
 
-    q_lora_rank: int = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    q_lora_rank: int = FULL.q_lora_rank
+    kv_lora_rank: int = FULL.kv_lora_rank
+    qk_nope_head_dim: int = FULL.qk_nope_head_dim
+    qk_rope_head_dim: int = FULL.qk_rope_head_dim
+    v_head_dim: int = FULL.v_head_dim
 
-    index_n_heads: int = 64
-    index_head_dim: int = 128
-    index_topk: int = 2048
+    index_n_heads: int = FULL.index_n_heads
+    index_head_dim: int = FULL.index_head_dim
+    index_topk: int = FULL.index_topk
 
-    rope_theta: float = 10000.0
-    rope_factor: float = 1.0  # above 1: YaRN, at every length, as the checkpoint was trained
-    original_seq_len: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 1.0
+    rope_theta: float = FULL.rope_theta
+    rope_factor: float = FULL.rope_factor  # above 1: YaRN, at every length, as the checkpoint was trained
+    original_seq_len: int = FULL.original_max_position_embeddings
+    beta_fast: float = FULL.beta_fast
+    beta_slow: float = FULL.beta_slow
+    mscale: float = FULL.mscale
+    mscale_all_dim: float = FULL.mscale_all_dim
 
-    n_mtp_layers: int = 0
+    n_mtp_layers: int = FULL.num_nextn_predict_layers
 
     stage: Stage = "sparse"
     attention: Path = "auto"
@@ -91,28 +120,30 @@ class DeepSeekV32Args(BaseModelArgs):
                     f"last layer; {name} is {getattr(parallelism, name)}, expected 1, or take n_mtp_layers = 0"
                 )
 
+    @staticmethod
+    def from_config(config: DeepSeekV32Config) -> "DeepSeekV32Args":
+        named = {ours: getattr(config, theirs) for ours, theirs in NAMES.items()}
+        length = config.trained_seq_len or config.max_position_embeddings
+        return DeepSeekV32Args(**named, max_seq_len=length, moe_args=_experts_of(config))
+
     @property
-    def rope(self) -> RopeConfig:
-        yarn: dict[str, Any] = {
-            "rope_type": "deepseek_yarn",
-            "factor": self.rope_factor,
-            "original_max_position_embeddings": self.original_seq_len,
-            "beta_fast": self.beta_fast,
-            "beta_slow": self.beta_slow,
-            "mscale": self.mscale,
-            "mscale_all_dim": self.mscale_all_dim,
-        }
-        return RopeConfig.from_keywords(
-            head_dim=self.qk_rope_head_dim,
-            max_position=self.max_seq_len,
-            base=self.rope_theta,
-            **(yarn if self.rope_factor > 1 else {}),
+    def config(self) -> DeepSeekV32Config:
+        """What is the model's. What a job sets, as the stage or the coefficients of losses, is not in it."""
+        moe = self.moe_args
+        config = DeepSeekV32Config(
+            **{theirs: getattr(self, ours) for ours, theirs in NAMES.items()},
+            **{theirs: getattr(moe, ours) for ours, theirs in EXPERTS.items()},
+            n_group=moe.num_expert_groups or 1,
+            topk_group=moe.num_limited_groups or 1,
         )
+        # A run may train on shorter sequences than YaRN reaches: what is exported is not cut to them.
+        longest = max(self.max_seq_len, config.yarn_reach)
+        trained = self.max_seq_len if self.max_seq_len < longest else None
+        return replace(config, max_position_embeddings=longest, trained_seq_len=trained)
 
     @property
     def softmax_scale(self) -> float:
-        """Of the 192 channels of a head, whichever way it is computed; YaRN adds its own factor, squared."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
+        return self.config.softmax_scale
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Parameters, and FLOPs a token: only chosen experts and chosen keys count, and nothing that is done twice."""

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.utils import trunc_normal_
 
+from whorl.titan.rotary import Rotary
+
 from .args import DeepSeekV32Args
 from .core import Core, Settings, SmallOps, carry
-from .indexer import Indexer, Rotary
-
-__all__ = ["Attention", "Core", "Rotary", "SmallOps"]
+from .indexer import Indexer
 
 # (kv, k_pe, index_k, k_positions) of this rank to those of all ranks it shares a sequence with.
 GatherKeys = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor | None]]

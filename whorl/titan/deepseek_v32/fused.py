@@ -8,7 +8,6 @@ tensor parallelism they are two, since the ranks' targets are added in between.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,61 +15,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whorl import ops
-from whorl.ops.indexer import (
-    dense_indexer_kl,
-    dense_indexer_kl_gradients,
-    dense_indexer_target,
-    indexer_kl,
-    indexer_kl_gradients,
-    indexer_target,
-)
-from whorl.ops.indexer.bounds import chunks, visible_keys
+from whorl.ops.indexer import dense_indexer_target, indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops.indexer.bounds import chunks
 from whorl.ops.sparse_attention import masked_attention_backward, sparse_attention_backward
-from whorl.ops.sparse_attention.bits import WORD, num_words
 
+from . import warmup
 from .core import Core, count_with
+from .latents import absorbed, bmm_into, by_head, heads_of
+from .visibility import Sees, each
+from .warmup import Dense, Gradients
 
-Gradients = tuple[Tensor | None, ...]
+# What computes the indexer's loss, in either stage.
+LOSS = (indexer_target, indexer_kl, indexer_kl_gradients, *warmup.LOSS)
+
 # (sequence, q, k, weights, chosen keys, options) to loss [T] or [1], dq, dk, dweights
 Step = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sees:
-    """Who sees whom: bounds of each sequence's queries in positions, or, all None, causal in the order they lie in."""
-
-    batch: int
-    ends: Tensor | None  # [B, S] int32
-    keys: Tensor | None  # [B, T] int32
-
-    @staticmethod
-    def of(batch: int, q_positions: Tensor | None, k_positions: Tensor | None) -> "Sees":
-        if q_positions is None or k_positions is None:
-            return Sees(batch=batch, ends=None, keys=None)
-        ends, keys = (q_positions + 1).int(), k_positions.int()
-        return Sees(batch=batch, ends=ends.expand(batch, -1), keys=keys.expand(batch, -1))
-
-    def bounds(self, sequence: int) -> dict[str, Any]:
-        """For all queries of a sequence."""
-        if self.ends is None or self.keys is None:
-            return {"starts": None, "ends": None, "key_positions": None}
-        ends = self.ends[sequence].contiguous()
-        # Positions count from 0.
-        return {"starts": torch.zeros_like(ends), "ends": ends, "key_positions": self.keys[sequence].contiguous()}
-
-    def bounds_of(self, sequence: int, rows: slice, device: torch.device) -> dict[str, Any]:
-        """For some: causal by row number is something a part has to be told."""
-        whole = self.bounds(sequence)
-        ends = whole["ends"]
-        part = torch.arange(rows.start + 1, rows.stop + 1, device=device).int() if ends is None else ends[rows]
-        return whole | {"starts": torch.zeros_like(part), "ends": part}
-
-
-def each(batch: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """[B * S, ...] of every tensor by sequence."""
-    if batch == 1:
-        return [tensors]
-    return list(zip(*(x.unflatten(0, (batch, -1)).unbind(0) for x in tensors), strict=True))
 
 
 def choose(core: Core, sees: Sees, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -82,22 +41,6 @@ def choose(core: Core, sees: Sees, q: Tensor, k: Tensor, weights: Tensor) -> Ten
         indices, _ = ops.lightning_indexer(q_one, k_one, weights_one, top, **bounds, with_scores=False)
         found.append(torch.where(indices < 0, indices, indices + sequence * k_one.shape[0]) if sequence else indices)
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def visible_bits(sees: Sees, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """A bit for every key that is seen, as `selection_mask` has one for every key that is chosen."""
-    total = sees.batch * num_keys
-    powers = (1 << torch.arange(WORD, device=device)).long()
-    words = []
-    for sequence in range(sees.batch):
-        for rows in chunks(num_queries, total):
-            bounds = sees.bounds_of(sequence, rows, device)
-            seen = visible_keys(rows.stop - rows.start, num_keys, **bounds, device=device)
-            before = sequence * num_keys
-            room = num_words(total) * WORD
-            seen = torch.nn.functional.pad(seen, (before, room - before - num_keys))
-            words.append((seen.unflatten(1, (-1, WORD)) * powers).sum(-1).int())
-    return torch.cat(words)
 
 
 class FusedDSA(Core):
@@ -123,7 +66,7 @@ class FusedDSA(Core):
         weight = wkv_b.to(q_nope.dtype)
         if self.settings.stage == "warmup":
             q = torch.cat((q_nope, q_pe), -1).detach()
-            out = _Dense.apply(q, kv, k_pe, weight, *index, log, self, sees)
+            out = Dense.apply(q, kv, k_pe, weight, *index, log, self, sees)
         else:
             with torch.no_grad():
                 indices = choose(self, sees, *index)
@@ -142,21 +85,6 @@ class FusedDSA(Core):
         return "masked" if ops.choose_attention(num_keys, self.settings.topk, device) == "masked" else "absorbed"
 
 
-def by_head(weight: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
-    """wkv_b as [H, Dn, Dc] of keys and [H, Dv, Dc] of values."""
-    both = weight.unflatten(0, (heads, -1))
-    return both[:, :nope], both[:, nope:]
-
-
-def heads_of(kv: Tensor, k_pe: Tensor, weight: Tensor, nope: int, heads: int) -> tuple[Tensor, Tensor]:
-    """k [N, H, Dn + Dr] and v [N, H, Dv], contiguous, of latents [N, Dc]."""
-    key_weight, value_weight = (part.flatten(0, 1) for part in by_head(weight, heads, nope))
-    k = kv.new_empty(kv.shape[0], heads, nope + k_pe.shape[1])
-    k[..., :nope] = (kv @ key_weight.T).unflatten(1, (heads, nope))
-    k[..., nope:] = k_pe[:, None]
-    return k, (kv @ value_weight.T).unflatten(1, (heads, -1))
-
-
 def indexer_gradients(
     core: Core, sees: Sees, index: tuple[Tensor, ...], indices: Tensor, step: Step
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,79 +99,6 @@ def indexer_gradients(
         parts.append([g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True)])
     dq, dk, dweights = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
     return dq, dk, dweights, total
-
-
-def attend_to_all(core: Core, sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to every key that is seen: [N, H, Dv], and lse [N, H]."""
-    scale = core.settings.scale
-    if sees.ends is not None:
-        bits = visible_bits(sees, q.shape[0] // sees.batch, k.shape[0] // sees.batch, q.device)
-        return ops.masked_attention(q, k, v, bits, scale)
-    found = [ops.masked_attention(*one, None, scale) for one in each(sees.batch, q, k, v)]
-    return found[0] if len(found) == 1 else tuple(torch.cat(x) for x in zip(*found, strict=True))  # type: ignore[return-value]
-
-
-def dense_gradients(
-    core: Core, sees: Sees, sequence: int, index: tuple[Tensor, ...], q: Tensor, k: Tensor, lse: Tensor, factor: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss [1], dq, dk, dweights of one sequence's indexer, over every key that is seen."""
-    scale = core.settings.scale
-    if core.reduce_target is None:
-        bounds = sees.bounds(sequence)
-        return dense_indexer_kl_gradients(*index, q, k, lse, **bounds, scale=scale, grad_scale=factor)
-    q_index, k_index, weights = index
-    total = torch.zeros(1, dtype=lse.dtype, device=q.device)
-    dk = torch.zeros(k_index.shape, dtype=lse.dtype, device=q.device)
-    dq, dweights = [], []
-    for rows in chunks(q.shape[0], k.shape[0]):
-        bounds = sees.bounds_of(sequence, rows, q.device)
-        target = core.reduce_target(dense_indexer_target(q[rows], k, lse[rows], scale, **bounds))
-        loss, dq_part, dk_part, dweights_part = dense_indexer_kl(
-            q_index[rows], k_index, weights[rows], target, **bounds, grad_scale=factor
-        )
-        total, dk = total + loss.sum(), dk + dk_part
-        dq.append(dq_part)
-        dweights.append(dweights_part)
-    return total, torch.cat(dq), dk, torch.cat(dweights)
-
-
-class _Dense(torch.autograd.Function):
-    """Warm-up: ordinary heads over every visible key, and a backward for the indexer alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        weight: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        log: Tensor,
-        core: FusedDSA,
-        sees: Sees,
-    ) -> Tensor:
-        k, v = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
-        out, lse = attend_to_all(core, sees, q, k, v)
-        ctx.save_for_backward(q, kv, k_pe, weight, index_q, index_k, index_weights, lse)
-        ctx.core, ctx.sees = core, sees
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        q, kv, k_pe, weight, *index, lse = ctx.saved_tensors
-        core, sees = ctx.core, ctx.sees
-        k, _ = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
-        factor, log = core.settings.factor(q.shape[0]), torch.zeros(1, dtype=torch.float32, device=q.device)
-        parts = []
-        for sequence, (*index_one, q_one, k_one, lse_one) in enumerate(each(sees.batch, *index, q, k, lse)):
-            loss, *found = dense_gradients(core, sees, sequence, tuple(index_one), q_one, k_one, lse_one, factor)
-            log = log + loss * factor
-            parts.append([g.to(x.dtype) for g, x in zip(found, index_one, strict=True)])
-        learned = [torch.cat(x) for x in zip(*parts, strict=True)]
-        return None, None, None, None, *learned, log, None, None
 
 
 class _Masked(torch.autograd.Function):
@@ -304,23 +159,6 @@ class _Masked(torch.autograd.Function):
             1,
         ).flatten(0, 1)
         return dq, dkv, dk_pe, dweight, *learned, None, None, None, None
-
-
-def bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """A product written where it belongs, whatever the strides."""
-    if torch.compiler.is_compiling():  # which knows contiguous results only, and fuses the copy
-        out.copy_(torch.bmm(a, b))
-    else:
-        torch.bmm(a, b, out=out)
-
-
-def absorbed(q_nope: Tensor, q_pe: Tensor, key_weight: Tensor) -> Tensor:
-    """Queries that meet the latents themselves, [N, H, Dc + Dr]; written where they belong at once."""
-    rank = key_weight.shape[2]
-    q = q_nope.new_empty(*q_nope.shape[:2], rank + q_pe.shape[2])
-    bmm_into(q[..., :rank].transpose(0, 1), q_nope.transpose(0, 1), key_weight)
-    q[..., rank:] = q_pe
-    return q
 
 
 class _Absorbed(torch.autograd.Function):

@@ -19,7 +19,8 @@ from whorl.ops.indexer.bounds import visible_keys
 
 from .attention import Attention
 from .core import Core, pop_log
-from .fused import Sees, absorbed, by_head
+from .latents import absorbed, by_head
+from .visibility import Sees
 
 QUERIES = 64  # that are looked at
 AT_ONCE = 2**27  # elements of the largest tensor

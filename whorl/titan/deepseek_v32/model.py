@@ -16,11 +16,9 @@ from torchtitan.protocols.train_spec import ModelProtocol
 from .args import DeepSeekV32Args
 from .attention import Attention
 from .core import attach_loss, carry, new_log
-from .loss import build_loss, chunked_cross_entropy
+from .loss import chunked_cross_entropy
 from .moe import build_experts
 from .stages import apply_stage
-
-__all__ = ["DeepSeekV32Model", "TransformerBlock", "build_loss"]
 
 MTP_CHUNK = 512  # tokens
 
@@ -28,9 +26,10 @@ MTP_CHUNK = 512  # tokens
 def cos_sin_table(args: DeepSeekV32Args, device: torch.device | str | None = None) -> Tensor:
     """[max_seq_len, R] fp32: R/2 cosines, then as many sines; YaRN's factor for them is 1 in DeepSeek's own form."""
     device = device or torch.get_default_device()  # meta, where TorchTitan builds a model
-    frequencies = torch.from_numpy(args.rope.frequencies()).to(device)
+    rope = args.config.rope
+    frequencies = torch.from_numpy(rope.frequencies()).to(device)
     angles = torch.arange(args.max_seq_len, device=device, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), -1) * args.rope.attention_factor
+    return torch.cat((angles.cos(), angles.sin()), -1) * rope.attention_factor
 
 
 class TransformerBlock(nn.Module):

@@ -24,15 +24,16 @@ from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.tools.logging import logger
 
 from whorl import ops
+from whorl.titan.deepseek_v32.args import DeepSeekV32Args
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model
+from whorl.titan.job_options import QUANTIZE
+from whorl.titan.sharding import Sharding
+from whorl.titan.tensor_parallel import share_out_cut_experts, share_out_whole_experts
 
 from .compiled import compile_blocks
 from .context_parallel import ContextParallelDSA
-from .deepseek_v32.args import DeepSeekV32Args
-from .deepseek_v32.model import DeepSeekV32Model
-from .sharding import Sharding, blocks_of, shard
-from .tensor_parallel import share_out, share_out_cut_experts, share_out_whole_experts
-
-QUANTIZING = "quantize."  # so TorchTitan's converters to float8 and MX begin
+from .sharding import blocks_of, shard
+from .tensor_parallel import share_out
 
 # FSDP2 marks its work for the profiler also inside of a block, where its experts are a unit of their own: not the same
 # number of times when the block is computed again, which selective checkpointing takes for nondeterminism.
@@ -105,7 +106,7 @@ def check_layout(args: DeepSeekV32Args, parallel_dims: ParallelDims, job_config:
             f"data_parallel_replicate_degree is {parallel_dims.dp_replicate} without shards: TorchTitan 0.2's DDP "
             "takes the mean of gradients that are already divided by all tokens; set data_parallel_shard_degree above 1"
         )
-    quantizing = [name for name in job_config.model.converters if name.startswith(QUANTIZING)]
+    quantizing = [name for name in job_config.model.converters if name.startswith(QUANTIZE)]
     if quantizing and parallel_dims.tp_enabled:
         raise ValueError(
             f"the converter {quantizing[0]} does not go with tensor parallelism here (tensor_parallel_degree is "

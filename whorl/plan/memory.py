@@ -6,8 +6,7 @@ Backward goes from the head to the embedding: what a part has kept is free when 
 
 from dataclasses import dataclass, replace
 
-from whorl.titan.model_shape import ModelShape, Weights
-from whorl.titan.plan_layout import (
+from whorl.plan.layout import (
     Layout,
     Settings,
     embedding_weights,
@@ -18,6 +17,7 @@ from whorl.titan.plan_layout import (
     stage_weights,
     stages,
 )
+from whorl.plan.model_shape import ModelShape, Weights
 
 GB = 1e9
 RING = 3 * 2 * (1 << 25)  # elements: the swap optimizer's chunks on the device, of two moments

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whorl.titan.model_shape import ModelShape, Weights
+from whorl.plan.model_shape import ModelShape, Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

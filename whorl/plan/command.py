@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from whorl.titan.model_shape import read_model
-from whorl.titan.plan import HARDWARE, Cluster, Hardware, Plan, make_plan
-from whorl.titan.plan_layout import Settings
-from whorl.titan.plan_memory import GB
-from whorl.titan.plan_report import as_dict, render
+from whorl.plan.hardware import HARDWARE, Cluster, Hardware
+from whorl.plan.layout import Settings
+from whorl.plan.memory import GB
+from whorl.plan.model_shape import read_model
+from whorl.plan.report import as_dict, render
+from whorl.plan.search import Plan, make_plan
 
 __all__ = ["as_dict", "prepare", "render"]
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torchtitan.tools import utils
 
 from whorl import ops
-from whorl.titan.deepseek_v32.attention import Attention
-from whorl.titan.deepseek_v32.core import Core, SmallOps
-from whorl.titan.deepseek_v32.fused import FusedDSA
+from whorl.titan.converters.conversion import Converter, Sample
 
-from .conversion import Converter, Sample
+from .attention import Attention
+from .core import Core, SmallOps
+from .fused import FusedDSA
 
 TOKENS, HEADS, TOP = 64, 16, 32  # at most, of what is compared
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whorl.models.deepseek_v32 import DeepSeekV32Config
+
 FORWARDS = 2  # what full activation checkpointing makes of one: a layer is computed again in backward
 
 
@@ -175,28 +177,6 @@ class ModelShape:
         return self.head_work() + sum(self.layer_work(i, seq).total * count for i, count in kinds)
 
 
-DEEPSEEK_V32 = ModelShape(
-    name="deepseek-v3.2",
-    hidden=7168,
-    layers=61,
-    vocab=129280,
-    heads=128,
-    ffn=18432,
-    q_rank=1536,
-    kv_rank=512,
-    nope=128,
-    rope=64,
-    value=128,
-    index_heads=64,
-    index_dim=128,
-    index_topk=2048,
-    experts=256,
-    chosen=8,
-    expert_ffn=2048,
-    shared_experts=1,
-    dense=frozenset(range(3)),
-)
-BUILT_IN = {DEEPSEEK_V32.name: DEEPSEEK_V32}
 MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -261,6 +241,10 @@ def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str
         index = {"index_heads": "index_n_heads", "index_dim": "index_head_dim", "index_topk": "index_topk"}
         found |= {mine: number(theirs) for mine, theirs in index.items()}
     return found
+
+
+DEEPSEEK_V32 = from_hugging_face(DeepSeekV32Config().to_hf(), "deepseek-v3.2")
+BUILT_IN = {DEEPSEEK_V32.name: DEEPSEEK_V32}
 
 
 def read_model(model: str) -> ModelShape:

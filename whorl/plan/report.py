@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from whorl.titan.plan import Plan, Row
-from whorl.titan.plan_layout import Layout
-from whorl.titan.plan_memory import GB, RING
+from whorl.plan.layout import Layout
+from whorl.plan.memory import GB, RING
+from whorl.plan.search import Plan, Row
 
 # What others have published, to set beside a prediction: (model, hardware, cards, tokens), layout, tokens/s of a card.
 PUBLISHED: dict[tuple[str, str, int, int], tuple[Layout, float]] = {

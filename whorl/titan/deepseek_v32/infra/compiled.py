@@ -12,28 +12,14 @@ import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from whorl.ops.indexer import (
-    dense_indexer_kl,
-    dense_indexer_kl_gradients,
-    dense_indexer_target,
-    indexer_kl,
-    indexer_kl_gradients,
-    indexer_target,
-)
+from whorl.titan.deepseek_v32.fused import LOSS
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
-from .deepseek_v32.model import DeepSeekV32Model
 from .sharding import blocks_of
 
 # torch's own switches for "lower nothing": every operator stays a call of the library, none is decomposed. Graph
 # passes, memory planning and the wrapper, which is what takes launch overhead away, stay on.
 NO_CODEGEN = {"fallback_by_default": True, "selective_decompose": True}
-
-
-# What computes the indexer's loss.
-LOSS = (
-    *(indexer_target, indexer_kl, indexer_kl_gradients),
-    *(dense_indexer_target, dense_indexer_kl, dense_indexer_kl_gradients),
-)
 
 
 class KeepInBackward(CustomGraphPass):
@@ -50,7 +36,7 @@ class KeepInBackward(CustomGraphPass):
                 node.meta["partitioner_tag"] = "must_be_in_backward"
 
     def uuid(self) -> str:
-        return "whorl.titan.compiled.KeepInBackward 2"
+        return "whorl.titan.deepseek_v32.infra.compiled.KeepInBackward 2"
 
 
 def compile_options(backend: Any, *, no_codegen: bool) -> dict[str, Any]:

@@ -1,0 +1,278 @@
+"""DeepSeek-V3.2 as its files describe it: sizes, rotation, names of tensors. No torch: whoever computes comes later.
+
+Training (`whorl.titan.deepseek_v32`) and the planner read it. The keys of a config.json are those of transformers'
+`deepseek_v32`; a dense `deepseek_v3` is read too, and has the published model's indexer, which it may yet get.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from whorl.models.fields import count, flag, number
+from whorl.rope_config import RopeConfig
+
+MODEL_TYPES = ("deepseek_v32", "deepseek_v3")
+TRAINED = "trained_seq_len"  # not max_seq_len or seq_length: servers take the least of those they know
+# What transformers does for these, and this model too; by key of a config.json, where None is as good as absent.
+FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+}
+FIXED_ROPE: dict[str, tuple[object, ...]] = {
+    "rope_type": ("default", "yarn"),
+    "type": ("default", "yarn"),
+    "attention_factor": (),
+    "truncate": (True,),
+    "partial_rotary_factor": (1,),
+}
+# Sizes that a file must name, with the least that they may be; the indexer's and the rest have defaults.
+SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "moe_intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_attention_heads": 1,
+    "n_shared_experts": 0,
+    "n_routed_experts": 1,
+    "num_experts_per_tok": 1,
+    "q_lora_rank": 1,
+    "kv_lora_rank": 1,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 1,
+    "v_head_dim": 1,
+}
+INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSeekV32Config:
+    """Hugging Face's names. The defaults are the 671 B model's, without YaRN and multi-token prediction."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 61
+    num_nextn_predict_layers: int = 0  # of multi-token prediction, after the others
+    first_k_dense_replace: int = 3  # layers without experts
+    num_attention_heads: int = 128
+    n_shared_experts: int = 1
+    n_routed_experts: int = 256
+    num_experts_per_tok: int = 8
+    n_group: int = 8  # of experts, of which a token looks into `topk_group`
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 163840
+    trained_seq_len: int | None = None  # where training went less far than `max_position_embeddings`
+
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0  # above 1: YaRN, at every length, as the checkpoint was trained
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0  # 0: YaRN without a correction of the softmax scale
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "DeepSeekV32Config":
+        """What a config.json names; `rope_scaling`, the older spelling, is read too."""
+        if values.get("model_type") not in MODEL_TYPES:
+            raise ValueError(f"model_type is {values.get('model_type')!r}, expected {' or '.join(MODEL_TYPES)}")
+        rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+        _check_fixed(values, rope)
+        default = asdict(cls())
+        sizes = {name: count(values, name, least=least) for name, least in SIZES.items()}
+        sizes |= {name: count(values, name, default[name]) for name in INDEX_SIZES}
+        return cls(
+            **sizes,
+            num_nextn_predict_layers=count(values, "num_nextn_predict_layers", 0, least=0),
+            n_group=count(values, "n_group", 1),
+            topk_group=count(values, "topk_group", 1),
+            norm_topk_prob=flag(values, "norm_topk_prob", default["norm_topk_prob"]),
+            routed_scaling_factor=number(values, "routed_scaling_factor", default["routed_scaling_factor"]),
+            rms_norm_eps=number(values, "rms_norm_eps", default["rms_norm_eps"]),
+            max_position_embeddings=count(values, "max_position_embeddings", default["max_position_embeddings"]),
+            trained_seq_len=count(values, TRAINED) if values.get(TRAINED) else None,
+            **_rotation(values, rope, default),
+        )
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """config.json of these sizes."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_factor > 1:
+            rope |= {"rope_type": "yarn", "factor": self.rope_factor}
+            names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            rope |= {name: getattr(self, name) for name in names}
+        named = {name: getattr(self, name) for name in (*SIZES, *INDEX_SIZES)}
+        return {
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "dtype": dtype,
+            **named,
+            "first_k_dense_replace": min(self.first_k_dense_replace, self.num_hidden_layers),
+            "num_nextn_predict_layers": self.num_nextn_predict_layers,
+            "num_key_value_heads": self.num_attention_heads,
+            "n_group": self.n_group,
+            "topk_group": self.topk_group,
+            "norm_topk_prob": self.norm_topk_prob,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": rope,
+            "max_position_embeddings": self.max_position_embeddings,
+            **({TRAINED: self.trained_seq_len} if self.trained_seq_len else {}),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+
+    # ---- rotation
+
+    @property
+    def rope(self) -> RopeConfig:
+        """Of the attention: the last channels of a head, in neighbouring pairs."""
+        return RopeConfig.from_hf(self.to_hf())
+
+    @property
+    def index_rope(self) -> RopeConfig:
+        """Of the indexer: the first channels of its heads, channel i with i + R/2, by the same angles."""
+        return RopeConfig.from_hf(self.to_hf(), layer_type="indexer")
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of the 192 channels of a head, whichever way it is computed; YaRN adds its own factor, squared."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
+
+    @property
+    def yarn_reach(self) -> int:
+        """Tokens that YaRN stretches the original length to; 0 without it."""
+        return int(self.original_max_position_embeddings * self.rope_factor) if self.rope_factor > 1 else 0
+
+    # ---- sizes
+
+    def indexer_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of an indexer's tensors, by their names in `INDEXER`."""
+        dim = self.index_head_dim
+        return {
+            "wq_b.weight": (self.index_n_heads * dim, self.q_lora_rank),
+            "wk.weight": (dim, self.hidden_size),
+            "k_norm.weight": (dim,),
+            "k_norm.bias": (dim,),
+            "weights_proj.weight": (self.index_n_heads, self.hidden_size),
+        }
+
+
+def _check_fixed(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    for where, known in ((values, FIXED), (rope, FIXED_ROPE)):
+        for key, allowed in known.items():
+            found = where.get(key)
+            if found is not None and found not in allowed:
+                expected = " or ".join(map(repr, allowed)) or "nothing"
+                raise ValueError(f"{key} is {found!r}; DeepSeek-V3.2 is known here with {expected}")
+    kinds, dense = values.get("mlp_layer_types"), count(values, "first_k_dense_replace", least=0)
+    if kinds is not None and list(kinds) != ["dense" if i < dense else "sparse" for i in range(len(kinds))]:
+        raise ValueError(
+            f"mlp_layer_types is {kinds}; known are {dense} dense layers (first_k_dense_replace), then experts"
+        )
+
+
+def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    original = "original_max_position_embeddings"
+    theta = rope if rope.get("rope_theta") else values
+    mscale, of_all = _mscales(rope) if yarn else (default["mscale"], default["mscale_all_dim"])
+    if yarn and not rope.get("factor"):
+        raise ValueError(f"the rotation is yarn without a factor; found {sorted(rope)}")
+    return {
+        "rope_theta": number(theta, "rope_theta", default["rope_theta"]),
+        "rope_factor": number(rope, "factor", 1.0) if yarn else 1.0,
+        original: count(rope, original, default[original]),
+        "beta_fast": number(rope, "beta_fast", default["beta_fast"]),
+        "beta_slow": number(rope, "beta_slow", default["beta_slow"]),
+        "mscale": mscale,
+        "mscale_all_dim": of_all,
+    }
+
+
+def _mscales(rope: Mapping[str, Any]) -> tuple[float, float]:
+    """mscale and mscale_all_dim; where one is missing or 0, transformers turns by 0.1 ln(factor) + 1."""
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if of_all and not mscale:
+        raise ValueError(f"mscale_all_dim is {of_all} without mscale: say both, or neither")
+    return (float(mscale), float(of_all)) if mscale and of_all else (1.0, 0.0)
+
+
+# ---- names of tensors
+
+# Hugging Face's and those of training, which are TorchTitan's where it has the tensor; {}: a layer, then an expert.
+# Experts are one tensor of all of them in training, and one of each in files.
+INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+_ATTENTION = {
+    "q_a_proj": "wq_a",
+    "q_a_layernorm": "q_norm",
+    "q_b_proj": "wq_b",
+    "kv_a_proj_with_mqa": "wkv_a",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "wkv_b",
+    "o_proj": "wo",
+}
+_PRODUCTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+# Of a multi-token prediction layer, beside a layer like the others: Hugging Face's inside `model.layers.N`, and ours.
+PREDICTION = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+# Tied to the model's own; checkpoints hold copies of them.
+PREDICTION_TIED = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
+
+
+def _layer_names() -> dict[str, str]:
+    found = {f"self_attn.{theirs}.weight": f"attention.{ours}.weight" for theirs, ours in _ATTENTION.items()}
+    found |= {f"self_attn.indexer.{name}": f"attention.indexer.{name}" for name in INDEXER}
+    for theirs, ours in _PRODUCTS.items():
+        found[f"mlp.{theirs}.weight"] = f"feed_forward.{ours}.weight"
+        found[f"mlp.shared_experts.{theirs}.weight"] = f"moe.shared_experts.{ours}.weight"
+        found[f"mlp.experts.{{}}.{theirs}.weight"] = f"moe.experts.{ours}"
+    found |= {
+        "mlp.gate.weight": "moe.router.gate.weight",
+        "mlp.gate.e_score_correction_bias": "moe.expert_bias",
+        "input_layernorm.weight": "attention_norm.weight",
+        "post_attention_layernorm.weight": "ffn_norm.weight",
+    }
+    return found | {theirs: f"mtp.{ours}" for theirs, ours in PREDICTION.items()}
+
+
+NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    **{f"model.layers.{{}}.{theirs}": f"layers.{{}}.{ours}" for theirs, ours in _layer_names().items()},
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor of a Hugging Face file belongs to."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None

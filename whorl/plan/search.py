@@ -1,0 +1,88 @@
+"""All layouts of a model on a cluster, those that fit first, and why nothing does.
+
+Memory is per rank (one die of a card), GB of 10**9 bytes. `report.assumptions` says what the numbers rest on.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from whorl.plan.hardware import Cluster
+from whorl.plan.layout import Layout, Settings, layouts
+from whorl.plan.memory import GB, Memory, memory_of
+from whorl.plan.model_shape import ModelShape
+from whorl.plan.speed import Time, time_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    layout: Layout
+    memory: Memory
+    time: Time
+    fits: bool
+    tokens_per_card: float  # per second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    model: ModelShape
+    cluster: Cluster
+    settings: Settings
+    rows: list[Row]  # all that fit, fastest first, then those that do not, smallest first
+    problem: str | None  # why nothing fits
+
+    @property
+    def feasible(self) -> list[Row]:
+        return [row for row in self.rows if row.fits]
+
+    def rank(self, layout: Layout) -> int | None:
+        """1: the fastest; None: it does not fit."""
+        return next((n for n, row in enumerate(self.feasible, 1) if row.layout == layout), None)
+
+
+def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
+    counts = {"cards": cluster.cards, "dies": cluster.dies, "seq": settings.seq, "batch": settings.batch}
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}: at least 1")
+    if cluster.memory <= 0:
+        raise ValueError(f"memory is {cluster.memory} GB: it must be positive")
+    rows = [_row(model, layout, cluster, settings) for layout in layouts(model, cluster.ranks, settings)]
+    if not rows:
+        raise ValueError(
+            f"{model.name} on {cluster.ranks} ranks: no layout divides {model.heads} heads, {settings.seq} tokens and "
+            f"{settings.batch} sequences evenly, with a sequence of each data-parallel rank for each pipeline stage"
+        )
+    rows.sort(key=lambda row: (not row.fits, -row.tokens_per_card if row.fits else row.memory.total))
+    problem = _problem(model, cluster, settings, rows)
+    return Plan(model=model, cluster=cluster, settings=settings, rows=rows, problem=problem)
+
+
+def _row(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> Row:
+    memory, time = memory_of(model, layout, settings), time_of(model, layout, cluster, settings)
+    return Row(
+        layout=layout,
+        memory=memory,
+        time=time,
+        fits=memory.total <= cluster.memory,
+        tokens_per_card=settings.batch * settings.seq / time.total / cluster.cards,
+    )
+
+
+def _problem(model: ModelShape, cluster: Cluster, settings: Settings, rows: list[Row]) -> str | None:
+    if rows[0].fits:
+        return None
+    need = settings.needed(model.parameters) / GB
+    if need > cluster.total:
+        without = settings.needed(model.parameters - model.layers * model.indexer) / GB
+        aside = f" ({without:.0f} GB without the indexers)" if model.indexer else ""
+        return (
+            f"{settings.states} weights and gradients alone take {need:.0f} GB{aside}; "
+            f"{cluster.cards} cards have {cluster.total:.0f} GB"
+        )
+    least = rows[0]
+    parts: dict[str, Any] = asdict(least.memory)
+    largest = max(parts, key=parts.__getitem__)
+    return (
+        f"the smallest layout, {least.layout}, needs {least.memory.total:.1f} GB of a rank's {cluster.memory:.0f}, "
+        f"most of it {largest} ({parts[largest]:.1f} GB)"
+    )

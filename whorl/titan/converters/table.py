@@ -1,0 +1,19 @@
+"""The converters by name: those that serve any model, and those that a model brings."""
+
+from whorl.titan.deepseek_v32.converter import DSAConverter
+
+from .conversion import Converter
+from .gmm import GroupedMatmulConverter
+from .permute import PermuteConverter
+from .rms_norm import RMSNormConverter
+from .rope import RopeConverter
+
+_OURS: list[type[Converter]] = [
+    RMSNormConverter,
+    RopeConverter,
+    PermuteConverter,
+    GroupedMatmulConverter,
+    DSAConverter,
+]
+CONVERTERS: dict[str, type[Converter]] = {converter.name: converter for converter in _OURS}
+CONVERTERS |= {name.replace("whorl_", "npu_"): converter for name, converter in list(CONVERTERS.items())}

@@ -1,0 +1,1 @@
+"""How DeepSeek-V3.2 is shared out over ranks and compiled: `parallelize.py` is where to start reading."""

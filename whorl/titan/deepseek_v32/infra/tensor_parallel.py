@@ -1,0 +1,82 @@
+"""Tensor parallelism: heads, hidden channels and experts are shared out; between them tokens are.
+
+The low-rank projections and the indexer are computed by every rank: they are small, and what they need is there. The
+gradients that reach them through this rank's heads are a part of the sum. Two places say so: `to_heads`, where
+replicated tensors meet sharded heads, and `Core.reduce_target`, where heads are added up to be the indexer's target.
+"""
+
+from typing import Any
+
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchtitan.distributed import NoParallel
+
+from whorl.titan.deepseek_v32.attention import Attention
+from whorl.titan.deepseek_v32.model import DeepSeekV32Model
+from whorl.titan.tensor_parallel import Alike, GatherTokens, Heads, to_heads, to_local
+
+REPLICATED = ("wq_a", "q_norm", "wkv_a", "kv_norm")
+INDEXER = ("wq_b", "wk", "k_norm", "weights_proj")
+
+
+def share_out(model: DeepSeekV32Model, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+    """All of the model but its experts."""
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }
+    parallelize_module(model, mesh, {name: s for name, s in ends.items() if getattr(model, name) is not None})
+    for block in model.layers.values():
+        _share_out_block(block, mesh)
+
+
+def _share_out_block(block: Any, mesh: DeviceMesh) -> None:
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": GatherTokens(),
+        **{f"attention.{name}": NoParallel(use_local_output=False) for name in REPLICATED},
+        **{f"attention.indexer.{name}": NoParallel(use_local_output=False) for name in INDEXER},
+        "attention.wq_b": ColwiseParallel(use_local_output=False),
+        "attention.wkv_b": ColwiseParallel(use_local_output=False),
+        "attention.rotary": Heads(),
+        "attention.indexer.rotary": Alike(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+    }
+    if not block.moe_enabled:
+        plan["feed_forward"] = GatherTokens()
+        for name in ("w1", "w3"):
+            plan[f"feed_forward.{name}"] = ColwiseParallel()
+        plan["feed_forward.w2"] = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(block, mesh, plan)
+    _share_out_core(block.attention, mesh)
+
+
+def _share_out_core(attention: Attention, mesh: DeviceMesh) -> None:
+    """The core has no parameters; what it is given is made plain, and the heads' sum is taken over all of them."""
+
+    def plain(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        main, index = args[:5], args[5:8]
+        return *map(to_heads, main), *map(to_local, index), *args[8:]
+
+    attention.core.register_forward_pre_hook(plain)
+    group = mesh.get_group()
+
+    def add_heads(target: Tensor) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(target, "sum", group))
+
+    attention.core.reduce_target = add_heads
