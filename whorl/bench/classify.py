@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whorl.bench.decode import Document, Settings, header, load, render_header, table
+from whorl.bench.columns import table
+from whorl.bench.decode import Settings, header, load
+from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
+from whorl.bench.provenance import Document
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate import Proposer

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from whorl.bench import classify, decode
-from whorl.bench.decode import Document, Settings
+from whorl.bench import classify, decode, decode_peer, decode_report
+from whorl.bench.decode import Settings
+from whorl.bench.provenance import Document
 from whorl.device import accelerator, default_device
 from whorl.engine.speculate import Proposer
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -46,8 +47,8 @@ def prepare(**given: Any) -> Work:
         return time_steps
 
     def time_all() -> tuple[Document, str, bool]:
-        document = decode.run(settings)
-        return document, decode.render(document), True
+        document = decode.run(settings, decode_peer.run if settings.peer else None)
+        return document, decode_report.render(document), True
 
     return time_all
 

@@ -18,13 +18,11 @@ from torch import Tensor
 from whorl import device as devices
 from whorl.bench.peer import Bound, Peer
 from whorl.bench.peers import peers_of
-from whorl.bench.provenance import provenance, render_provenance
-from whorl.bench.timing import Timing, bandwidth, is_short, matmul_rate, measure, num_buffers, operations
+from whorl.bench.provenance import Document, provenance, render_provenance
+from whorl.cases import Values, describe, shrink
+from whorl.judge import answers, guarded, judge_call, widened
 from whorl.ops import OPS, Op
-from whorl.selftest import answers, describe, guarded, judge_call, shrink, widened
-
-Values = dict[str, Any]
-Document = dict[str, Any]
+from whorl.timing import Timing, bandwidth, is_short, matmul_rate, measure, num_buffers, operations
 
 # Names for several operators.
 GROUPS = {
