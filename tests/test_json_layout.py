@@ -94,12 +94,6 @@ def test_a_model_that_loves_white_space(letters: str) -> None:
     assert max(len(run) for run in re.findall(r"\s+", call)) <= 10  # a line break and two levels, behind a separator
 
 
-def assert_printable(text: str) -> None:
-    """No white space but a blank behind a separator and a line break with its indentation."""
-    for run in re.findall(r"\s+", text):
-        assert re.fullmatch(r" ?(\n( {0,8}|\t{0,2}))?", run), text
-
-
 def test_the_server_has_it() -> None:
     """All three ways to ask for JSON; the model says what it is told, which is what no printer writes."""
     wasteful = '{"city":   "Rome",\n\n\n"days":\r\n3}'

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,12 @@ def test_files(path: Path) -> None:
 def test_exceptions_are_still_needed() -> None:
     for name in LONGER:
         assert len((ROOT / name).read_text().splitlines()) > LINES, f"{name} is short again: take it out of LONGER"
+
+
+def test_type_checkers_of_others_read_our_types() -> None:
+    assert (PACKAGE / "py.typed").read_text() == ""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data["whorl"] == ["py.typed"], "an installed package has the file, too"
 
 
 # ---- public names

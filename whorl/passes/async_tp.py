@@ -28,13 +28,13 @@ from .layout import group_of
 from .noop import VIEWS, has_shape_of
 from .sequence_parallel import Rewrite
 
-PRODUCTS = ("mm", "prompt", "decode")  # aten.mm with weight [K, N]; whorl's linear with weight [N, K], by class of rows
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl
 Fuser = Callable[[Graph, Node, bool, bool], str | None]  # None, or why not
 
 
 def _multiply(x: Tensor, weight: Tensor, product: str) -> Tensor:
+    """product: "mm", aten.mm with weight [K, N], or the class of rows of whorl's linear with weight [N, K]."""
     return x @ weight if product == "mm" else linear(x, weight, rows=product)
 
 

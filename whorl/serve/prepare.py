@@ -16,15 +16,6 @@ from .worker_pool import Worker, WorkerPool
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _OWN = ("messages", "tools", "add_generation_prompt")
 
 
