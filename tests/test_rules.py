@@ -21,7 +21,7 @@ from whorl.ops import OPS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "whorl"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-ALL_SOURCES = sorted([*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+ALL_SOURCES = sorted(path for part in ("whorl", "tests", "bench", "examples") for path in (ROOT / part).rglob("*.py"))
 ids = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 # Who may import whom; None: anything.
