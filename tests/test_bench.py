@@ -14,6 +14,7 @@ from whorl import device as devices
 from whorl import judge, selftest, timing
 from whorl.bench import ops as bench
 from whorl.bench import peers
+from whorl.bench.groups import GROUPS
 from whorl.cases import shrink
 from whorl.cli import app
 from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
@@ -208,8 +209,8 @@ class TestBench:
 
     def test_a_group_is_its_operators_each_once(self):
         settings = bench.Settings.resolve(names=["indexer", "top_k", "rope"], device="cpu")
-        assert settings.names == (*bench.GROUPS["indexer"], "rope")
-        assert all(name in OPS for names in bench.GROUPS.values() for name in names)
+        assert settings.names == (*GROUPS["indexer"], "rope")
+        assert all(name in OPS for names in GROUPS.values() for name in names)
         with pytest.raises(
             ValueError, match=r"no operator nonsense; there are .*, and the groups sparse_attention, ind"
         ):

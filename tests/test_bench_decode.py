@@ -13,9 +13,10 @@ from click.testing import Result
 from mock_model import ByteTokenizer, MockModel
 from typer.testing import CliRunner
 
-from whorl.bench import classify, decode, decode_report
-from whorl.bench.classify import LOW_DIVERSITY, OK, distinct, parse_sweep
+from whorl.bench import classify, decode, decode_report, draft_sweep
+from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
 from whorl.bench.decode import parse_batches
+from whorl.bench.draft_sweep import parse_sweep
 from whorl.bench.random_config import PRESETS
 from whorl.cli import app
 from whorl.engine import roofline
@@ -184,10 +185,10 @@ def test_verify(shape: str) -> None:
 
 
 def test_break_even() -> None:
-    assert classify._break_even(1, 1.0) == "-"
-    assert classify._break_even(2, 1.5) == "50%"
-    assert classify._break_even(4, 4.1) == "never"
-    assert classify._break_even(3, 1.0) == "0%"
+    assert draft_sweep._break_even(1, 1.0) == "-"
+    assert draft_sweep._break_even(2, 1.5) == "50%"
+    assert draft_sweep._break_even(4, 4.1) == "never"
+    assert draft_sweep._break_even(3, 1.0) == "0%"
 
 
 class Words(ByteTokenizer):

@@ -9,7 +9,7 @@ from serving import byte_tokenizer, serving, told
 
 from whorl.serve.grammar import Allow, Grammars
 from whorl.serve.json_layout import _depth, json_layout
-from whorl.serve.schemas import Tool
+from whorl.serve.schema_parts import Tool
 from whorl.serve.tools import call_grammar
 
 FIELDS = {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}}

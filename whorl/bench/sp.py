@@ -21,7 +21,7 @@ import torch
 
 from whorl import device as devices
 from whorl.bench import network
-from whorl.bench.ops import need_plot
+from whorl.bench.ops_report import need_plot
 from whorl.bench.provenance import Document
 from whorl.passes.cost import TABLE, CostModel, Traffic
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from whorl.bench.ops import need_plot
+from whorl.bench.ops_report import need_plot
 from whorl.bench.provenance import Document
 from whorl.device import default_device
 

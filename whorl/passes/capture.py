@@ -275,7 +275,8 @@ def _traffic(report: Report) -> Any:
 
 
 def _measured(group: str) -> Any:
-    from .cost import measure, table
+    from .cost import table
+    from .measure_cost import measure
 
     return table("h200_nvlink") if agree.is_alone(group) else measure(group)
 

@@ -13,8 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .families import DEFAULT_BASE
 from .frequencies import FREQUENCIES, yarn_mscale
-from .hugging_face import DEFAULT_BASE, SCALING_KEYS, UnknownFamilyWarning, keywords
+from .hugging_face import SCALING_KEYS, UnknownFamilyWarning, keywords
 
 __all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "UnknownFamilyWarning"]
 

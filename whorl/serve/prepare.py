@@ -9,7 +9,8 @@ from whorl.engine.sequence import SamplingParams
 
 from .gate import ApiError
 from .grammar import Grammars
-from .schemas import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling, Tool
+from .schema_parts import ChatMessage, ResponseFormat, Tool
+from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import CALL, END_THINK, call_grammar
 from .worker_pool import Worker, WorkerPool
 
