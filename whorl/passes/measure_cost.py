@@ -12,7 +12,8 @@ from torch import Tensor
 from whorl import collectives
 from whorl.collectives import SCALE_BYTES
 from whorl.device import HOST, default_device, synchronize
-from whorl.passes.cost import CostModel
+
+from .cost import CostModel
 
 
 def measure(

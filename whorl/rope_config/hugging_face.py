@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from whorl.rope_config.families import LLAMA, MODELS, Model
+from .families import LLAMA, MODELS, Model
 
 # What a rope dict (`rope_parameters`, before 5.0 `rope_scaling`) may hold for us.
 SCALING_KEYS = {

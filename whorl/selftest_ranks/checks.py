@@ -171,7 +171,7 @@ def sequence_parallel(device: str, ranks: int) -> str:
 def fused_products(device: str, ranks: int) -> str:
     _, got, want = _rewritten(device, ranks, fuse=True)
     same(got, want, "products overlapped with collectives against the plain graph")
-    from whorl.passes.async_tp import matmul_reduce_scatter
+    from whorl.passes.overlapped import matmul_reduce_scatter
 
     me, group = dist.get_rank(), collectives.group_name(None)
     everyone = [data(rank, 64 * ranks, 256, device=device, dtype=torch.bfloat16) for rank in range(ranks)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from whorl.selftest_ranks.layouts import Layout, Result
+from .layouts import Layout, Result
 
 TOLERANCE = 5e-6  # of a gradient's largest element, fp32 on a CPU; observed: 8e-7
 

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from whorl.serve.schema_parts import (
+from .schema_parts import (
     Count,
     Ids,
     Messages,

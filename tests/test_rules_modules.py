@@ -1,10 +1,10 @@
-"""No module of whorl imports itself through others, neither when it is imported nor when its functions are called."""
+"""The modules of whorl: none imports itself through others, and a long one has a reason."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_rules import ROOT, SOURCES, imported
+from test_rules import PACKAGE, ROOT, SOURCES, imported
 
 # Modules that import each other, to be taken apart.
 CIRCLES: set[frozenset[str]] = {
@@ -79,3 +79,52 @@ def test_the_rule_sees_circles_through_functions_and_not_those_of_types() -> Non
     paths = {m: ROOT / (m.replace(".", "/") + ("/__init__.py" if m == "whorl.c" else ".py")) for m in texts}
     found = circles(import_graph({m: (paths[m], text) for m, text in texts.items()}))
     assert found == {frozenset({"whorl.a", "whorl.b", "whorl.c.inner"})}
+
+
+# ---- size
+
+LONG = 300
+# Longer than that, and why. Kernels need none: what one computes stands in one place.
+REASONS = {
+    "adapters/megatron.py": "one framework's call sites, and the state that a step keeps for them",
+    "adapters/transformers.py": "one framework's classes, each found, checked and replaced in the same way",
+    "device.py": "the only file that says cuda, npu or cpu",
+    "doctor/live_model.py": "what is asked of a live model, before its first forward and in it, in the order asked",
+    "doctor/symptoms.py": "a table: an entry for each message that frameworks print",
+    "doctor/ten_cases.py": "ten questions side by side, each with what it needs",
+    "engine/launch.py": "the life of a group of processes: started, heard, ended",
+    "engine/tokenizer.py": "one class over three kinds of files",
+    "passes/rows.py": "a table: a rule for each operator that works row by row",
+    "positions.py": "one way from token types to positions, and its inverse over ranks",
+}
+# Of these too much stands in one file still.
+TO_SPLIT = {
+    "ascend/moe.py",
+    "ascend/sparse.py",
+    "cli.py",
+    "engine/llm.py",
+    "engine/weights.py",
+    "nn.py",
+    "ops/_op.py",
+    "ops/attention.py",
+    "ops/moe.py",
+    "ops/qk_norm_rope.py",
+    "ops/rope/contract.py",
+    "ops/sparse_attention/indexer.py",
+    "ops/sparse_attention/kl.py",
+    "ops/sparse_attention/launch.py",
+    "ops/sparse_attention/masked.py",
+    "titan/checkpoint.py",
+    "titan/deepseek_v32/fused.py",
+    "titan/deepseek_v32/hf.py",
+    "titan/swap_optimizer.py",
+    "titan/upstream.py",
+}
+
+
+def test_a_long_file_is_a_kernel_or_has_a_reason() -> None:
+    long = {str(p.relative_to(PACKAGE)) for p in SOURCES if len(p.read_text().splitlines()) > LONG}
+    long = {name for name in long if not name.endswith("triton.py")}
+    assert not long - set(REASONS) - TO_SPLIT, "split it where it holds two things, or say in REASONS why it is one"
+    assert not set(REASONS) - long, "short again: take it out of REASONS"
+    assert not TO_SPLIT - long, "short again: take it out of TO_SPLIT"
