@@ -13,7 +13,7 @@ from torch.library import custom_op
 
 from whorl import collectives
 from whorl.passes import PIPELINE, SequenceParallel, agree
-from whorl.passes.sequence_parallel import Rewrite
+from whorl.passes.rewriting import Rewrite
 
 ours, aten = torch.ops.whorl, torch.ops.aten
 

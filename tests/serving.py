@@ -18,7 +18,8 @@ from whorl.engine.tokenizer import Tokenizer
 from whorl.nn import CacheSpec, KVCache, Rows, Step
 from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
-from whorl.serve.openai import Settings, create_app
+from whorl.serve.openai import create_app
+from whorl.serve.settings import Settings
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # not special, as in Qwen3

@@ -11,9 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from whorl import device as devices
-from whorl import selftest
+from whorl import judge, selftest, timing
 from whorl.bench import ops as bench
-from whorl.bench import peers, timing
+from whorl.bench import peers
+from whorl.bench.groups import GROUPS
+from whorl.cases import shrink
 from whorl.cli import app
 from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
 from whorl.ops._impl import Impl
@@ -41,31 +43,31 @@ class TestRule:
     gold = torch.linspace(-3, 3, 4001, dtype=torch.float64)
 
     def test_the_reference_itself_is_about_1(self):
-        assert selftest.error_ratio(*rounded(self.gold)) == pytest.approx(1, abs=0.05)
+        assert judge.error_ratio(*rounded(self.gold)) == pytest.approx(1, abs=0.05)
 
     def test_one_rounding_more_passes_and_twice_the_error_does_not(self):
         got, reference, gold = rounded(self.gold)
         error = got.double() - gold
-        assert selftest.judge([got], [reference], [gold]).passed
+        assert judge.judge([got], [reference], [gold]).passed
         worse = (gold + 2.5 * error).float()
         wide = reference.float()
-        assert selftest.judge([worse], [wide], [gold]).problem is not None
-        assert selftest.judge([(gold + 1.5 * error).float()], [wide], [gold]).passed
+        assert judge.judge([worse], [wide], [gold]).problem is not None
+        assert judge.judge([(gold + 1.5 * error).float()], [wide], [gold]).passed
 
     def test_one_wrong_element_among_many_is_found(self):
         got, reference, gold = rounded(torch.linspace(1, 2, 1_000_000, dtype=torch.float64))
         got[123_456] += 0.2
-        verdict = selftest.judge([got], [reference], [gold])
-        assert verdict.ratio < selftest.LIMIT
+        verdict = judge.judge([got], [reference], [gold])
+        assert verdict.ratio < judge.LIMIT
         assert "one element" in verdict.problem
 
     def test_few_elements_that_the_reference_hits_by_luck(self):
         gold = torch.ones(2, dtype=torch.float64)
         half = torch.finfo(torch.bfloat16).eps / 2
         near = (gold - half).to(torch.bfloat16)  # next below 1
-        assert selftest.judge([near], [gold.to(torch.bfloat16)], [gold]).passed
+        assert judge.judge([near], [gold.to(torch.bfloat16)], [gold]).passed
         far = (gold - 4 * half).to(torch.bfloat16)
-        assert not selftest.judge([far], [gold.to(torch.bfloat16)], [gold]).passed
+        assert not judge.judge([far], [gold.to(torch.bfloat16)], [gold]).passed
 
     @pytest.mark.parametrize(
         "spoil",
@@ -80,29 +82,29 @@ class TestRule:
     )
     def test_what_is_never_right(self, spoil):
         got, reference, gold = rounded(self.gold)
-        assert selftest.judge([spoil(got)], [reference], [gold]).problem is not None
+        assert judge.judge([spoil(got)], [reference], [gold]).problem is not None
 
     def test_nan_where_the_reference_has_it_is_right(self):
         gold = self.gold.clone()
         gold[0] = math.nan
-        assert selftest.judge(*([t] for t in rounded(gold))).passed
+        assert judge.judge(*([t] for t in rounded(gold))).passed
 
     def test_whole_numbers_are_compared_exactly(self):
         one = torch.arange(5)
-        assert selftest.judge([one], [one], [one]).passed
-        assert not selftest.judge([one + 1], [one], [one]).passed
+        assert judge.judge([one], [one], [one]).passed
+        assert not judge.judge([one + 1], [one], [one]).passed
 
     def test_number_of_outputs(self):
         one = torch.ones(3)
-        assert not selftest.judge([one], [one, one], [one, one]).passed
+        assert not judge.judge([one], [one, one], [one, one]).passed
 
     def test_a_table_rounded_to_bf16_passes(self):
         """What Ascend's operators do to cos and sin: within the rule, so they need no bound of their own."""
         for case in rope.cases:
             values = rope.make(**case, dtype=torch.bfloat16, device="cpu")
             low = values | {"cos_sin": values["cos_sin"].bfloat16().float()}
-            outs = [selftest.answers(rope, rope.reference, v) for v in (low, values, selftest.widened(values))]
-            assert selftest.judge(*outs).passed, case
+            outs = [judge.answers(rope, rope.reference, v) for v in (low, values, judge.widened(values))]
+            assert judge.judge(*outs).passed, case
 
 
 class TestSelftest:
@@ -207,8 +209,8 @@ class TestBench:
 
     def test_a_group_is_its_operators_each_once(self):
         settings = bench.Settings.resolve(names=["indexer", "top_k", "rope"], device="cpu")
-        assert settings.names == (*bench.GROUPS["indexer"], "rope")
-        assert all(name in OPS for names in bench.GROUPS.values() for name in names)
+        assert settings.names == (*GROUPS["indexer"], "rope")
+        assert all(name in OPS for names in GROUPS.values() for name in names)
         with pytest.raises(
             ValueError, match=r"no operator nonsense; there are .*, and the groups sparse_attention, ind"
         ):
@@ -231,7 +233,7 @@ class TestBench:
             found = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
             assert len(found) == 1
             bound = found[0].bind(values)
-            gold = found[0].answered(selftest.answers(OPS[name], OPS[name].reference, selftest.widened(values)))
+            gold = found[0].answered(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
             assert len(gold) == count
             assert bench._peer_problem(bound, gold) is None
 
@@ -263,7 +265,7 @@ class TestBench:
 def test_compiled_peers_answer_the_same(op, monkeypatch):
     monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
     row = bench._row(
-        op, selftest.shrink(op.bench_cases[0], 4), bench.Settings.resolve(names=[op.name], device="cpu", compiled=True)
+        op, shrink(op.bench_cases[0], 4), bench.Settings.resolve(names=[op.name], device="cpu", compiled=True)
     )
     compiled = [p for p in row["peers"] if "torch.compile" in p["label"]]
     assert compiled
@@ -275,7 +277,7 @@ import torch
 from whorl import device
 from whorl.bench import ops, peers
 from whorl.ops import OPS
-from whorl.selftest import shrink
+from whorl.cases import shrink
 
 device.unavailable = lambda *_, **__: None
 for name in ("rope", "mrope", "rope_backward", "mrope_backward", "swiglu"):

@@ -13,9 +13,11 @@ from click.testing import Result
 from mock_model import ByteTokenizer, MockModel
 from typer.testing import CliRunner
 
-from whorl.bench import classify, decode
-from whorl.bench.classify import LOW_DIVERSITY, OK, distinct, parse_sweep
-from whorl.bench.decode import PRESETS, parse_batches
+from whorl.bench import classify, decode, decode_report, draft_sweep
+from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
+from whorl.bench.decode import parse_batches
+from whorl.bench.draft_sweep import parse_sweep
+from whorl.bench.random_config import PRESETS
 from whorl.cli import app
 from whorl.engine import roofline
 from whorl.engine.roofline import step_bytes
@@ -155,7 +157,7 @@ def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
     copy = document["header"]["copy_tb_s"]
     assert all(row["share_of_roofline"] == pytest.approx(row["tb_s"] / copy) for row in document["decode"])
     assert document["prefill"]["tok_s"] > 0
-    text = decode.render(document)
+    text = decode_report.render(document)
     for word in ("of roofline", "GB/s", "prefill   40 tokens", "transformers", "random weights"):
         assert word in text
 
@@ -183,10 +185,10 @@ def test_verify(shape: str) -> None:
 
 
 def test_break_even() -> None:
-    assert classify._break_even(1, 1.0) == "-"
-    assert classify._break_even(2, 1.5) == "50%"
-    assert classify._break_even(4, 4.1) == "never"
-    assert classify._break_even(3, 1.0) == "0%"
+    assert draft_sweep._break_even(1, 1.0) == "-"
+    assert draft_sweep._break_even(2, 1.5) == "50%"
+    assert draft_sweep._break_even(4, 4.1) == "never"
+    assert draft_sweep._break_even(3, 1.0) == "0%"
 
 
 class Words(ByteTokenizer):

@@ -16,7 +16,7 @@ from whorl.titan import cpu
 
 cpu.install()
 
-from whorl.bench import train, train_curve, train_model  # noqa: E402  # after the device is chosen
+from whorl.bench import train, train_curve, train_model, train_report  # noqa: E402  # after the device is chosen
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
 from whorl.plan.layout import Layout, Settings  # noqa: E402
@@ -66,7 +66,7 @@ def test_both_have_the_same_weights(document: Any) -> None:
 
 
 def test_text_names_rows_and_ratios(document: Any) -> None:
-    text = train.render(document)
+    text = train_report.render(document)
     assert "dsa+checkpoint" in text
     assert "over transformers, 2 layers, 32 tokens: small " in text
     fused = next(row for row in document["rows"] if row["row"] == "fused")
@@ -112,7 +112,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
     settings = train.Settings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
     document = train.run(settings)
     assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
-    text = train.render(document)
+    text = train_report.render(document)
     assert "gmm !" in text
     assert "dsa !" not in text
     assert not train.is_good(document)

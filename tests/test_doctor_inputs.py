@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.doctor import BadInput, check
+from whorl.doctor.arguments import read_arguments
 from whorl.doctor.command import run
-from whorl.doctor.inputs import parse_overrides, parse_value, read_arguments, read_inputs
+from whorl.doctor.inputs import parse_overrides, read_inputs
+from whorl.doctor.settings import parse_value
 
 MODELS = Path(__file__).parent / "doctor" / "models"
 EXAMPLES = Path(__file__).parent.parent / "examples"

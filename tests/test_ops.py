@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 from whorl.device import is_interpreting, unavailable
+from whorl.judge import LIMIT, adding_alike, judge
 from whorl.ops import OPS, Op, rms_norm_triton
 from whorl.ops.attention import qk_norm_rope_backward_triton
-from whorl.selftest import LIMIT, adding_alike, judge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONSTANTS = ("cos_sin", "bias")  # tables and what only chooses experts: floating point, but never differentiated

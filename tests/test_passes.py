@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whorl import collectives, ops, passes
 from whorl.passes import Layout, SequenceParallel, agree
-from whorl.passes.capture import NEVER, least_tokens
 from whorl.passes.cleanup import _check_node
 from whorl.passes.cost import table
 from whorl.passes.layout import infer
@@ -26,6 +25,7 @@ from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
 from whorl.passes.sequence_parallel import _trimmed
+from whorl.passes.threshold import NEVER, least_tokens
 
 C = 64
 

@@ -18,7 +18,8 @@ from whorl import collectives
 from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
 from whorl.ops import linear
 from whorl.passes import fused
-from whorl.passes.async_tp import NOT_EXACT, all_gather_matmul, fuse_graph, matmul_all_reduce, matmul_reduce_scatter
+from whorl.passes.async_tp import NOT_EXACT, fuse_graph
+from whorl.passes.overlapped import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 ours = torch.ops.whorl
 TOKENS = (0, 1, 2, 5, 19)

@@ -34,7 +34,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from whorl.rope_config import RopeConfig
-from whorl.rope_config.hugging_face import MODELS
+from whorl.rope_config.families import MODELS
 
 # transformers raises the base to an exponent rounded to fp32: that rounding times ln(base), and a few operations.
 FP32 = 2.0**-23

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from whorl.rope_config import RopeConfig, UnknownFamilyWarning
-from whorl.rope_config.hugging_face import MODELS
+from whorl.rope_config.families import MODELS
 from whorl.rope_table import get_rope
 
 TOKENS = 7

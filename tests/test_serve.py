@@ -19,6 +19,7 @@ from whorl.serve import openai
 from whorl.serve.grammar import Grammars
 from whorl.serve.prepare import Preparer
 from whorl.serve.schemas import ChatRequest
+from whorl.serve.settings import Settings
 from whorl.serve.tools import Parts, ReplyParser
 from whorl.serve.worker_pool import WorkerPool
 
@@ -473,4 +474,4 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("bad", [{"names": ()}, {"api_key": " "}, {"timeout": 0}, {"max_queue": -1}])
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="serve: "):
-        openai.Settings(**bad)
+        Settings(**bad)

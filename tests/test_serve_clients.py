@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from serving import ALPHABET, MODEL, Served, serving, told, wait_until
 
 from whorl.engine.llm import LLM
-from whorl.serve.openai import DEFAULT_NAME
+from whorl.serve.settings import DEFAULT_NAME
 
 ROOT = Path(__file__).parents[1]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from whorl.engine.sequence import SamplingParams, Sequence
-from whorl.engine.speculate import DraftLength, cut, make_proposer, measure_cost
+from whorl.engine.speculate import DraftLength, cut, measure_cost
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 
 
@@ -123,12 +123,6 @@ def test_no_draft_across_special_tokens() -> None:
 def test_wrong_options_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} is 0"):
         PromptLookup(**{option: 0})
-
-
-def test_names() -> None:
-    assert make_proposer("prompt_lookup", k=3).k == 3
-    with pytest.raises(ValueError, match="'wrong' is not one of prompt_lookup, draft_model"):
-        make_proposer("wrong")
 
 
 # ---- how much to draft

@@ -7,10 +7,10 @@ import pytest
 import torch
 from ranks import shared
 
+from whorl.selftest_ranks.compare import TOLERANCE, compare
 from whorl.selftest_ranks.layouts import (
     BATCH,
     LENGTH,
-    TOLERANCE,
     Layout,
     Result,
     _pipelined,
@@ -19,7 +19,6 @@ from whorl.selftest_ranks.layouts import (
     batch,
     build,
     collect,
-    compare,
     dims,
     fuse,
     job,

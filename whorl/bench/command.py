@@ -53,6 +53,7 @@ def bench_ops(
     """Time every operator next to eager, torch.compile and Liger; no speed for an answer that is wrong."""
     need_torch()
     from whorl.bench import ops as bench_module
+    from whorl.bench import ops_report
     from whorl.device import require
 
     with asking():
@@ -64,14 +65,14 @@ def bench_ops(
             compiled=compiled,
         )
         if plot is not None:
-            bench_module.need_plot(plot)
+            ops_report.need_plot(plot)
     result = bench_module.run(settings)
     if plot is not None:
-        bench_module.write_plot(result, plot)
+        ops_report.write_plot(result, plot)
     if as_json:
         print_json(result)
     else:
-        print(bench_module.render(result))
+        print(ops_report.render(result))
     sys.exit(0 if bench_module.is_good(result) else 1)
 
 

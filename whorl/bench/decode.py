@@ -1,68 +1,23 @@
 """`whorl bench decode`: decoding and prefill of the whole engine, against what must be read and, on request, a peer."""
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from whorl import device as devices
 from whorl.bench.progress import Progress
-from whorl.bench.provenance import provenance, render_provenance
-from whorl.bench.timing import matmul_rate
+from whorl.bench.provenance import Document, provenance
+from whorl.bench.random_config import read_config
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, step_bytes
 from whorl.engine.sequence import SamplingParams
+from whorl.timing import matmul_rate
 
-Document = dict[str, Any]
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "dtype": "bfloat16",
-    },
-    "Qwen3-0.6B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "dtype": "bfloat16",
-    },
-}
 CONTEXT = 16  # tokens of a prompt before decoding is timed
 
 
@@ -120,6 +75,9 @@ class Settings:
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
+Peer = Callable[[Settings, Sequence[Document], Progress], list[Document]]
+
+
 def parse_batches(text: str) -> tuple[int, ...]:
     """1,8,64 or 1..8."""
     try:
@@ -130,22 +88,6 @@ def parse_batches(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise ValueError(f"--batch {text}: expected numbers such as 1,8,64, or a range such as 1..8")
     return tuple(found)
-
-
-def read_config(name: str) -> dict[str, Any]:
-    """A preset, or the values of a config.json."""
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        known = ", ".join(PRESETS)
-        raise ValueError(f"--random-config {name}: not one of {known}, and no config.json: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--random-config {name}: expected an object, found {type(values).__name__}")
-    return values
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -163,10 +105,10 @@ def load(settings: Settings) -> tuple[Any, Any]:
     return load_model(folder, device=settings.device, dtype=settings.dtype), Tokenizer.from_path(folder)
 
 
-def run(settings: Settings) -> Document:
-    """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}"""
+def run(settings: Settings, peer: Peer | None = None) -> Document:
+    """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: who does the same, given our rows."""
     num_rows = len(settings.batches)
-    peer_rows = num_rows * 2 if settings.peer else 0
+    peer_rows = 0 if peer is None else num_rows * 2
     with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
         with progress(f"weights of {settings.name}"):
             model, tokenizer = load(settings)
@@ -183,11 +125,7 @@ def run(settings: Settings) -> Document:
                 document["prefill"] = _prefill(model, vocab_size, settings)
         del model
         _free(settings.device)
-        document["peers"] = []
-        if settings.peer:
-            from whorl.bench.decode_peer import run as run_peer
-
-            document["peers"] = run_peer(settings, document["decode"], progress)
+        document["peers"] = [] if peer is None else peer(settings, document["decode"], progress)
     return document
 
 
@@ -315,57 +253,3 @@ def _flops(model: Any, length: int) -> float:
 def _free(device: str) -> None:
     gc.collect()
     devices.empty_cache(device)
-
-
-# ---- showing
-
-
-def size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3f} MB"
-
-
-def rate(tb_s: float) -> str:
-    return f"{tb_s:.3f} TB/s" if tb_s >= 0.1 else f"{tb_s * 1e3:.2f} GB/s"
-
-
-def render_header(header: Document) -> list[str]:
-    count, copy = header["num_parameters"], rate(header["copy_tb_s"])
-    of = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
-    weights = f"{of} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
-    return [
-        *render_provenance(header),
-        f"model     {header['model']}: {weights}",
-        f"reads     {size(header['bytes_per_token'])} a token at batch 1, cache left out; a copy here moves {copy}",
-    ]
-
-
-def render(document: Document) -> str:
-    lines = render_header(document["header"])
-    if any(row["batch"] > 1 for row in document["decode"]):
-        lines.append("note      experts of a batch are counted as if routing were uniform")
-    rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
-    cells = [["decode", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
-    cells += [_cells(label, row) for label, row in sorted(rows, key=lambda pair: pair[1]["batch"])]
-    lines += ["", *table(cells)]
-    if (prefill := document["prefill"]) is not None:
-        share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
-        lines += ["", f"prefill   {prefill['prompt_tokens']} tokens in {prefill['seconds'] * 1e3:.1f} ms: "]
-        lines[-1] += f"{prefill['tok_s']:.0f} tok/s, {prefill['tflop_s']:.2f} TFLOP/s, {share}"
-    return "\n".join(lines)
-
-
-def _cells(label: str, row: Document) -> list[str]:
-    if "note" in row:
-        return [f"{label}: {row['note']}", str(row["batch"])]
-    speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
-    return [label, str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, the first to the left, the others to the right."""
-    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))).rstrip()
-        for row in rows
-    ]

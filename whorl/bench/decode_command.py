@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from whorl.bench import classify, decode
-from whorl.bench.decode import Document, Settings
+from whorl.bench import classify, decode, decode_peer, decode_report, draft_sweep
+from whorl.bench.decode import Settings
+from whorl.bench.provenance import Document
 from whorl.device import accelerator, default_device
 from whorl.engine.speculate import Proposer
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -30,24 +31,24 @@ def prepare(**given: Any) -> Work:
 
         return compare
     if modes == ["sweep"]:
-        asked = classify.parse_sweep(given["sweep"])
+        asked = draft_sweep.parse_sweep(given["sweep"])
 
         def try_all() -> tuple[Document, str, bool]:
-            document = classify.sweep(settings, asked, lookup)
-            return document, classify.render_sweep(document), all(row["equal"] for row in document["rows"])
+            document = draft_sweep.sweep(settings, asked, lookup)
+            return document, draft_sweep.render_sweep(document), all(row["equal"] for row in document["rows"])
 
         return try_all
     if modes == ["verify"]:
 
         def time_steps() -> tuple[Document, str, bool]:
-            document = classify.verify(settings)
-            return document, classify.render_verify(document), True
+            document = draft_sweep.verify(settings)
+            return document, draft_sweep.render_verify(document), True
 
         return time_steps
 
     def time_all() -> tuple[Document, str, bool]:
-        document = decode.run(settings)
-        return document, decode.render(document), True
+        document = decode.run(settings, decode_peer.run if settings.peer else None)
+        return document, decode_report.render(document), True
 
     return time_all
 

@@ -1,17 +1,16 @@
 """The same decoding by transformers, in the same run: the same file, or random weights of the same shape."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import CONTEXT, Document, Settings, prompts, timed
+from whorl.bench.decode import CONTEXT, Settings, prompts, timed
 from whorl.bench.progress import Progress
-
-Generate = Callable[[int], torch.Tensor]  # by number of new tokens
+from whorl.bench.provenance import Document
 
 
 def run(settings: Settings, ours: Sequence[Document], progress: Progress) -> list[Document]:

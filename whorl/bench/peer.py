@@ -1,5 +1,6 @@
 """A peer: somebody else's way to an answer, checked and timed like ours."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl import device as devices
 from whorl.ops import Op
 
 Values = dict[str, Any]
@@ -60,3 +62,11 @@ def backward_alone(
         leaves = [t.detach().requires_grad_() for t in inputs]
         outs = tensors_of(function(*leaves))
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
+
+
+def liger_function(values: Values, module: str, name: str) -> Any:
+    """A function of Liger, or None where it is not installed or its Triton kernels do not run."""
+    device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
+    if devices.unavailable("triton", device) is not None or not devices.is_installed("liger_kernel"):
+        return None
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name, None)

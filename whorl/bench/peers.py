@@ -3,7 +3,6 @@
 A peer gets what it works best from (looked-up tables in the input dtype, its own layout) before the clock starts.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,18 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.attention_peers import ATTENTION_PEERS
-from whorl.bench.peer import Bound, Peer, Values, backward_alone, bind_plainly, compile_static, tensors_of
+from whorl.bench.peer import (
+    Bound,
+    Peer,
+    Values,
+    backward_alone,
+    bind_plainly,
+    compile_static,
+    liger_function,
+    tensors_of,
+)
+from whorl.bench.rope_peers import from_hf, hf_rope, hf_tables, is_hf_rope, rope_backward_peers, rope_peers, to_hf
 from whorl.ops import OPS, Op, rms_norm, rope
-from whorl.ops.rope.tables import merged_rows, token_rows
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
@@ -25,123 +33,6 @@ def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
         found.append(Peer(label="reference, torch.compile", bind=bind_plainly(op, compile_static(op.reference))))
     known = _PEERS | ATTENTION_PEERS
     return found + (known[op.name](values, compiled) if op.name in known else [])
-
-
-def _liger(values: Values, module: str, name: str) -> Any:
-    """A function of Liger, or None where it is not installed or its Triton kernels do not run."""
-    device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
-    if devices.unavailable("triton", device) is not None or not devices.is_installed("liger_kernel"):
-        return None
-    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name, None)
-
-
-# ---- rope and mrope
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
-def hf_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' apply_rotary_pos_emb; q, k: [B, H, S, D], cos, sin: [B, S, D]."""
-    cos, sin = cos[:, None], sin[:, None]
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
-
-
-def _to_hf(x: Tensor) -> Tensor:
-    """[T, H, D] as the token-major view [1, H, T, D] that Hugging Face models hand on."""
-    return x[None].transpose(1, 2)
-
-
-def _from_hf(out: Any) -> list[Tensor]:
-    return [t.transpose(1, 2)[0] for t in out[:2]]
-
-
-def _hf_tables(values: Values, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, T, D] in the model's dtype, looked up and merged over axes as models do once a step."""
-    table, positions = values["cos_sin"], values["positions"]
-    if values.get("sections") is None:
-        rows = token_rows(table, positions)
-    else:
-        rows = merged_rows(table, positions, values["sections"], values["layout"])
-    cos, sin = (torch.cat((t, t), -1).to(dtype)[None] for t in rows.chunk(2, -1))
-    return cos.contiguous(), sin.contiguous()
-
-
-def _is_hf_rope(values: Values, heads: Tensor, other: Tensor | None) -> bool:
-    style = values.get("style", "half") == "half" and not values.get("inverse", False)
-    return style and other is not None and heads.dim() == 3 and values["cos_sin"].shape[-1] == heads.shape[-1]
-
-
-def _rope(values: Values, compiled: bool) -> list[Peer]:
-    if not _is_hf_rope(values, values["q"], values["k"]):
-        return []
-
-    def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
-        def bind(values: Values) -> Bound:
-            q, k, tables = _to_hf(values["q"]), _to_hf(values["k"]), _hf_tables(values, values["q"].dtype)
-            return Bound(run=lambda: function(q, k, *tables), outputs=_from_hf)
-
-        return bind
-
-    def bind_liger(values: Values) -> Bound:
-        q, k = _to_hf(values["q"].clone()), _to_hf(values["k"].clone())
-        tables = _hf_tables(values, q.dtype)
-        return Bound(run=lambda: liger.apply(q, k, *tables), outputs=_from_hf)
-
-    merged = ", axes merged before" if "sections" in values else ""
-    found = [Peer(label=f"Hugging Face, eager{merged}", bind=bind_hf(hf_rope))]
-    if compiled:
-        found.append(Peer(label=f"Hugging Face, torch.compile{merged}", bind=bind_hf(compile_static(hf_rope))))
-    if (liger := _liger(values, "rope", "LigerRopeFunction")) is not None:
-        found.append(Peer(label=f"Liger, in place{merged}", bind=bind_liger))
-    if len(values.get("sections", ())) == 3:
-        found += _liger_mrope(values, ("q", "k"), "qwen2vl_mrope_forward")
-    return found
-
-
-def _rope_backward(values: Values, compiled: bool) -> list[Peer]:
-    if not _is_hf_rope(values, values["dq"], values["dk"]):
-        return []
-
-    def bind_hf(values: Values) -> Bound:
-        dq, dk, tables = _to_hf(values["dq"]), _to_hf(values["dk"]), _hf_tables(values, values["dq"].dtype)
-        run = backward_alone(
-            lambda q, k: forward(q, k, *tables), [torch.randn_like(dq), torch.randn_like(dk)], [dq, dk]
-        )
-        return Bound(run=run, outputs=_from_hf)
-
-    def bind_liger(values: Values) -> Bound:
-        dq, dk = _to_hf(values["dq"].clone()), _to_hf(values["dk"].clone())
-        tables = _hf_tables(values, dq.dtype)
-        return Bound(run=lambda: liger(dq, dk, *tables), outputs=_from_hf)
-
-    merged, found = ", axes merged before" if "sections" in values else "", []
-    if compiled:
-        forward = compile_static(hf_rope)
-        label = f"Hugging Face, torch.compile, backward alone{merged}"
-        found.append(Peer(label=label, bind=bind_hf, through_autograd=True))
-    if (liger := _liger(values, "rope", "rope_backward")) is not None:
-        found.append(Peer(label=f"Liger, in place{merged}", bind=bind_liger))
-    if len(values.get("sections", ())) == 3:
-        found += _liger_mrope(values, ("dq", "dk"), "qwen2vl_mrope_backward")
-    return found
-
-
-def _liger_mrope(values: Values, names: tuple[str, str], name: str) -> list[Peer]:
-    """Liger merges axes inside, in the chunked layout alone: the same work, so it is asked in that layout."""
-    function = _liger(values, "qwen2vl_mrope", name)
-    if function is None:
-        return []
-
-    def bind(values: Values) -> Bound:
-        first, second = (_to_hf(values[n].clone()) for n in names)
-        rows = values["cos_sin"][values["positions"]][:, None]  # [3, 1, T, R]
-        tables = [torch.cat((t, t), -1).to(first.dtype) for t in rows.chunk(2, -1)]
-        return Bound(run=lambda: function(first, second, *tables, values["sections"]), outputs=_from_hf)
-
-    return [Peer(label="Liger mrope, in place, chunked", bind=bind, question={"layout": "chunked"})]
 
 
 # ---- norms
@@ -177,7 +68,7 @@ def _rms_norm(values: Values, compiled: bool) -> list[Peer]:
     found = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
     if compiled:
         found.append(_simple("Hugging Face, torch.compile", compile_static(hf_rms_norm), *names))
-    if (liger := _liger(values, "rms_norm", "LigerRMSNormFunction")) is not None:
+    if (liger := liger_function(values, "rms_norm", "LigerRMSNormFunction")) is not None:
         found.append(_simple("Liger", liger.apply, *names))
     return found
 
@@ -189,7 +80,7 @@ def _add_rms_norm(values: Values, compiled: bool) -> list[Peer]:
     found = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
     if compiled:
         found.append(_simple("Hugging Face, torch.compile", compile_static(_added(hf_rms_norm)), *names))
-    if (liger := _liger(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
+    if (liger := liger_function(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
         found.append(_simple("Liger", liger.apply, *names))
     return found
 
@@ -223,7 +114,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
     name, function = (
         ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if has_residual else ("rms_norm", "LigerRMSNormFunction")
     )
-    if (liger := _liger(values, name, function)) is not None:
+    if (liger := liger_function(values, name, function)) is not None:
         found.append(peer("Liger", liger.apply))
     return found
 
@@ -242,7 +133,7 @@ def _swiglu(values: Values, compiled: bool) -> list[Peer]:
     found = [_simple("silu, then multiply", hf_swiglu, "x")]
     if compiled:
         found.append(_simple("silu, then multiply, torch.compile", compile_static(hf_swiglu), "x"))
-    if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
+    if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
         found.append(_simple("Liger", liger.apply, "x"))
     return found
 
@@ -260,7 +151,7 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
     found = [peer("silu, then multiply", hf_swiglu)]
     if compiled:
         found.append(peer("silu, then multiply, torch.compile", compile_static(hf_swiglu)))
-    if (liger := _liger(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
+    if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
         found.append(peer("Liger", liger.apply))
     return found
 
@@ -288,7 +179,7 @@ def hf_qk_norm_rope(
 
 def _is_hf_norm_rope(values: Values) -> bool:
     q, k, _ = _split_heads(values, values["qkv"])
-    return not values["plus_one"] and _is_hf_rope(values, q, k)
+    return not values["plus_one"] and is_hf_rope(values, q, k)
 
 
 def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
@@ -310,9 +201,9 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
     def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
         def bind(values: Values) -> Bound:
             q, k, v = _split_heads(values, values["qkv"])
-            rest = [*_calls(values, "q_weight", "k_weight"), *_hf_tables(values, q.dtype), values["eps"]]
+            rest = [*_calls(values, "q_weight", "k_weight"), *hf_tables(values, q.dtype), values["eps"]]
             return Bound(
-                run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*_from_hf(out), *_with_v(values, v)]
+                run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*from_hf(out), *_with_v(values, v)]
             )
 
         return bind
@@ -331,13 +222,13 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
         return []
 
     def bind(values: Values) -> Bound:
-        tables = _hf_tables(values, values["qkv"].dtype)
+        tables = hf_tables(values, values["qkv"].dtype)
 
         def forward(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = _split_heads(values, qkv)
             return *hf_qk_norm_rope(q[None], k[None], q_weight, k_weight, *tables, values["eps"]), v
 
-        grads = [_to_hf(values["dq"]), _to_hf(values["dk"]), values["dv"]]
+        grads = [to_hf(values["dq"]), to_hf(values["dk"]), values["dv"]]
         run = backward_alone(compile_static(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
         return Bound(run=run, outputs=tensors_of)
 
@@ -362,12 +253,12 @@ def _grouped_matmul(name: str) -> Callable[[Values, bool], list[Peer]]:
 
 
 _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
-    "rope": _rope,
-    "rope_": _rope,
-    "mrope": _rope,
-    "mrope_": _rope,
-    "rope_backward": _rope_backward,
-    "mrope_backward": _rope_backward,
+    "rope": rope_peers,
+    "rope_": rope_peers,
+    "mrope": rope_peers,
+    "mrope_": rope_peers,
+    "rope_backward": rope_backward_peers,
+    "mrope_backward": rope_backward_peers,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rms_norm_backward": _rms_norm_backward,

@@ -10,8 +10,10 @@ from typing import Any
 
 from whorl import device as devices
 
+Document = dict[str, Any]  # what a benchmark found, as JSON has it
 
-def provenance(device: str, **more_versions: str) -> dict[str, Any]:
+
+def provenance(device: str, **more_versions: str) -> Document:
     return {
         "command": " ".join(["whorl", *sys.argv[1:]]),
         "device": device,

@@ -21,12 +21,12 @@ import torch
 
 from whorl import device as devices
 from whorl.bench import network
-from whorl.bench.ops import need_plot
+from whorl.bench.ops_report import need_plot
+from whorl.bench.provenance import Document
 from whorl.passes.cost import TABLE, CostModel, Traffic
 
 __all__ = ["Settings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
 
-Document = dict[str, Any]
 BYTES_OFF = 0.02  # of what the report says: gloo's own headers, and the barriers around a run
 
 

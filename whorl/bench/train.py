@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import table
-from whorl.bench.provenance import provenance, render_provenance
+from whorl.bench.provenance import Document, provenance
+from whorl.bench.train_meters import Clock, peak_memory, profile, reset_peak
 from whorl.bench.train_model import CHUNK, SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
+from whorl.bench.train_report import PEER, one_line, render_header
 from whorl.plan import layout as plan_layout
 from whorl.plan.hardware import HARDWARE
 from whorl.plan.memory import GB, memory_of
 from whorl.plan.model_shape import from_hugging_face
 from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.deepseek_v32.hf import to_hf_config
-
-Document = dict[str, Any]
 
 ROWS = {  # each with what the one before it has
     "small": "",
@@ -31,9 +30,6 @@ ROWS = {  # each with what the one before it has
     "compile": "dsa+rms_norm+rope+permute+gmm+compile",
     "swap": "dsa+rms_norm+rope+permute+gmm+compile+swap",
 }
-PEER = "transformers"
-LARGEST = 25  # kernels that a profile lists
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,51 +237,6 @@ def peak_flops(device: str) -> float | None:
     return next((hardware.flops for hardware in HARDWARE.values() if hardware.name in name), None)
 
 
-def profile(trainee: Trainee) -> list[Document]:
-    """The largest kernels of one more step."""
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        trainee.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    on_device = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [e for e in on_device if not e.is_user_annotation]  # such as the optimizer's whole step
-    kernels.sort(key=lambda e: -e.self_device_time_total)
-    total = {"name": "all kernels", "count": sum(e.count for e in kernels)}
-    total["ms"] = sum(e.self_device_time_total for e in kernels) / 1e3
-    rows = [{"name": e.key[:120], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in kernels[:LARGEST]]
-    return [total, *rows]
-
-
-class Clock:
-    """Seconds since the last time asked, with nothing left to do on the device."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self.lap()
-
-    def lap(self) -> float:
-        devices.synchronize(self._device)
-        now = time.perf_counter()
-        since, self._last = now - getattr(self, "_last", now), now
-        return since
-
-
-def reset_peak(device: str) -> None:
-    module: Any = devices.accelerator(device)
-    if module is not None:
-        module.reset_peak_memory_stats()
-
-
-def peak_memory(device: str) -> Document:
-    """Since `reset_peak`; None where nobody counts."""
-    module: Any = devices.accelerator(device)
-    if module is None:
-        return {"allocated_bytes": None, "reserved_bytes": None}
-    return {"allocated_bytes": module.max_memory_allocated(), "reserved_bytes": module.max_memory_reserved()}
-
-
 def _free(device: str) -> None:
     """Compiled code and what it refers to go, too."""
     torch._dynamo.reset()
@@ -315,82 +266,3 @@ def header(settings: Settings) -> Document:
         "steps": settings.steps,
         "warmup": settings.warmup,
     }
-
-
-def render_header(header: Document) -> list[str]:
-    kind = header["dtype"]
-    return [
-        *render_provenance(header),
-        f"model     {header['model']}; first layer dense; weights, gradients and moments {kind}; one sequence a step",
-        f"steps     median of {header['steps']} after {header['warmup']}; no checkpointing unless a row says so",
-    ]
-
-
-def one_line(row: Document) -> str:
-    return "  ".join(filter(None, _cells(row)))
-
-
-def render(document: Document) -> str:
-    head = [
-        "row",
-        "layers",
-        "tokens",
-        "tok/s",
-        "ms/step",
-        "host ms",
-        "MFU",
-        "alloc GiB",
-        "reserved",
-        "predicted",
-        "KL",
-        "loss",
-    ]
-    cells = [head, *(_cells(row) for row in document["rows"])]
-    wrong = sorted({problem for row in document["rows"] for problem in row.get("wrong", [])})
-    notes = [f"WRONG, see the rows marked !: {problem}" for problem in wrong]
-    return "\n".join([*render_header(document["header"]), "", *table(cells), *_ratios(document["rows"]), *notes])
-
-
-def _cells(row: Document) -> list[str]:
-    name = "+".join([row["row"], *(["checkpoint"] if "checkpoint" in row["switches"] else [])])
-    name += " !" if row.get("wrong") else ""
-    place = [str(row["layers"]), str(row["seq"])]
-    if "note" in row:
-        return [f"{name}: {row['note']}", *place]
-    speed = [f"{row['tok_s']:.0f}", f"{row['ms_per_step']:.1f}", f"{row['host_ms']:.1f}"]
-    memory = [_gib(row.get(f"{kind}")) for kind in ("allocated_bytes", "reserved_bytes", "predicted_bytes")]
-    mfu, kl = row.get("mfu"), row.get("indexer_kl")
-    return [
-        name,
-        *place,
-        *speed,
-        "-" if mfu is None else f"{mfu:.1%}",
-        *memory,
-        "-" if kl is None else f"{kl:.3g}",
-        f"{row['loss']:.4f}",
-    ]
-
-
-def _gib(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
-
-
-def _ratios(rows: list[Document]) -> list[str]:
-    """Every row of ours over the peer and over our small operators, at the same layers and length."""
-    lines = []
-    timed = [row for row in rows if "tok_s" in row]
-    for base in (PEER, "small"):
-        for theirs in (row for row in timed if row["row"] == base):
-            same = [
-                r for r in timed if (r["layers"], r["seq"]) == (theirs["layers"], theirs["seq"]) and r is not theirs
-            ]
-            parts = [f"{r['row']} {r['tok_s'] / theirs['tok_s']:.2f}x" + _memory_ratio(r, theirs) for r in same]
-            name = "+".join([base, *(["checkpoint"] if "checkpoint" in theirs["switches"] else [])])
-            lines.append(f"over {name}, {theirs['layers']} layers, {theirs['seq']} tokens: {', '.join(parts)}")
-    return ["", *lines] if lines else []
-
-
-def _memory_ratio(row: Document, base: Document) -> str:
-    if not row["allocated_bytes"] or not base["allocated_bytes"]:
-        return ""
-    return f" ({row['allocated_bytes'] / base['allocated_bytes'] - 1:+.0%} memory)"

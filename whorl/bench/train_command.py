@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from whorl.bench.ops import need_plot
+from whorl.bench.ops_report import need_plot
+from whorl.bench.provenance import Document
 from whorl.device import default_device
 
-Document = dict[str, Any]
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
 CURVE_ONLY = ("read", "plot")
 
@@ -30,14 +30,14 @@ def prepare(**given: Any) -> Work:
 
 
 def _table(given: dict[str, Any], device: str) -> Work:
-    from whorl.bench import train
+    from whorl.bench import train, train_report
 
     taken = ("tiny", "rows", "layers", "seq", "warmup", "peer", "time_limit", "profile", "out")
     settings = train.Settings.resolve(device=device, steps=given["steps"] or 6, **{name: given[name] for name in taken})
 
     def work() -> tuple[Document, str, bool]:
         document = train.run(settings)
-        return document, train.render(document), train.is_good(document)
+        return document, train_report.render(document), train.is_good(document)
 
     return work
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from whorl import device as devices
-from whorl.bench.provenance import provenance
-from whorl.bench.train import Document, say, switches_of
+from whorl.bench.provenance import Document, provenance
+from whorl.bench.train import say, switches_of
 from whorl.bench.train_model import CHUNK, balance, build, build_optimizer, indexer_losses
 from whorl.titan.data import ByteTokenizer, Corpus, WindowLoader, text_files
 from whorl.titan.deepseek_v32.args import FLAVOURS

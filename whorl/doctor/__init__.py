@@ -5,9 +5,9 @@ check is one function in `whorl/doctor/checks`; every code is described in docs/
 """
 
 from whorl.doctor.checkup import check
-from whorl.doctor.inputs import BadInput
 from whorl.doctor.live_model import GuardError, check_npu_mrope, guard
 from whorl.doctor.report import Finding, Report, RotaryPath
+from whorl.doctor.settings import BadInput
 from whorl.doctor.ten_cases import Checklist, checklist
 
 __all__ = [

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import whorl.doctor.checks  # noqa: F401  (fills RULES)
-from whorl.doctor.inputs import BadInput, Inputs, read_inputs, read_text
-from whorl.doctor.launch import Launch, build_launch
+from whorl.doctor.build_launch import build_launch
+from whorl.doctor.inputs import Inputs, read_inputs, read_text
+from whorl.doctor.launch import Launch
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict
 from whorl.doctor.report import Finding, Report, RotaryPath, by_severity
 from whorl.doctor.rules import RULES
+from whorl.doctor.settings import BadInput
 from whorl.doctor.trace import compare, read_trace
 
 

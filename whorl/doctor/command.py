@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from whorl.doctor.checkup import check
-from whorl.doctor.inputs import BadInput, parse_overrides
+from whorl.doctor.inputs import parse_overrides
 from whorl.doctor.report import SEVERITIES, Finding, Report, RotaryPath
+from whorl.doctor.settings import BadInput
 
 Line = tuple[str, str, str]  # rich style, label, text; a heading has no label
 COLOURS: Final = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}

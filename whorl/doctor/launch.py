@@ -1,35 +1,18 @@
 """`Launch`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from whorl.doctor.inputs import OTHER_TOWERS, BadInput, Inputs, Setting
-from whorl.rope_config import RopeConfig, UnknownFamilyWarning
+from whorl.doctor.inputs import OTHER_TOWERS, Inputs
+from whorl.doctor.settings import Setting
+from whorl.rope_config import RopeConfig
 
 FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan")
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
 TRAINING: Final = (*MEGATRON_FAMILY, "mindspeed-mm", "torchtitan")
 DEVICES: Final = ("cuda", "npu")
-
-# The first framework one of whose signs appears among the settings; each sign is matched against path=value.
-SIGNS: Final = (
-    ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
-    ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm|MM_TOOL_PATH)=.*|command .*mindspeed_mm/.*"),
-    ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
-    ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed|mindspeed_llm)=.*"),
-    ("mindspeed", r"spec=mindspeed_llm\..*|rope_scaling_(type|mscale|mscale_all_dim)=.*"),
-    ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
-    ("vllm", r"command vllm.*"),
-    ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
-    ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
-    ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),
-)
-NPU_SIGNS: Final = (
-    r"(torch_npu|vllm_ascend|triton_ascend|cann|use_fused_rotary_pos_emb|mindspeed)=.*|(.*\.)?(HCCL|ASCEND)_.*"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,91 +162,6 @@ class Launch:
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
 
 
-# Groups of verl's settings that describe other models than the one trained: their ranks and lengths are their own.
-VERL_OTHER_MODELS: Final = ("critic", "reward_model", "reward", "distillation", "teacher")
-VERL_ROLES: Final = ("actor", "rollout", "ref")
-
-
-def _of_another_role(path: str, scope: str) -> bool:
-    parts = path.lstrip("+~").split(".")
-    if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
-        return True
-    roles = [part for part in parts if part in VERL_ROLES]
-    return bool(roles) and roles[0] != scope
-
-
-def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Launch:
-    """Settle framework and device, and read the model's rotary facts."""
-    if framework == "vllm-ascend":
-        framework, device = "vllm", device or "npu"
-    if framework is not None and framework not in FRAMEWORKS:
-        raise BadInput(f"--framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}, or leave it out to infer it")
-    if device is not None and device not in DEVICES:
-        raise BadInput(f"--device {device!r}: choose one of {', '.join(DEVICES)}")
-    name, name_because = (framework, "given") if framework else _infer_framework(inputs)
-    where, where_because = (device, "given") if device else _infer_device(inputs, name)
-    text = text_config(_with_hf_overrides(inputs))
-    rope, problem, warned = _rope_config(text)
-    return Launch(
-        framework=name,
-        framework_because=name_because,
-        device=where,
-        device_because=where_because,
-        train=train or name in TRAINING,
-        inputs=inputs,
-        text=text,
-        rope=rope,
-        rope_problem=problem,
-        rope_warnings=tuple(str(w.message) for w in warned if w.category is not UnknownFamilyWarning),
-        unknown_family=next((str(w.message) for w in warned if w.category is UnknownFamilyWarning), None),
-    )
-
-
-def _sign(setting: Setting) -> str:
-    path = setting.path.lstrip("+").replace("-", "_")
-    return f"{path}={setting.value}"
-
-
-def _infer_framework(inputs: Inputs) -> tuple[str, str]:
-    for framework, pattern in SIGNS:
-        for setting in inputs.settings:
-            if re.fullmatch(pattern, _sign(setting), re.DOTALL):
-                return framework, f"inferred from {setting.path} in {setting.where}"
-    return "hf", "assumed: no launch flag names a framework"
-
-
-def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
-    if framework in ("mindspeed", "mindspeed-mm"):
-        return "npu", f"inferred from the framework, {framework}"
-    for setting in inputs.settings:
-        if setting.key in ("device", "device_type", "device_name") and setting.value in DEVICES:
-            return setting.value, f"inferred from {setting.path} in {setting.where}"
-        if re.fullmatch(NPU_SIGNS, _sign(setting), re.DOTALL):
-            return "npu", f"inferred from {setting.path} in {setting.where}"
-    return "cuda", "assumed: nothing names a device"
-
-
-def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
-    """The model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM does before it builds it."""
-    if inputs.model is None:
-        return None
-    merged = dict(inputs.model)
-    for setting in inputs.settings:
-        if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
-            merged = _merge(merged, setting.value)
-        elif setting.kind == "argument" and setting.key in ("rope_scaling", "rope_parameters", "rope_theta"):
-            merged[setting.key] = setting.value
-    return merged
-
-
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The part of a model config that describes the language model, over what stands around it."""
     if model is None:
@@ -287,33 +185,14 @@ def as_sections(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if whole else None
 
 
-def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:
-    """RopeConfig of the text model, why its sections were refused if they were, and what RopeConfig warned of.
-
-    A config with refused sections is read again without them: the checks need the rotary size to say what is wrong.
-    """
-    if text is None:
-        return None, None, []
-    entries = {key: value for key, value in rope_entries(text).items() if key != "mrope_section"}
-    spelling = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
-    problem = None
-    for attempt in (text, {**text, spelling: entries}, {**text, spelling: entries, "model_type": "llama"}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                return _main_rope(attempt), problem, caught
-            except ValueError as error:
-                problem = problem or str(error)
-    return None, problem, []
+# Groups of verl's settings that describe other models than the one trained: their ranks and lengths are their own.
+VERL_OTHER_MODELS: Final = ("critic", "reward_model", "reward", "distillation", "teacher")
+VERL_ROLES: Final = ("actor", "rollout", "ref")
 
 
-def _main_rope(text: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding of the full-attention layers, where the layers differ."""
-    try:
-        return RopeConfig.from_hf(text)
-    except ValueError as error:
-        nested = [name for name, value in rope_entries(text).items() if isinstance(value, Mapping)]
-        if not nested and "layer_type=" not in str(error):
-            raise
-        first = "full_attention" if "full_attention" in nested or not nested else nested[0]
-        return RopeConfig.from_hf(text, layer_type=first)
+def _of_another_role(path: str, scope: str) -> bool:
+    parts = path.lstrip("+~").split(".")
+    if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
+        return True
+    roles = [part for part in parts if part in VERL_ROLES]
+    return bool(roles) and roles[0] != scope

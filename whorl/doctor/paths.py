@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from whorl.doctor.inputs import BadInput
 from whorl.doctor.launch import Launch
 from whorl.doctor.report import RotaryPath
+from whorl.doctor.settings import BadInput
 
 
 class Operator(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from whorl.doctor.inputs import BadInput
 from whorl.doctor.report import Finding, RotaryPath
+from whorl.doctor.settings import BadInput
 
 # Name of an event, the operators it is evidence of. The first match counts; one kernel serves two operators.
 EVIDENCE: Final = (

@@ -151,7 +151,6 @@ class Decoder(Module):
 class Llama(Module):
     config_class: type[LlamaConfig] = LlamaConfig
     layer_class: type[Layer] = Layer
-    merged = MERGED
     # In some checkpoints, and computed here.
     ignored = ("rotary_emb.inv_freq",)
 

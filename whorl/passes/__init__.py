@@ -1,6 +1,7 @@
-"""Graph passes for models that are captured by torch.compile: sequence parallelism, its placement and its proofs.
+"""Sequence parallelism for models that torch.compile captures: the graph passes that rewrite sums over ranks.
 
-Start reading at `pipeline.PIPELINE`; `capture.compile` is the front door, `rewrite` the passes alone.
+It is this one thing and no framework for passes of other kinds. Start reading at `pipeline.PIPELINE`;
+`capture.compile` is the front door, `rewrite` the passes alone.
 """
 
 from typing import Any

@@ -14,16 +14,15 @@ from torch.fx import GraphModule, Node
 
 from whorl import collectives
 
-from . import agree
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums, rewrite
 from .report import Report
 from .retrace import retraced
 from .rows import value
+from .threshold import NEVER, cost_here, least_tokens
 
 Backend = Literal["inductor", "eager"]
-NEVER = 1 << 62  # more tokens than there are
 _CAPTURE = {
     # Else torch tries an epsilon as a variable first, captures anew without, and remembers: ranks that have not
     # captured the same things before would not meet.
@@ -245,41 +244,6 @@ def _symbol_places(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | N
 # ---- thresholds
 
 
-def least_tokens(config: SequenceParallel, report: Report) -> int:
-    """min_tokens, or where the cost model says that the rewritten graph is the faster one."""
-    is_auto = config.min_tokens == "auto"
-    if config.cost is None and not is_auto:
-        return int(config.min_tokens)
-    model = config.cost or _measured(report.group)
-    traffic = _traffic(report)
-    way: Any = "sp_int8" if report.is_quantized else "sp"
-    at = report.tokens or 1
-    plain, new = (model.seconds(c, at, report.size, traffic) for c in ("all_reduce", way))
-    report.predicted_gain = plain / new if new else None
-    if not is_auto:
-        return int(config.min_tokens)
-    found = model.threshold(0, torch.bfloat16, report.size, traffic, ("all_reduce", way))
-    return NEVER if found is None else found
-
-
-def _traffic(report: Report) -> Any:
-    """Bytes a token of what was rewritten, and of what came in its place."""
-    from .cost import Traffic
-
-    reduced, own = (
-        tuple(float(c.row_bytes) for c in report.collectives if c.rewritten and c.kind == kind)
-        for kind in ("all_reduce", "all_gather")
-    )
-    gathered = tuple(float(g.row_bytes) for g in report.gathers)
-    return Traffic(reduced=reduced, gathered=gathered, quantized=gathered if report.is_quantized else None, own=own)
-
-
-def _measured(group: str) -> Any:
-    from .cost import measure, table
-
-    return table("h200_nvlink") if agree.is_alone(group) else measure(group)
-
-
 def compile(
     model: Callable[..., Any],
     sequence_parallel: SequenceParallel | None = None,
@@ -299,5 +263,5 @@ def compile(
     config = sequence_parallel or SequenceParallel()
     group = collectives.group_name(config.group)
     if config.min_tokens == "auto" and config.cost is None:
-        config = replace(config, cost=_measured(group))  # here and not while a graph is traced
+        config = replace(config, cost=cost_here(group))  # here and not while a graph is traced
     return Compiled(model, config, backend, dynamic, dump)

@@ -12,8 +12,9 @@ from whorl import collectives
 
 from .layout import c10d, group_of, ours
 from .report import Gather, module_path, source_line
+from .rewriting import Rewrite
 from .rows import same, value
-from .sequence_parallel import Rewrite, _describe, other_rows
+from .sequence_parallel import _describe, other_rows
 
 aten = torch.ops.aten
 

@@ -9,12 +9,13 @@ from torch.fx import Graph
 
 from whorl import collectives
 
-from .capture import least_tokens, rounding
+from .capture import rounding
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums_in_place, rewrite_in_place, tokens_of
 from .report import Report
 from .rows import same
+from .threshold import least_tokens
 
 _SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
 

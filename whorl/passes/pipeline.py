@@ -15,20 +15,12 @@ from . import agree
 from .cleanup import check, cleanup, outputs_of, write_report
 from .config import SequenceParallel
 from .editor import Editor, copied
+from .gathers import fold, place_gathers, quantize_gathers
 from .layout import ALL_GATHERS, ALL_REDUCES, Layout, group_of, ours
 from .report import Report, place
+from .rewriting import Rewrite
 from .rows import example, label, product, same, value
-from .sequence_parallel import (
-    Rewrite,
-    eliminate_noops,
-    fold,
-    infer_layouts,
-    order_sum,
-    place_gathers,
-    quantize_gathers,
-    split_all_reduces,
-    spread_masks,
-)
+from .sequence_parallel import eliminate_noops, infer_layouts, order_sum, split_all_reduces, spread_masks
 
 Pass = Callable[[Rewrite], int]
 

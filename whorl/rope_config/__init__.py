@@ -13,31 +13,28 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .checks import (
+    LAYOUTS,
+    REQUIRED,
+    STYLES,
+    WHERE,
+    check,
+    check_choice,
+    check_positive,
+    check_types,
+    require,
+)
+from .families import DEFAULT_BASE
 from .frequencies import FREQUENCIES, yarn_mscale
-from .hugging_face import DEFAULT_BASE, SCALING_KEYS, UnknownFamilyWarning, keywords
+from .hugging_face import SCALING_KEYS, UnknownFamilyWarning, keywords
 
 __all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "UnknownFamilyWarning"]
 
 Array = TypeVar("Array")
 
-STYLES = ("half", "pairs")
-WHERE = ("leading", "trailing")
-LAYOUTS = ("chunked", "interleaved", "hwt")
 
 # "mrope" names the sections, not a scaling; "su" is the first name longrope had.
 _ALIASES = {"mrope": "default", "su": "longrope"}
-# Keys without which a type has no meaning. `dynamic` wants one of factor, alpha and is checked apart.
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": (),
-    "yarn": ("factor",),
-    "deepseek_yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "proportional": (),
-    "xdrope": ("alpha", "xdrope_section"),
-}
 
 
 class DualChunkPositions(NamedTuple, Generic[Array]):
@@ -87,7 +84,7 @@ class RopeConfig:
     local_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
 
     @classmethod
     def from_keywords(
@@ -110,11 +107,11 @@ class RopeConfig:
         unknown = sorted(set(scaling) - SCALING_KEYS)
         if unknown:
             raise ValueError(f"RopeConfig: unknown keywords {unknown}; known scaling keys are {sorted(SCALING_KEYS)}")
-        _check_types(scaling)
+        check_types(scaling)
         rope_type = _rope_type(scaling)
-        _require(rope_type, scaling)
-        _check_positive("head_dim", head_dim)
-        _check_positive("max_position", max_position)
+        require(rope_type, scaling)
+        check_positive("head_dim", head_dim)
+        check_positive("max_position", max_position)
         sections = _sections(scaling)
         if sections is not None and layout is None:
             layout = "interleaved" if scaling.get("mrope_interleaved") else "chunked"
@@ -213,129 +210,13 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"RopeConfig: {name} must be a positive integer, found {value!r}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"RopeConfig: {name} {value!r} is unknown; known are {list(choices)}")
-
-
-def _check(config: RopeConfig) -> None:
-    for name in ("head_dim", "rotary_dim", "max_position"):
-        _check_positive(name, getattr(config, name))
-    _check_choice("rope_type", config.rope_type, tuple(_REQUIRED))
-    _check_choice("style", config.style, STYLES)
-    _check_choice("pairs_out", config.pairs_out, STYLES[::-1])
-    _check_choice("where", config.where, WHERE)
-    if config.direction not in (1, -1):
-        raise ValueError(f"RopeConfig: direction must be 1 or -1, found {config.direction!r}")
-    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
-        raise ValueError(
-            f"RopeConfig: rotary_dim must be even and at most head_dim {config.head_dim}, found {config.rotary_dim}"
-        )
-    if config.base <= 1 or config.factor <= 0:
-        raise ValueError(
-            f"RopeConfig: base must be above 1 and factor above 0, found base {config.base}, factor {config.factor}"
-        )
-    _check_sections(config)
-    _check_scaling(config)
-    _check_dual_chunk(config)
-
-
-def _check_sections(config: RopeConfig) -> None:
-    sections, pairs = config.sections, config.rotary_dim // 2
-    if sections is None:
-        if config.layout is not None:
-            raise ValueError(f"RopeConfig: layout {config.layout!r} without sections; expected sections or no layout")
-        return
-    _check_choice("layout", config.layout, LAYOUTS)
-    found = f"sections {list(sections)}, layout {config.layout!r}"
-    if len(sections) not in (3, 4) or min(sections) < 0:
-        raise ValueError(f"RopeConfig: {found}: expected 3 or 4 counts of channels")
-    if sum(sections) != pairs:
-        raise ValueError(f"RopeConfig: {found}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
-    if config.layout != "chunked" and len(sections) != 3:
-        raise ValueError(f"RopeConfig: {found}: this layout has exactly 3 axes, found {len(sections)}")
-    if config.layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
-        raise ValueError(f"RopeConfig: {found}: stride 3 runs past the {pairs} rotary pairs, so channels would be lost")
-    if config.layout == "hwt" and sections[0] != sections[1]:
-        raise ValueError(f"RopeConfig: {found}: h and w alternate, so their sections must be equal")
-
-
-def _check_scaling(config: RopeConfig) -> None:
-    kind, pairs = config.rope_type, config.rotary_dim // 2
-    if kind in ("yarn", "deepseek_yarn", "longrope", "llama3") and config.original_max_position is None:
-        raise ValueError(f"RopeConfig: rope_type {kind!r} needs original_max_position, found None")
-    if kind == "xdrope" and (config.alpha is None or config.sections is None):
-        raise ValueError(
-            f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha} and {config.sections}"
-        )
-    if kind in ("dynamic", "xdrope") and config.rotary_dim <= 2:
-        raise ValueError(f"RopeConfig: rope_type {kind!r} needs rotary_dim above 2, found {config.rotary_dim}")
-    if kind == "llama3" and config.low_freq_factor >= config.high_freq_factor:
-        raise ValueError(
-            f"RopeConfig: llama3 needs low_freq_factor below high_freq_factor, "
-            f"found {config.low_freq_factor} and {config.high_freq_factor}"
-        )
-    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        factors = getattr(config, name)
-        if factors is None or len(factors) != pairs:
-            found = "None" if factors is None else len(factors)
-            raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {found}")
-
-
-def _check_dual_chunk(config: RopeConfig) -> None:
-    if config.chunk_size is None and config.local_size is None:
-        return
-    chunk, local = config.chunk_size or 0, config.local_size or 0
-    if not 0 < local < chunk:
-        raise ValueError(f"RopeConfig: dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}")
-    if config.sections is not None or config.rope_type != "default":
-        raise ValueError(
-            f"RopeConfig: dual chunk goes with plain positions and rope_type 'default', "
-            f"found rope_type {config.rope_type!r}, sections {config.sections}"
-        )
-
-
-def _check_types(scaling: Mapping[str, Any]) -> None:
-    """Of what stands in a file: names are text, sections and factors lists of numbers, switches true or false."""
-    for name, value in scaling.items():
-        if value is None or (name in ("mrope_interleaved", "truncate") and isinstance(value, bool)):
-            continue
-        if name in ("rope_type", "type"):
-            is_right, expected = isinstance(value, str), "a name"
-        elif name in ("short_factor", "long_factor", "mrope_section", "xdrope_section"):
-            is_right, expected = isinstance(value, list | tuple) and all(map(_is_number, value)), "a list of numbers"
-        else:
-            is_right, expected = _is_number(value), "a number"
-        if not is_right:
-            raise ValueError(f"RopeConfig: {name} is {value!r}, expected {expected}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _rope_type(scaling: Mapping[str, Any]) -> str:
     names = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
     kinds = [_ALIASES.get(name, name) for name in names] or ["default"]
     if kinds[0] != kinds[-1]:
         raise ValueError(f"RopeConfig: rope_type {names[0]!r} and type {names[1]!r} disagree; remove one")
-    _check_choice("rope_type", kinds[0], tuple(_REQUIRED))
+    check_choice("rope_type", kinds[0], tuple(REQUIRED))
     return kinds[0]
-
-
-def _require(rope_type: str, scaling: Mapping[str, Any]) -> None:
-    missing = [key for key in _REQUIRED[rope_type] if key not in scaling]
-    if "mrope_section" in scaling and "xdrope_section" in missing:
-        missing.remove("xdrope_section")
-    if rope_type == "dynamic" and not scaling.get("factor") and not scaling.get("alpha"):
-        missing.append("factor or alpha")
-    if missing:
-        raise ValueError(f"RopeConfig: rope_type {rope_type!r} needs {missing}, found {sorted(scaling)}")
 
 
 def _sections(scaling: Mapping[str, Any]) -> tuple[int, ...] | None:

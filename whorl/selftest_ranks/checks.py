@@ -171,7 +171,7 @@ def sequence_parallel(device: str, ranks: int) -> str:
 def fused_products(device: str, ranks: int) -> str:
     _, got, want = _rewritten(device, ranks, fuse=True)
     same(got, want, "products overlapped with collectives against the plain graph")
-    from whorl.passes.async_tp import matmul_reduce_scatter
+    from whorl.passes.overlapped import matmul_reduce_scatter
 
     me, group = dist.get_rank(), collectives.group_name(None)
     everyone = [data(rank, 64 * ranks, 256, device=device, dtype=torch.bfloat16) for rank in range(ranks)]
@@ -256,7 +256,7 @@ def _trains(**degrees: Any) -> Callable[[str, int], str]:
     def run(device: str, ranks: int) -> str:
         if not is_installed("torchtitan"):
             raise Skipped("TorchTitan is not installed: pip install 'whorl[train]'")
-        from . import layouts
+        from . import compare, layouts
 
         if ranks % 2 or layouts.BATCH % ranks:
             raise Skipped(f"the test's batch of {layouts.BATCH} is shared by 2, 4 or 8 ranks, not by {ranks}")
@@ -265,8 +265,8 @@ def _trains(**degrees: Any) -> Callable[[str, int], str]:
         answers: list[Any] = [None] * ranks
         dist.all_gather_object(answers, mine)
         want = _on_host(layouts.one_rank(stage=layout.stage, device=device, **dict(layout.model)))
-        tolerance = layouts.TOLERANCE if device == HOST else 20 * layouts.TOLERANCE  # products by other kernels
-        layouts.compare(layouts.together(answers, layout), want, layout, tolerance)
+        tolerance = compare.TOLERANCE if device == HOST else 20 * compare.TOLERANCE  # products by other kernels
+        compare.compare(layouts.together(answers, layout), want, layout, tolerance)
         return "loss, every gradient, routing and the indexer's loss of one rank"
 
     return run

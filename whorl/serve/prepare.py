@@ -9,22 +9,14 @@ from whorl.engine.sequence import SamplingParams
 
 from .gate import ApiError
 from .grammar import Grammars
-from .schemas import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling, Tool
+from .schema_parts import ChatMessage, ResponseFormat, Tool
+from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import CALL, END_THINK, call_grammar
 from .worker_pool import Worker, WorkerPool
 
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _OWN = ("messages", "tools", "add_generation_prompt")
 
 

@@ -14,11 +14,12 @@ from .engine_thread import EngineThread
 from .gate import KEY_NUMBER, ApiError
 from .logprobs import TokenTexts
 from .metrics import Metrics
-from .openai import Settings
 from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
 from .running import Running
-from .schemas import MAX_IDS, ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from .schema_parts import MAX_IDS
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from .settings import Settings
 from .stream import EventStream, unless_gone
 from .tools import END_THINK
 from .worker_pool import WorkerPool

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .json_layout import json_layout
 
 if TYPE_CHECKING:  # a chat in a terminal takes replies apart, too, and does not need pydantic
-    from .schemas import NamedTool, Tool
+    from .schema_parts import NamedTool, Tool
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, _END_CALL = "<tool_call>", "</tool_call>"

@@ -5,7 +5,6 @@ have sampled stay. Acceptance is in `whorl.engine.sampler`: no draft, however ba
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,12 +13,6 @@ from whorl.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_SPECULATE = "whorl.engine.speculate"
-PROPOSERS = {
-    "prompt_lookup": f"{_SPECULATE}.prompt_lookup:PromptLookup",
-    "draft_model": f"{_SPECULATE}.draft_model:DraftModel",
-}
 
 _REPEATS = 3  # timed calls for each number of rows
 
@@ -45,13 +38,6 @@ class Proposer(Protocol):
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse a target that this proposer cannot draft for, with a ValueError."""
         return
-
-
-def make_proposer(name: str, **options: Any) -> Proposer:
-    if name not in PROPOSERS:
-        raise ValueError(f"speculate: {name!r} is not one of {', '.join(PROPOSERS)}")
-    module, _, class_name = PROPOSERS[name].partition(":")
-    return getattr(import_module(module), class_name)(**options)
 
 
 class Timed(Protocol):

@@ -14,8 +14,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from whorl.judge import Verdict, judge
 from whorl.ops import OPS
-from whorl.selftest import Verdict, judge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,130 @@
+"""The modules of whorl: none imports itself through others, and a long one has a reason."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_rules import PACKAGE, ROOT, SOURCES, imported
+
+# Modules that import each other, to be taken apart.
+CIRCLES: set[frozenset[str]] = {
+    frozenset({"whorl.engine.weights", "whorl.engine.gguf_weights"}),
+    frozenset({"whorl.ops.sparse_attention.kl_triton", "whorl.ops.sparse_attention.dense_kl_triton"}),
+    frozenset(
+        {
+            "whorl.ops.sparse_attention.indexer",
+            "whorl.ops.sparse_attention.indexer_triton",
+            "whorl.ops.sparse_attention.top_k_triton",
+        }
+    ),
+}
+
+
+def when_run(node: ast.AST) -> Iterator[ast.AST]:
+    """All that runs at some time, functions included: not what only type checkers see."""
+    yield node
+    is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    for child in node.orelse if is_typing else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
+        yield from when_run(child)
+
+
+def import_graph(sources: dict[str, tuple[Path, str]]) -> dict[str, set[str]]:
+    """By module, those of `sources` that it imports; each is a path and its text."""
+    graph: dict[str, set[str]] = {}
+    for module, (path, text) in sources.items():
+        named = [name for node in when_run(ast.parse(text)) for name in imported(node, path)]
+        # `from whorl.ops import rope` names a module or something in one: the longest that there is.
+        parts = [name.split(".") for name in named]
+        prefixes = [[".".join(p[:n]) for n in range(len(p), 0, -1)] for p in parts]
+        graph[module] = {found for tries in prefixes if (found := next((t for t in tries if t in sources), module))}
+        graph[module].discard(module)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of modules of which each leads to every other: who reaches me, and whom I reach."""
+    reach = {module: reachable(graph, module) for module in graph}
+    groups = {frozenset({a, *(b for b in reach[a] if a in reach[b])}) for a in graph}
+    return {group for group in groups if len(group) > 1}
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        more = graph[todo.pop()] - found
+        found |= more
+        todo.extend(more)
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = import_graph({module_name(path): (path, path.read_text()) for path in SOURCES})
+    assert circles(graph) == CIRCLES, "take the circle apart: what both need goes into a module below both"
+
+
+def test_the_rule_sees_circles_through_functions_and_not_those_of_types() -> None:
+    texts = {
+        "whorl.a": "from . import b",
+        "whorl.b": "def late():\n    from whorl.c.inner import name",
+        "whorl.c": "",
+        "whorl.c.inner": "from ..a import name",
+        "whorl.d": "if TYPE_CHECKING:\n    from .e import E",
+        "whorl.e": "from .d import D",
+    }
+    paths = {m: ROOT / (m.replace(".", "/") + ("/__init__.py" if m == "whorl.c" else ".py")) for m in texts}
+    found = circles(import_graph({m: (paths[m], text) for m, text in texts.items()}))
+    assert found == {frozenset({"whorl.a", "whorl.b", "whorl.c.inner"})}
+
+
+# ---- size
+
+LONG = 300
+# Longer than that, and why. Kernels need none: what one computes stands in one place.
+REASONS = {
+    "adapters/megatron.py": "one framework's call sites, and the state that a step keeps for them",
+    "adapters/transformers.py": "one framework's classes, each found, checked and replaced in the same way",
+    "device.py": "the only file that says cuda, npu or cpu",
+    "doctor/live_model.py": "what is asked of a live model, before its first forward and in it, in the order asked",
+    "doctor/symptoms.py": "a table: an entry for each message that frameworks print",
+    "doctor/ten_cases.py": "ten questions side by side, each with what it needs",
+    "engine/launch.py": "the life of a group of processes: started, heard, ended",
+    "engine/tokenizer.py": "one class over three kinds of files",
+    "passes/rows.py": "a table: a rule for each operator that works row by row",
+    "positions.py": "one way from token types to positions, and its inverse over ranks",
+}
+# Of these too much stands in one file still.
+TO_SPLIT = {
+    "ascend/moe.py",
+    "ascend/sparse.py",
+    "cli.py",
+    "engine/llm.py",
+    "engine/weights.py",
+    "nn.py",
+    "ops/_op.py",
+    "ops/attention.py",
+    "ops/moe.py",
+    "ops/qk_norm_rope.py",
+    "ops/rope/contract.py",
+    "ops/sparse_attention/indexer.py",
+    "ops/sparse_attention/kl.py",
+    "ops/sparse_attention/launch.py",
+    "ops/sparse_attention/masked.py",
+    "titan/checkpoint.py",
+    "titan/deepseek_v32/fused.py",
+    "titan/deepseek_v32/hf.py",
+    "titan/swap_optimizer.py",
+    "titan/upstream.py",
+}
+
+
+def test_a_long_file_is_a_kernel_or_has_a_reason() -> None:
+    long = {str(p.relative_to(PACKAGE)) for p in SOURCES if len(p.read_text().splitlines()) > LONG}
+    long = {name for name in long if not name.endswith("triton.py")}
+    assert not long - set(REASONS) - TO_SPLIT, "split it where it holds two things, or say in REASONS why it is one"
+    assert not set(REASONS) - long, "short again: take it out of REASONS"
+    assert not TO_SPLIT - long, "short again: take it out of TO_SPLIT"

@@ -1,0 +1,45 @@
+"""What `whorl bench decode` found, as text."""
+
+from whorl.bench.columns import table
+from whorl.bench.provenance import Document, render_provenance
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3f} MB"
+
+
+def rate(tb_s: float) -> str:
+    return f"{tb_s:.3f} TB/s" if tb_s >= 0.1 else f"{tb_s * 1e3:.2f} GB/s"
+
+
+def render_header(header: Document) -> list[str]:
+    count, copy = header["num_parameters"], rate(header["copy_tb_s"])
+    of = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
+    weights = f"{of} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
+    return [
+        *render_provenance(header),
+        f"model     {header['model']}: {weights}",
+        f"reads     {size(header['bytes_per_token'])} a token at batch 1, cache left out; a copy here moves {copy}",
+    ]
+
+
+def render(document: Document) -> str:
+    lines = render_header(document["header"])
+    if any(row["batch"] > 1 for row in document["decode"]):
+        lines.append("note      experts of a batch are counted as if routing were uniform")
+    rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
+    cells = [["decode", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
+    cells += [_cells(label, row) for label, row in sorted(rows, key=lambda pair: pair[1]["batch"])]
+    lines += ["", *table(cells)]
+    if (prefill := document["prefill"]) is not None:
+        share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
+        lines += ["", f"prefill   {prefill['prompt_tokens']} tokens in {prefill['seconds'] * 1e3:.1f} ms: "]
+        lines[-1] += f"{prefill['tok_s']:.0f} tok/s, {prefill['tflop_s']:.2f} TFLOP/s, {share}"
+    return "\n".join(lines)
+
+
+def _cells(label: str, row: Document) -> list[str]:
+    if "note" in row:
+        return [f"{label}: {row['note']}", str(row["batch"])]
+    speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
+    return [label, str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]

@@ -1,0 +1,86 @@
+"""What `whorl bench train` found, as text."""
+
+from whorl.bench.columns import table
+from whorl.bench.provenance import Document, render_provenance
+
+PEER = "transformers"
+GIB = 2**30
+
+
+def render_header(header: Document) -> list[str]:
+    kind = header["dtype"]
+    return [
+        *render_provenance(header),
+        f"model     {header['model']}; first layer dense; weights, gradients and moments {kind}; one sequence a step",
+        f"steps     median of {header['steps']} after {header['warmup']}; no checkpointing unless a row says so",
+    ]
+
+
+def one_line(row: Document) -> str:
+    return "  ".join(filter(None, _cells(row)))
+
+
+def render(document: Document) -> str:
+    head = [
+        "row",
+        "layers",
+        "tokens",
+        "tok/s",
+        "ms/step",
+        "host ms",
+        "MFU",
+        "alloc GiB",
+        "reserved",
+        "predicted",
+        "KL",
+        "loss",
+    ]
+    cells = [head, *(_cells(row) for row in document["rows"])]
+    wrong = sorted({problem for row in document["rows"] for problem in row.get("wrong", [])})
+    notes = [f"WRONG, see the rows marked !: {problem}" for problem in wrong]
+    return "\n".join([*render_header(document["header"]), "", *table(cells), *_ratios(document["rows"]), *notes])
+
+
+def _cells(row: Document) -> list[str]:
+    name = "+".join([row["row"], *(["checkpoint"] if "checkpoint" in row["switches"] else [])])
+    name += " !" if row.get("wrong") else ""
+    place = [str(row["layers"]), str(row["seq"])]
+    if "note" in row:
+        return [f"{name}: {row['note']}", *place]
+    speed = [f"{row['tok_s']:.0f}", f"{row['ms_per_step']:.1f}", f"{row['host_ms']:.1f}"]
+    memory = [_gib(row.get(f"{kind}")) for kind in ("allocated_bytes", "reserved_bytes", "predicted_bytes")]
+    mfu, kl = row.get("mfu"), row.get("indexer_kl")
+    return [
+        name,
+        *place,
+        *speed,
+        "-" if mfu is None else f"{mfu:.1%}",
+        *memory,
+        "-" if kl is None else f"{kl:.3g}",
+        f"{row['loss']:.4f}",
+    ]
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+
+
+def _ratios(rows: list[Document]) -> list[str]:
+    """Every row of ours over the peer and over our small operators, at the same layers and length."""
+    lines = []
+    timed = [row for row in rows if "tok_s" in row]
+    for base in (PEER, "small"):
+        for theirs in (row for row in timed if row["row"] == base):
+            same = [
+                r for r in timed if (r["layers"], r["seq"]) == (theirs["layers"], theirs["seq"]) and r is not theirs
+            ]
+            parts = [f"{r['row']} {r['tok_s'] / theirs['tok_s']:.2f}x" + _memory_ratio(r, theirs) for r in same]
+            name = "+".join([base, *(["checkpoint"] if "checkpoint" in theirs["switches"] else [])])
+            lines.append(f"over {name}, {theirs['layers']} layers, {theirs['seq']} tokens: {', '.join(parts)}")
+    return ["", *lines] if lines else []
+
+
+def _memory_ratio(row: Document, base: Document) -> str:
+    if not row["allocated_bytes"] or not base["allocated_bytes"]:
+        return ""
+    return f" ({row['allocated_bytes'] / base['allocated_bytes'] - 1:+.0%} memory)"

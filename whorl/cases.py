@@ -1,0 +1,30 @@
+"""The cases that an operator states: as people write them, and cut down."""
+
+from typing import Any
+
+Values = dict[str, Any]
+
+
+def shrink(case: Values, tokens: int) -> Values:
+    """The case with no more rows than `tokens`; a row keeps its width."""
+    small = dict(case)
+    if "tokens" in case:
+        small["tokens"] = tuple(min(n, tokens) for n in case["tokens"])
+    elif "shape" in case:
+        small["shape"] = (*(min(n, tokens) for n in case["shape"][:-1]), case["shape"][-1])
+    return small
+
+
+def describe(case: Values) -> str:
+    """A case as people write it: sizes joined by x, everything else by name."""
+    parts = []
+    for name, value in case.items():
+        if name in ("tokens", "shape"):
+            parts.append(f"{'x'.join(map(str, value))}{' tokens' if name == 'tokens' else ''}")
+        elif name == "heads":
+            parts.append(f"{value}{'' if case.get('kv_heads') is None else '+' + str(case['kv_heads'])} heads")
+        elif name == "dim":
+            parts.append(f"of {value}")
+        elif name != "kv_heads":
+            parts.append(f"{name} {value}")
+    return ", ".join(parts).replace(" heads, of ", " heads x ")

@@ -1,0 +1,132 @@
+"""A launch from what was read: which framework, which device, which of several models."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+from whorl.doctor.inputs import Inputs
+from whorl.doctor.launch import DEVICES, FRAMEWORKS, TRAINING, Launch, rope_entries, text_config
+from whorl.doctor.settings import BadInput, Setting
+from whorl.rope_config import RopeConfig, UnknownFamilyWarning
+
+# The first framework one of whose signs appears among the settings; each sign is matched against path=value.
+SIGNS: Final = (
+    ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
+    ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm|MM_TOOL_PATH)=.*|command .*mindspeed_mm/.*"),
+    ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
+    ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed|mindspeed_llm)=.*"),
+    ("mindspeed", r"spec=mindspeed_llm\..*|rope_scaling_(type|mscale|mscale_all_dim)=.*"),
+    ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
+    ("vllm", r"command vllm.*"),
+    ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
+    ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
+    ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),
+)
+NPU_SIGNS: Final = (
+    r"(torch_npu|vllm_ascend|triton_ascend|cann|use_fused_rotary_pos_emb|mindspeed)=.*|(.*\.)?(HCCL|ASCEND)_.*"
+)
+
+
+def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Launch:
+    """Settle framework and device, and read the model's rotary facts."""
+    if framework == "vllm-ascend":
+        framework, device = "vllm", device or "npu"
+    if framework is not None and framework not in FRAMEWORKS:
+        raise BadInput(f"--framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}, or leave it out to infer it")
+    if device is not None and device not in DEVICES:
+        raise BadInput(f"--device {device!r}: choose one of {', '.join(DEVICES)}")
+    name, name_because = (framework, "given") if framework else _infer_framework(inputs)
+    where, where_because = (device, "given") if device else _infer_device(inputs, name)
+    text = text_config(_with_hf_overrides(inputs))
+    rope, problem, warned = _rope_config(text)
+    return Launch(
+        framework=name,
+        framework_because=name_because,
+        device=where,
+        device_because=where_because,
+        train=train or name in TRAINING,
+        inputs=inputs,
+        text=text,
+        rope=rope,
+        rope_problem=problem,
+        rope_warnings=tuple(str(w.message) for w in warned if w.category is not UnknownFamilyWarning),
+        unknown_family=next((str(w.message) for w in warned if w.category is UnknownFamilyWarning), None),
+    )
+
+
+def _sign(setting: Setting) -> str:
+    path = setting.path.lstrip("+").replace("-", "_")
+    return f"{path}={setting.value}"
+
+
+def _infer_framework(inputs: Inputs) -> tuple[str, str]:
+    for framework, pattern in SIGNS:
+        for setting in inputs.settings:
+            if re.fullmatch(pattern, _sign(setting), re.DOTALL):
+                return framework, f"inferred from {setting.path} in {setting.where}"
+    return "hf", "assumed: no launch flag names a framework"
+
+
+def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
+    if framework in ("mindspeed", "mindspeed-mm"):
+        return "npu", f"inferred from the framework, {framework}"
+    for setting in inputs.settings:
+        if setting.key in ("device", "device_type", "device_name") and setting.value in DEVICES:
+            return setting.value, f"inferred from {setting.path} in {setting.where}"
+        if re.fullmatch(NPU_SIGNS, _sign(setting), re.DOTALL):
+            return "npu", f"inferred from {setting.path} in {setting.where}"
+    return "cuda", "assumed: nothing names a device"
+
+
+def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
+    """The model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM does before it builds it."""
+    if inputs.model is None:
+        return None
+    merged = dict(inputs.model)
+    for setting in inputs.settings:
+        if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
+            merged = _merge(merged, setting.value)
+        elif setting.kind == "argument" and setting.key in ("rope_scaling", "rope_parameters", "rope_theta"):
+            merged[setting.key] = setting.value
+    return merged
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:
+    """RopeConfig of the text model, why its sections were refused if they were, and what RopeConfig warned of.
+
+    A config with refused sections is read again without them: the checks need the rotary size to say what is wrong.
+    """
+    if text is None:
+        return None, None, []
+    entries = {key: value for key, value in rope_entries(text).items() if key != "mrope_section"}
+    spelling = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+    problem = None
+    for attempt in (text, {**text, spelling: entries}, {**text, spelling: entries, "model_type": "llama"}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return _main_rope(attempt), problem, caught
+            except ValueError as error:
+                problem = problem or str(error)
+    return None, problem, []
+
+
+def _main_rope(text: Mapping[str, Any]) -> RopeConfig:
+    """The rotary embedding of the full-attention layers, where the layers differ."""
+    try:
+        return RopeConfig.from_hf(text)
+    except ValueError as error:
+        nested = [name for name, value in rope_entries(text).items() if isinstance(value, Mapping)]
+        if not nested and "layer_type=" not in str(error):
+            raise
+        first = "full_attention" if "full_attention" in nested or not nested else nested[0]
+        return RopeConfig.from_hf(text, layer_type=first)

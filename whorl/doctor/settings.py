@@ -1,0 +1,70 @@
+"""One setting of a launch: its name, its value, and where it stands."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+# One key for one idea; the spelling a user wrote stays in Setting.path.
+KEY_ALIASES: Final = {
+    "rope_fusion": "apply_rope_fusion",
+    "tensor_model_parallel_size": "tensor_parallel",
+    "tensor_parallel_size": "tensor_parallel",
+    "tensor_parallel_degree": "tensor_parallel",
+    "tp_size": "tensor_parallel",
+    "tp": "tensor_parallel",
+    "context_parallel_size": "context_parallel",
+    "context_parallel_degree": "context_parallel",
+    "cp_size": "context_parallel",
+    "seq_length": "sequence_length",
+    "seq_len": "sequence_length",
+    "max_seq_len": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_model_len": "sequence_length",
+    "local_batch_size": "micro_batch_size",
+    "ppo_micro_batch_size_per_gpu": "micro_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "indexer_rope_interleaved": "indexer_rope_interleave",
+    "dsa_indexer_rope_interleaved": "indexer_rope_interleave",
+    "index_rope_interleave": "indexer_rope_interleave",
+}
+
+
+Flag = tuple[str, list[str], str]  # name, words after it, file:line
+Kind = Literal["config", "argument", "environment", "version", "set"]
+
+
+class BadInput(ValueError):
+    """The question cannot be answered as asked; the message says what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One launch setting. `key` is the last part of `path` in snake case; `where` is file:line or --set."""
+
+    key: str
+    path: str
+    value: Any
+    kind: Kind
+    where: str
+
+
+def parse_value(text: str) -> Any:
+    """A flag's text as a number, truth value, list or mapping where it is one; else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.lower() in ("none", "null"):
+        return None
+    for parse in (int, float, json.loads):
+        try:
+            return parse(text)
+        except (ValueError, RecursionError):
+            continue
+    return text
+
+
+def setting_of(path: str, value: Any, kind: Kind, where: str) -> Setting:
+    last = path.rsplit(".", 1)[-1].lstrip("+")
+    key = last if kind == "environment" else last.replace("-", "_")
+    if kind == "argument" and value is False and key.startswith("no_"):
+        key = key[3:]
+    return Setting(key=KEY_ALIASES.get(key, key), path=path, value=value, kind=kind, where=where)

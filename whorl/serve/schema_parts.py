@@ -1,0 +1,140 @@
+"""What requests are made of: numbers, messages, tools, formats. A field that is not here is refused by name."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+MAX_IDS = 2**20
+MAX_PARTS = 16384
+_FEW = 16  # unknown fields that are counted in an error; of more, only the first is looked at
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Looks at the size before anything inside: what is wrong with a million entries takes seconds to collect."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries; up to {count} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
+# Of a list's faults the first is reported, and the rest of it is not read.
+Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_IDS), at_most(MAX_IDS)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > len(cls.model_fields) + _FEW:
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in given if name not in known)
+            raise ValueError(f"{str(unknown)[:64]!r} is not a parameter that this server knows, nor are many others")
+        return given
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # no effect
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Strict):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    # Clients send an assistant's answer back as they got it; both are null in what this server gives.
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Strict):
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema and a field json_schema go together")
+        return self
+
+
+def _has_few_parts(messages: Any) -> Any:
+    """What is in the messages is counted first, as it takes a few microseconds each to look at."""
+    given = messages if isinstance(messages, list) else []
+    inner = [each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls")]
+    count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+    if count > MAX_PARTS:
+        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are taken")
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, max_length=MAX_PARTS),
+    BeforeValidator(_has_few_parts),
+]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=1024)]

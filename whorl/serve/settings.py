@@ -1,0 +1,48 @@
+"""What a server is told once: its names, who may ask, and its limits."""
+
+from dataclasses import dataclass
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+_JOB = ("job_seconds", "job_memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """names: what clients may call the model, the first is its own. Sizes in bytes, times in seconds.
+
+    max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests
+    after SIGTERM. stall: a step this long, or a prompt that waits this long for a worker, makes the server unhealthy.
+    origins: whose web pages may ask. api_key: one, or several, which then do not share the prefix cache. allowed_hosts:
+    names that requests may call the server by; none or `*`: any. head: from a connection to its request.
+    max_connections: None: by the limit on files. job: what a prompt's template and tokens may take of a worker, in CPU
+    time; a schema half the time and a quarter of the memory.
+    """
+
+    names: tuple[str, ...] = (DEFAULT_NAME,)
+    api_key: str | tuple[str, ...] | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    max_body: int = 4 << 20
+    max_queue: int = 1024
+    timeout: float = 600.0
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    drain_seconds: float = 60.0
+    stall_seconds: float = 120.0
+    max_connections: int | None = None
+    job_seconds: float = 10.0
+    job_memory: int = 1 << 30
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return () if self.api_key is None else (self.api_key,) if isinstance(self.api_key, str) else self.api_key
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
+        if not all(key.strip() for key in self.keys):
+            raise ValueError("serve: the API key is empty; leave it out to serve without one")
+        sizes = ("max_body", "max_queue", "max_connections", *_JOB)
+        for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
