@@ -149,7 +149,7 @@ def test_gguf_shares_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_k_quants(kind: str) -> None:
-    from whorl.engine.gguf_weights import Blocks
+    from whorl.engine.weights.gguf import Blocks
 
     number = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]

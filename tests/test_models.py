@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl.engine import weights
-from whorl.engine.gguf_metadata import read_metadata
+from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
 from whorl.nn import KVCache, Rows, Step
