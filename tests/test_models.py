@@ -15,7 +15,7 @@ from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
-from whorl.nn import KVCache, Rows, Step
+from whorl.nn import Rows, Step
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,9 +31,7 @@ class Runner:
         num_blocks = -(-max_tokens // BLOCK)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
         self.table = order.int()[None]
-        dtype = next(model.parameters()).dtype
-        specs = model.cache_specs()
-        self.caches = [KVCache.empty(spec, num_blocks, BLOCK, dtype=dtype, device="cpu") for spec in specs]
+        self.caches = [spec.empty(num_blocks, BLOCK, "cpu") for spec in model.cache_specs()]
 
     def run(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
         """Logits [T, V]."""
@@ -203,7 +201,7 @@ def test_sequences_of_one_batch_do_not_mix() -> None:
         rows="prompt",
         max_position=7,
     )
-    caches = [KVCache.empty(spec, 4, BLOCK, dtype=torch.float32, device="cpu") for spec in model.cache_specs()]
+    caches = [spec.empty(4, BLOCK, "cpu") for spec in model.cache_specs()]
     with torch.inference_mode():
         both = model.logits(model.forward(step, caches))
     close(both[:7], Runner(model).run(prompts[0], "prompt"))

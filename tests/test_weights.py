@@ -325,7 +325,7 @@ def test_the_largest_qwen3_is_shared(size: int) -> None:
         assert experts.gate_up_proj.shape == (128, 2 * 1536 // size, 4096)
         assert experts.down_proj.shape == (128, 4096, 1536 // size)
         assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (151936 // size, 4096)
-        assert model.cache_specs()[0] == nn.CacheSpec(num_kv_heads=kv, head_dim=128, window=None)
+        assert model.cache_specs()[0] == nn.PagedKV(num_kv_heads=kv, head_dim=128, dtype=torch.bfloat16)
         for name, slot in nn.slots(model).items():
             axis = 1 if "o_proj" in name or "down_proj" in name else 0
             start, stop, _ = slot.index[axis].indices(slot.shape[axis])

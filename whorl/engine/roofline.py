@@ -28,11 +28,7 @@ def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
             total += batch * weight.shape[1] * weight.element_size() + is_tied * size
         else:
             total += size * (share if ".experts." in name else 1)
-    kind = next(p for p in model.parameters() if p.ndim > 1).element_size()
-    for spec in model.cache_specs():
-        keys = min(context, spec.window or context) + 1  # and what the new token writes
-        total += 2 * batch * keys * spec.num_kv_heads * spec.head_dim * kind
-    return total
+    return total + batch * sum(spec.step_bytes(context) for spec in model.cache_specs())
 
 
 @functools.cache

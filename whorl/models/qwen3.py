@@ -85,7 +85,7 @@ class Attention(llama.Attention):
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         if not self.is_normed:
             return super().rotate(qkv, rotary, step, cache)
-        q = qkv.new_empty(qkv.shape[0], self.num_heads, self.spec.head_dim)
+        q = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_dim)
         ops.qk_norm_rope_write(
             qkv,
             self.q_norm.weight,

@@ -5,7 +5,7 @@ checkpoint goes: into which view of which parameter, and which rows and columns 
 """
 
 from .attention import Rope, attend
-from .cache import CacheSpec, KVCache
+from .cache import CacheSpec, KVCache, PagedKV
 from .experts import Experts
 from .linear import Linear
 from .model import Model, slots
@@ -23,6 +23,7 @@ __all__ = [
     "KVCache",
     "Linear",
     "Model",
+    "PagedKV",
     "RMSNorm",
     "Ranks",
     "Rope",

@@ -73,7 +73,7 @@ def build(
     values = model_class.config_class.from_hf(config)
     try:
         with torch.device("meta"):
-            model = model_class(values, ranks=tp or ONE, max_length=max_length)
+            model = model_class(values, dtype=dtype, ranks=tp or ONE, max_length=max_length)
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
     return model.to(dtype).to_empty(device=device).eval()
