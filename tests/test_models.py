@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whorl import nn
 from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
@@ -276,7 +277,11 @@ def cut(name: str, source: weights.Source) -> dict[str, weights.Source]:
 
 def tensor_source(tensor: Tensor) -> weights.Source:
     return weights.Source(
-        shape=tuple(tensor.shape), dtype="F32", nbytes=tensor.nbytes, read=lambda index: tensor[index]
+        shape=tuple(tensor.shape),
+        dtype="F32",
+        gives=torch.float32,
+        nbytes=tensor.nbytes,
+        read=lambda index: tensor[index],
     )
 
 
@@ -298,6 +303,7 @@ def test_experts_cut_from_a_dense_model_equal_it(answer: tuple[Tensor, list[int]
         config = Qwen3Config(**values, windows=(None,) * count, experts=experts, qk_norm=False)
         with torch.device("meta"):
             model = Qwen3(config)
+            nn.hold(model, nn.weights.ALL_DENSE, torch.float32)
         model.to_empty(device="cpu")
         weights.fill(model, replace(dense, sources=sources))
     logits, tokens = Runner(model).greedy(QUESTION, 9)

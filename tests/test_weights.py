@@ -241,9 +241,9 @@ def test_ranks_hold_the_model_between_them(tmp_path: Path) -> None:
     biases = [layer.self_attn.qkv_proj.bias.split(16)[0] for layer in layers]
     assert torch.equal(torch.cat(biases), tensors[f"{head}q_proj.bias"])
     experts = [layer.mlp.experts for layer in layers]
-    down = torch.cat([e.down_proj[3] for e in experts], 1)
+    down = torch.cat([e.down_proj.weight[3] for e in experts], 1)
     assert torch.equal(down, tensors["model.layers.0.mlp.experts.3.down_proj.weight"])
-    up = torch.cat([e.gate_up_proj[2].chunk(2)[1] for e in experts])
+    up = torch.cat([e.gate_up_proj.weight[2].chunk(2)[1] for e in experts])
     assert torch.equal(up, tensors["model.layers.0.mlp.experts.2.up_proj.weight"])
     rows = [rank.lm_head.weight[: rank.lm_head.stop - rank.lm_head.start] for rank in ranks]
     assert [len(r) for r in rows] == [25, 25, 25, 22]
@@ -322,8 +322,8 @@ def test_the_largest_qwen3_is_shared(size: int) -> None:
         kv = 4 * copies // size
         assert attention.qkv_proj.weight.shape == ((64 // size + 2 * kv) * 128, 4096)
         assert attention.o_proj.weight.shape == (4096, 64 * 128 // size)
-        assert experts.gate_up_proj.shape == (128, 2 * 1536 // size, 4096)
-        assert experts.down_proj.shape == (128, 4096, 1536 // size)
+        assert experts.gate_up_proj.weight.shape == (128, 2 * 1536 // size, 4096)
+        assert experts.down_proj.weight.shape == (128, 4096, 1536 // size)
         assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (151936 // size, 4096)
         assert model.cache_specs()[0] == nn.PagedKV(num_kv_heads=kv, head_dim=128, dtype=torch.bfloat16)
         for name, slot in nn.slots(model).items():

@@ -69,7 +69,7 @@ class _Prompt(nn.Module):
 
 
 def _mix(attention: Any, qkv: Tensor) -> Tensor:
-    return _attention(qkv, attention.layer, attention.o_proj.weight.shape[1])  # type: ignore[no-any-return]
+    return _attention(qkv, attention.layer, attention.o_proj.shape[1])  # type: ignore[no-any-return]
 
 
 class PromptForward:

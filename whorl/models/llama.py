@@ -147,7 +147,13 @@ class Layer(Module):
 class Decoder(Module):
     def __init__(self, config: LlamaConfig, layer_class: type[Layer], ranks: Ranks) -> None:
         super().__init__()
-        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+        self.embed_tokens = Vocabulary(
+            config.vocab_size,
+            config.hidden_size,
+            is_embedding=True,
+            is_head=config.tie_word_embeddings,
+            ranks=ranks,
+        )
         self.layers = ModuleList(layer_class(config, i, ranks) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -155,7 +161,6 @@ class Decoder(Module):
 class Llama(Module):
     config_class: type[LlamaConfig] = LlamaConfig
     layer_class: type[Layer] = Layer
-    merged = MERGED
     # In some checkpoints, and computed here.
     ignored = ("rotary_emb.inv_freq",)
 
@@ -173,7 +178,7 @@ class Llama(Module):
         self.max_length = self.rope.max_length
         self.model = Decoder(config, self.layer_class, ranks)
         if not config.tie_word_embeddings:
-            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
 
     def cache_specs(self) -> list[PagedKV]:
         return [layer.self_attn.cache_spec(self.dtype) for layer in self.model.layers]  # type: ignore[union-attr,operator]

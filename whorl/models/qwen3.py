@@ -109,8 +109,9 @@ class MoE(Module):
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, ranks: Ranks) -> None:
         super().__init__()
         self.gate = Linear(config.hidden_size, experts.num_experts)
-        self.experts = Experts(experts.num_experts, config.hidden_size, experts.moe_intermediate_size, ranks=ranks)
         self.k, self.renormalize = experts.num_experts_per_tok, experts.norm_topk_prob
+        sizes = experts.num_experts, config.hidden_size, experts.moe_intermediate_size
+        self.experts = Experts(*sizes, per_token=self.k, ranks=ranks)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         weights, ids = ops.route(self.gate(x, rows), self.k, renormalize=self.renormalize)

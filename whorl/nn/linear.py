@@ -3,21 +3,22 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
-
-from whorl import ops
 
 from .ranks import ONE, Ranks
 from .step import Rows
-from .weight import Slot, parameter
+from .weight import Formats, Matrix, Part, Slot
 
 
-class Linear(nn.Module):
+class Linear(Matrix):
     """y = x W^T + b. `outputs` may name several projections of the checkpoint, held as one weight.
 
     shard "column": each rank holds a share of every projection's rows; "row": a share of the columns, and y is summed
     over ranks. parts: this rank's rows of each projection, or its columns; default: `Ranks.share`.
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -29,31 +30,40 @@ class Linear(nn.Module):
         parts: Sequence[slice] | None = None,
         ranks: Ranks = ONE,
     ) -> None:
-        super().__init__()
-        self.sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
-        self.ranks = ranks if shard else ONE
-        cut = {"inputs": inputs} if shard == "row" else self.sizes
-        shares = parts or [self.ranks.share(name or "outputs", size) for name, size in cut.items()]
-        whole = [slice(0, size) for size in self.sizes.values()]
-        self.rows = whole if shard == "row" else list(shares)
-        self.columns = shares[0] if shard == "row" else slice(0, inputs)
-        self.inputs, self.is_summed = inputs, shard == "row"
-        self.splits = [rows.stop - rows.start for rows in self.rows]
-        self.weight = parameter(sum(self.splits), self.columns.stop - self.columns.start)
-        self.bias = parameter(sum(self.splits)) if bias else None
+        sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+        ranks = ranks if shard else ONE
+        cut = {"inputs": inputs} if shard == "row" else sizes
+        shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in cut.items()]
+        rows = [slice(0, size) for size in sizes.values()] if shard == "row" else list(shares)
+        columns = shares[0] if shard == "row" else slice(0, inputs)
+        splits = [part.stop - part.start for part in rows]
+        super().__init__(
+            (sum(splits), columns.stop - columns.start),
+            [
+                Part(name=name, shape=(size, inputs), rows=rows[i], columns=columns, first=sum(splits[:i]))
+                for i, (name, size) in enumerate(sizes.items())
+            ],
+        )
+        self.ranks, self.splits, self.is_summed, self.has_bias = ranks, splits, shard == "row", bias
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        super().hold(name, formats, dtype)
+        bias = torch.empty(self.shape[0], dtype=dtype) if self.has_bias else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         if not self.is_summed or self.ranks.size == 1:
-            return ops.linear.unchecked(x, self.weight, self.bias, rows=rows)
-        y = self.ranks.sum(ops.linear.unchecked(x, self.weight, rows=rows))
+            return self.format.linear(self, x, self.bias, rows)
+        y = self.ranks.sum(self.format.linear(self, x, None, rows))
         return y if self.bias is None else y + self.bias
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        weights = self.weight.split(self.splits)
-        biases = [None] * len(weights) if self.bias is None else self.bias.split(self.splits)
-        parent = name.rpartition(".")[0]
-        for (part, size), rows, weight, bias in zip(self.sizes.items(), self.rows, weights, biases, strict=True):
-            source = f"{parent}.{part}" if part else name
-            yield f"{source}.weight", Slot(into=weight, shape=(size, self.inputs), index=(rows, self.columns))
-            if bias is not None:
-                yield f"{source}.bias", Slot(into=bias, shape=(size,), index=(rows,))
+        yield from super().slots(name)
+        for part in self.parts if self.bias is not None else ():
+            into = self.bias[part.place]  # type: ignore[index]
+            yield f"{part.source(name)}.bias", Slot(into=into, shape=part.shape[:1], index=(part.rows,))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        super().randomize(generator)
+        if self.bias is not None:
+            self.bias.fill_(1)

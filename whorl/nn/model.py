@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .cache import CacheSpec
-from .experts import Experts
-from .linear import Linear
-from .norm import RMSNorm
 from .step import Rows, Step
-from .vocabulary import Vocabulary
-from .weight import Slot
 
 
 class Model(Protocol):
@@ -32,12 +27,3 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
         """[N, V] fp32 from hidden [N, C]."""
-
-
-def slots(model: nn.Module) -> dict[str, Slot]:
-    """Every tensor a checkpoint must hold for this model, by Hugging Face's name."""
-    found: dict[str, Slot] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear | Vocabulary | RMSNorm | Experts):
-            found.update(module.slots(name))
-    return found

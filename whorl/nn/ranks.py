@@ -1,7 +1,8 @@
 """Ranks that hold a model together: which part each has, and how parts become a whole again."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from whorl import collectives
 _FEW_BYTES = 1 << 19  # gathered by a rank: below this a second collective costs more than the bytes it saves
 
 
+class Unit(NamedTuple):
+    """The rows and the columns of a matrix that only make sense together: shares are cut at multiples of these."""
+
+    rows: int = 1
+    columns: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
     """Tensor parallelism: this process is `rank` of `size` that hold a model together."""
@@ -18,21 +26,31 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
+    unit: Unit = Unit()  # noqa: RUF009 (a tuple); of all the formats that the model's weights are in
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"tensor parallel: rank {self.rank} of {self.size}; expected 0 <= rank < size")
 
-    def share(self, what: str, total: int) -> slice:
-        """This rank's part of `total` rows. Parts are equal where they can be, else cut at multiples of 16 for the sake
-        of aligned reads, or where that leaves a rank nothing, anywhere."""
-        unit = 16 if total % self.size and total % 16 == 0 and total >= 16 * self.size else 1
-        units = total // unit
+    @property
+    def cut(self) -> int:
+        """Where a size is cut that is the rows of one matrix and the columns of another, as a feed-forward one is."""
+        return math.lcm(*self.unit)
+
+    def share(self, what: str, total: int, *, unit: int = 1) -> slice:
+        """This rank's part of `total` rows, cut at multiples of `unit`. Parts are equal where they can be, else cut at
+        multiples of 16 for the sake of aligned reads, or where that leaves a rank nothing, at any unit."""
+        aligned = math.lcm(unit, 16)
+        if total % (self.size * unit) and total % 16 == 0 and total >= aligned * self.size:
+            unit = aligned
+        units = -(-total // unit)  # the last may be cut short
         if units < self.size:
+            of = f" units of {unit}" if unit > 1 else ""
             raise ValueError(
-                f"tensor parallel: {what}: {units} cannot be shared by {self.size} ranks: take {units} or fewer"
+                f"tensor parallel: {what}: {units}{of} cannot be shared by {self.size} ranks: take {units} or fewer"
             )
-        return slice(units * self.rank // self.size * unit, units * (self.rank + 1) // self.size * unit)
+        first, end = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
+        return slice(first, min(end, total))
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
         """This rank's query heads and the key heads they see.

@@ -6,6 +6,7 @@ Nothing is unpickled and no code that comes with a checkpoint runs.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
-from whorl.nn import ONE, Model, Ranks
+from whorl.nn import ONE, Model, Ranks, hold, weighted
+from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
@@ -69,14 +71,15 @@ def build(
     max_length: int | None = None,
 ) -> Any:
     """The model of a config.json, its weights allocated and not set."""
-    model_class = models.find(config)
+    model_class, found = models.find(config), formats.find(config)
     values = model_class.config_class.from_hf(config)
     try:
         with torch.device("meta"):
-            model = model_class(values, dtype=dtype, ranks=tp or ONE, max_length=max_length)
+            model = model_class(values, dtype=dtype, ranks=replace(tp or ONE, unit=found.unit), max_length=max_length)
+            hold(model, found, dtype)
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
-    return model.to(dtype).to_empty(device=device).eval()
+    return model.to_empty(device=device).eval()
 
 
 def random_model(
@@ -91,11 +94,8 @@ def random_model(
     """A model of the given shape with random weights: what speed is measured with where no checkpoint is at hand."""
     model = build(config, device=device, dtype=dtype, tp=tp, max_length=max_length)
     generator = torch.Generator(device).manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(1)
-        else:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    for _, layer in weighted(model):
+        layer.randomize(generator)
     return model  # type: ignore[no-any-return]
 
 

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.nn import Index
+from whorl.nn import weights as formats
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A tensor that has not been read yet. `read` gives its `index` part."""
+    """A tensor that has not been read yet. `read` gives its `index` part, in the dtype `gives`."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as the file has it, in the file's words
+    gives: torch.dtype | None  # None: torch has no such dtype
     nbytes: int
     read: Callable[[Index], Tensor]
 
@@ -37,9 +40,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_object(folder / "config.json")
     if "auto_map" in config:
         log.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", folder)
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise ValueError(f"{folder}: the weights are quantised ({method}); expected bfloat16, float16 or float32")
+    try:
+        formats.find(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     return config
 
 

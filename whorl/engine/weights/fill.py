@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from whorl.nn import Slot, slots
+from whorl.nn import Slot, slots, weighted
 
 from .checkpoint import Checkpoint, Source, some
 
 log = logging.getLogger(__name__)
-# What safetensors may hold beside what can be converted; GGUF's types are all dequantised.
-_FOREIGN = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # into each other, where a slot allows it
 
 
 def check_fit(model: Any, checkpoint: Checkpoint) -> None:
@@ -28,10 +27,10 @@ def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
-    """Copy every tensor of a checkpoint that fits into its slot, in the slot's dtype."""
+    """Copy every tensor of a checkpoint that fits into its slot, as the slot's format wants it."""
     wanted, sources = slots(model), _sources(model, checkpoint)
     copies = _copies(wanted)
-    conversion = _conversion(sources.values(), model)
+    conversion = _conversion(sources, {**wanted, **copies}, model.dtype)
     with torch.inference_mode(), _bar(conversion, _total(sources.values()), progress) as advance:
         for name, source in sources.items():
             if name in wanted:
@@ -43,12 +42,18 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
                     f"{checkpoint.path}: config.json says tie_word_embeddings, but {name} is another matrix than the "
                     f"embedding; set tie_word_embeddings to false"
                 )
+    with torch.no_grad():
+        for _, layer in weighted(model):
+            layer.finish()
     log.info("%s: %d tensors, %s", checkpoint.path, len(sources), conversion)
 
 
 def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
     """What a checkpoint may hold a second time: the head of a model that uses the embedding for it."""
-    return {} if "lm_head.weight" in wanted else {"lm_head.weight": wanted["model.embed_tokens.weight"]}
+    if any(name.startswith("lm_head.") for name in wanted):
+        return {}
+    first = "model.embed_tokens."
+    return {f"lm_head.{n.removeprefix(first)}": slot for n, slot in wanted.items() if n.startswith(first)}
 
 
 def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot], copies: Mapping[str, Slot]) -> None:
@@ -62,7 +67,14 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
             if n in every and s.shape != every[n].shape
         ],
         "of a dtype that cannot be converted": [
-            f"{n} {s.dtype}" for n, s in sources.items() if n in every and s.dtype in _FOREIGN
+            f"{n} {s.dtype}"
+            for n, s in sources.items()
+            if n in every and every[n].dtype is None and s.gives not in _CONVERTED
+        ],
+        "of another dtype": [
+            f"{n} {s.dtype}, expected {str(every[n].dtype).removeprefix('torch.')}"
+            for n, s in sources.items()
+            if n in every and every[n].dtype not in (None, s.gives)
         ],
     }
     wrong = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
@@ -72,15 +84,18 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
 
 def _copy(name: str, slot: Slot, source: Source) -> None:
     part = source.read(slot.index)
+    assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
     slot.into.copy_(part)
     if slot.into.dtype == torch.float16 and part.dtype != torch.float16 and not slot.into.isfinite().all():
         raise ValueError(f"{name}: values of {part.dtype} do not fit float16; load with dtype bfloat16 or float32")
 
 
-def _conversion(sources: Iterable[Source], model: Any) -> str:
+def _conversion(sources: Mapping[str, Source], wanted: Mapping[str, Slot], dtype: torch.dtype) -> str:
     """Such as "BF16 to float32"."""
-    stored = sorted({source.dtype for source in sources})
-    return f"{', '.join(stored)} to {str(next(model.parameters()).dtype).removeprefix('torch.')}"
+    kept = {s.dtype for n, s in sources.items() if n in wanted and wanted[n].dtype is not None}
+    converted = sorted({s.dtype for n, s in sources.items() if n not in wanted or wanted[n].dtype is None})
+    as_stored = f", {', '.join(sorted(kept))} as stored" if kept else ""
+    return f"{', '.join(converted)} to {str(dtype).removeprefix('torch.')}{as_stored}"
 
 
 def _total(sources: Iterable[Source]) -> int:

@@ -142,7 +142,13 @@ def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterato
 
 
 def _source(blocks: Blocks) -> Source:
-    return Source(shape=blocks.shape, dtype=blocks.kind.name, nbytes=blocks.data.nbytes, read=blocks.read)
+    return Source(
+        shape=blocks.shape,
+        dtype=blocks.kind.name,
+        gives=torch.float32,
+        nbytes=blocks.data.nbytes,
+        read=blocks.read,
+    )
 
 
 def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:

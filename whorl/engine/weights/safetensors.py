@@ -14,7 +14,12 @@ from whorl.nn import Index
 
 from .checkpoint import Source, read_object, some
 
-_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be converted, and their bytes
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+}
 
 
 def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
@@ -42,7 +47,9 @@ def _safetensor(file: Any, name: str) -> Source:
     def read(index: Index) -> Tensor:
         return file.get_slice(name)[index]  # type: ignore[no-any-return]
 
-    return Source(shape=shape, dtype=dtype, nbytes=prod(shape) * _STORED.get(dtype, 1), read=read)
+    gives = _DTYPES.get(dtype)
+    num_bytes = prod(shape) * (1 if gives is None else gives.itemsize)
+    return Source(shape=shape, dtype=dtype, gives=gives, nbytes=num_bytes, read=read)
 
 
 def _files(folder: Path) -> list[Path]:
