@@ -62,10 +62,8 @@ def test_blocks_are_what_the_backends_attention_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "is_installed", lambda _: True)
     assert device.block_size("npu") in PAGE_SIZES
     assert device.block_size("cuda") == device.block_size("cpu") == 16
-    npu: Any = MockModel().cache_specs()[0]
-    assert (npu.block_size("npu"), npu.refusal(128, "npu"), npu.refusal(4, "cpu")) == (128, None, None)
-    with pytest.raises(ValueError, match=r"block_size is 16: attention on npu takes multiples of 128\. Leave it out"):
-        caches.block_size([npu], "npu", 16)
+    specs = MockModel().cache_specs()
+    assert (caches.block_size(specs, "npu"), caches.block_size(specs, "npu", 16)) == (128, 16)
     monkeypatch.setattr("whorl.nn.cache.block_size", lambda _: 8)
     assert LLM(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert DraftModel(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8

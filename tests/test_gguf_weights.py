@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_models import PROMPT, close, hf_logits, save
+from one_sequence import PROMPT, close
+from test_models import hf_logits, save
 from test_weights import load, logits, shares
 
 from whorl.models.llama import Llama

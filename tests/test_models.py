@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_sequence import BLOCK, PROMPT, Runner, close
 from torch import Tensor
 
 from whorl import nn
@@ -16,50 +17,9 @@ from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
-from whorl.nn import Rows, Step
+from whorl.nn import Step
 
 transformers = pytest.importorskip("transformers")
-
-BLOCK = 4
-PROMPT = [(7 * i + 3) % 89 + 1 for i in range(21)]
-
-
-class Runner:
-    """One sequence through a model: blocks in no order, positions counted."""
-
-    def __init__(self, model: Any, max_tokens: int = 128) -> None:
-        self.model, self.length = model, 0
-        num_blocks = -(-max_tokens // BLOCK)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-        self.table = order.int()[None]
-        self.caches = [spec.empty(num_blocks, BLOCK, "cpu") for spec in model.cache_specs()]
-
-    def run(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
-        """Logits [T, V]."""
-        start, stop = self.length, self.length + len(token_ids)
-        positions = torch.arange(start, stop)
-        step = Step(
-            token_ids=torch.tensor(token_ids),
-            positions=positions,
-            slots=self.table[0].long()[positions // BLOCK] * BLOCK + positions % BLOCK,
-            block_tables=self.table,
-            query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
-            context_lens=torch.tensor([stop], dtype=torch.int32),
-            rows=rows,
-            max_position=stop,
-        )
-        self.length = stop
-        with torch.inference_mode():
-            return self.model.logits(self.model.forward(step, self.caches))
-
-    def greedy(self, prompt: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
-        """Logits of every position seen and the tokens chosen."""
-        logits = [self.run(prompt, "prompt")]
-        tokens = [int(logits[-1][-1].argmax())]
-        while len(tokens) < count:
-            logits.append(self.run(tokens[-1:], "decode"))
-            tokens.append(int(logits[-1][-1].argmax()))
-        return torch.cat(logits), tokens
 
 
 def save(folder: Path, config: dict[str, Any], **options: Any) -> Any:
@@ -77,11 +37,6 @@ def save(folder: Path, config: dict[str, Any], **options: Any) -> Any:
         model.tie_weights()
     model.save_pretrained(folder, **options)
     return model
-
-
-def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-    assert error < bound, error
 
 
 def hf_logits(model: Any, token_ids: Sequence[int]) -> Tensor:

@@ -15,8 +15,8 @@ import pytest
 import ranks
 import torch
 from mock_model import ByteTokenizer
+from one_sequence import PROMPT, Runner, close
 from safetensors.torch import load_file, save_file
-from test_models import PROMPT, Runner, close
 from torch import Tensor
 
 from whorl import nn
@@ -33,7 +33,7 @@ METHOD, GROUP = "paired-int8", 128
 
 @dataclass(frozen=True, slots=True)
 class PairedInt8(nn.Format):
-    """pairs [N, K / 2] int16: value 2k in the low byte; scales [N, K / 128] in the checkpoint, turned for the product."""
+    """pairs [N, K / 2] int16, of two the first value in the low byte; scales [N, K / 128], turned for the product."""
 
     unit = nn.Unit(rows=1, columns=GROUP)
 
@@ -250,21 +250,25 @@ def test_projections_of_one_matrix_in_two_formats() -> None:
             weights.build(CONFIG | settings(kept), device="meta", dtype=torch.float32)
 
 
-O = "model.layers.0.self_attn.o_proj.weight"
+OUT = "model.layers.0.self_attn.o_proj.weight"
 GATE = "model.layers.0.mlp.gate.weight"
+
+
+def stored(name: str, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop(f"{O}_scale"), f"1 missing: {O}_scale"),
-        (lambda t: t.update({f"{O}_pairs": t[f"{O}_pairs"].int()}), f"1 of another dtype: {O}_pairs I32, expected int16"),
-        (lambda t: t.update({f"{O}_pairs": t[f"{O}_pairs"].half()}), f"1 of another dtype: {O}_pairs F16"),
-        (lambda t: t.update({f"{O}_scale": t[f"{O}_scale"].byte()}), f"cannot be converted: {O}_scale U8"),
-        (lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), f"cannot be converted: {GATE} F8_E4M3"),
-        (lambda t: t.update({O: t.pop(f"{O}_pairs").float()}), f"1 missing: {O}_pairs; 1 not part of the model: {O}"),
+        (lambda t: t.pop(f"{OUT}_scale"), f"1 missing: {OUT}_scale"),
+        (lambda t: t.update({OUT: t.pop(f"{OUT}_pairs")}), f"1 missing: {OUT}_pairs; 1 not part of the model: {OUT}"),
+        (stored(f"{OUT}_pairs", torch.int32), f"1 of another dtype: {OUT}_pairs I32, expected int16"),
+        (stored(f"{OUT}_pairs", torch.float16), f"1 of another dtype: {OUT}_pairs F16, expected int16"),
+        (stored(f"{OUT}_scale", torch.uint8), f"1 of a dtype that cannot be converted: {OUT}_scale U8"),
+        (stored(GATE, torch.float8_e4m3fn), f"1 of a dtype that cannot be converted: {GATE} F8_E4M3"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_are_not_in_the_format(
     checkpoints: tuple[Path, Path], edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
 ) -> None:

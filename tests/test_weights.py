@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from one_sequence import PROMPT, Runner, close
 from safetensors.torch import load_file, save_file
-from test_models import PROMPT, Runner, close, hf_logits, save
+from test_models import hf_logits, save
 from torch import Tensor
 
 from whorl import nn

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import math
 import os
 import platform
 from collections.abc import Callable, Iterable
@@ -183,14 +182,10 @@ def timing_event(device: str) -> Any:
     return module.Event(enable_timing=True)
 
 
-def block_unit(device: str) -> int:
-    """What the tokens of a cache block must be a multiple of for the attention of the backend that is at home there."""
-    return next((size for backend, size in BLOCK_SIZES.items() if unavailable(backend, device) is None), 1)
-
-
 def block_size(device: str) -> int:
     """Tokens of a cache block on `device`, where nobody asks for another number."""
-    return math.lcm(block_unit(device), BLOCK_SIZE)
+    at_home = (size for backend, size in BLOCK_SIZES.items() if unavailable(backend, device) is None)
+    return next(at_home, BLOCK_SIZE)
 
 
 def use_graphs(device: str, asked: bool | None) -> bool:
