@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.engine import tensor_parallel
+from whorl.engine import roofline, tensor_parallel
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
@@ -150,6 +150,7 @@ def test_blocks_are_counted_by_what_the_layers_say() -> None:
     assert LLM(model=model, device="cpu", memory=5 * 3 * token, block_size=3).pool.num_blocks == 5
     assert DraftModel(model=model, device="cpu", memory=4 * 6 * token).pool.num_blocks == 4
     assert tensor_parallel._room(model, "cpu")["token"] == token
+    assert roofline.step_bytes(model, batch=3, context=10) == 3 * 11 * token
     for make in (LLM, DraftModel):
         with pytest.raises(ValueError, match="block_size is 16: latent attention takes multiples of 3"):
             make(model=model, device="cpu", num_blocks=4, block_size=16)

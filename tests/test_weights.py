@@ -286,6 +286,18 @@ def test_uneven_shares_are_cut_at_multiples_of_16() -> None:
     assert nn.Ranks(rank=1, size=4).share("x", 6) == slice(1, 3)
 
 
+def test_shares_are_cut_at_the_units_of_a_format() -> None:
+    """The last unit of a size may be cut short, as the last block of scales is."""
+    halves = [nn.Ranks(rank=rank, size=2, unit=nn.Unit(rows=128)) for rank in range(2)]
+    assert [ranks.share("x", 300, unit=ranks.cut) for ranks in halves] == [slice(0, 128), slice(128, 300)]
+    assert [ranks.share("x", 512, unit=ranks.cut) for ranks in halves] == [slice(0, 256), slice(256, 512)]
+    assert [ranks.share("key heads", 3) for ranks in halves] == [slice(0, 1), slice(1, 3)]
+    held = [nn.Vocabulary(300, 8, ranks=ranks) for ranks in halves]
+    assert [(each.start, each.stop, each.shape) for each in held] == [(0, 256, (256, 8)), (256, 300, (256, 8))]
+    with pytest.raises(ValueError, match="x: 1 units of 128 cannot be shared by 2 ranks: take 1 or fewer"):
+        halves[0].share("x", 100, unit=128)
+
+
 QWEN3_235B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -48,8 +48,9 @@ class Linear(Matrix):
 
     def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         super().hold(name, formats, dtype)
-        bias = torch.empty(self.shape[0], dtype=dtype) if self.has_bias else None
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.bias = None  # not a parameter then, which takes longer to find
+        if self.has_bias:
+            self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         if not self.is_summed or self.ranks.size == 1:
