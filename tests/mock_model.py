@@ -4,7 +4,7 @@ Its two kernel classes differ visibly, and what it computes depends on every tok
 so whatever the engine gets wrong shows in the logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from whorl.engine.runner import Result
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, Proposer
-from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.nn import KVCache, PagedKV, Rows, Step
 
 EOS, OTHER_EOS, SPECIAL = 256, 257, 258
 Logits = dict[int, Tensor]  # by place in the output
 
 
 class MockModel:
-    config = None
+    config, dtype = None, torch.float32
 
     def __init__(self, *, vocab_size: int = 264, width: int = 8, layers: int = 2, max_length: int = 512) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -36,11 +36,8 @@ class MockModel:
         self.layers = [(weights(width, width), weights(width, width)) for _ in range(layers)]
         self.num_rows: list[tuple[Rows, int]] = []  # of each call
 
-    def parameters(self) -> Iterator[Tensor]:
-        yield self.embedding
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(num_kv_heads=1, head_dim=self.width) for _ in self.layers]
+    def cache_specs(self) -> list[PagedKV]:
+        return [PagedKV(num_kv_heads=1, head_dim=self.width, dtype=self.dtype) for _ in self.layers]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         self.num_rows.append((step.rows, len(step.token_ids)))
@@ -114,16 +111,13 @@ class ByteDetokenizer:
 class Script:
     """A model that says what it is told: the logits behind token i of a text are highest for token i + 1."""
 
-    config, vocab_size, max_length = None, 264, 512
+    config, dtype, vocab_size, max_length = None, torch.float32, 264, 512
 
     def __init__(self, prompt_len: int, answer: Sequence[int]) -> None:
         self.first, self.answer = prompt_len - 1, list(answer)
 
-    def parameters(self) -> Iterator[Tensor]:
-        yield torch.zeros(1, 1)
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(num_kv_heads=1, head_dim=1)]
+    def cache_specs(self) -> list[PagedKV]:
+        return [PagedKV(num_kv_heads=1, head_dim=1, dtype=self.dtype)]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         return step.positions[:, None].float()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
-from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.nn import KVCache, PagedKV, Rows, Step
 from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import create_app
@@ -61,7 +61,7 @@ class Told:
     It reads what came before from the cache, so that a wrong block or slot changes what it says.
     """
 
-    config = None
+    config, dtype = None, torch.float32
     max_length = 1024
 
     def __init__(self, tokenizer: Tokenizer, answers: dict[str, str], *, delay: float = 0.0) -> None:
@@ -70,11 +70,8 @@ class Told:
         self.answers = {question: [*tokenizer.encode(text), tokenizer.eos_ids[0]] for question, text in answers.items()}
         self.failure: Exception | None = None
 
-    def parameters(self) -> Iterator[Tensor]:
-        yield torch.zeros(1, 1)
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(num_kv_heads=1, head_dim=1)]
+    def cache_specs(self) -> list[PagedKV]:
+        return [PagedKV(num_kv_heads=1, head_dim=1, dtype=self.dtype)]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         if self.failure is not None:

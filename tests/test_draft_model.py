@@ -23,7 +23,7 @@ from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, DraftLength
 from whorl.engine.speculate.draft_forward import Forward
 from whorl.engine.speculate.draft_model import DraftModel
-from whorl.nn import CacheSpec, KVCache, Rows, Step
+from whorl.nn import KVCache, PagedKV, Rows, Step
 from whorl.ops.sample import _cut
 
 # ---- greedy: the target's own output, bit for bit
@@ -425,17 +425,14 @@ def test_probabilities_keep_what_sampling_keeps() -> None:
 class Chain:
     """A token's successor depends on the token alone, so that every distribution is known."""
 
-    config, max_length = None, 512
+    config, dtype, max_length = None, torch.float32, 512
 
     def __init__(self, seed: int, size: int = 4) -> None:
         self.vocab_size = size
         self.table = 1.5 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
 
-    def parameters(self) -> Iterator[Tensor]:
-        yield self.table
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(num_kv_heads=1, head_dim=1)]
+    def cache_specs(self) -> list[PagedKV]:
+        return [PagedKV(num_kv_heads=1, head_dim=1, dtype=self.dtype)]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         return step.token_ids[:, None].float()

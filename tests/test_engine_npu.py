@@ -14,6 +14,7 @@ from test_torch_npu import HERE, VERSION, build, find_wheel, live_environment, l
 
 from whorl import device
 from whorl.contracts.attention import PAGE_SIZES
+from whorl.engine import caches
 from whorl.engine.llm import LLM
 from whorl.engine.speculate.draft_model import DraftModel
 
@@ -61,8 +62,9 @@ def test_blocks_are_what_the_backends_attention_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "is_installed", lambda _: True)
     assert device.block_size("npu") in PAGE_SIZES
     assert device.block_size("cuda") == device.block_size("cpu") == 16
-    monkeypatch.setattr("whorl.engine.llm.default_block_size", lambda _: 8)
-    monkeypatch.setattr("whorl.engine.speculate.draft_model.default_block_size", lambda _: 8)
+    specs = MockModel().cache_specs()
+    assert (caches.block_size(specs, "npu"), caches.block_size(specs, "npu", 16)) == (128, 16)
+    monkeypatch.setattr("whorl.nn.cache.block_size", lambda _: 8)
     assert LLM(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert DraftModel(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert LLM(model=MockModel(), device="cpu", num_blocks=4, block_size=4).pool.block_size == 4

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_models import PROMPT, close, hf_logits, save
+from one_sequence import PROMPT, close
+from test_models import hf_logits, save
 from test_weights import load, logits, shares
 
 from whorl.models.llama import Llama
@@ -149,7 +150,7 @@ def test_gguf_shares_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_k_quants(kind: str) -> None:
-    from whorl.engine.gguf_weights import Blocks
+    from whorl.engine.weights.gguf import Blocks
 
     number = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]

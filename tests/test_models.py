@@ -9,58 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from one_sequence import BLOCK, PROMPT, Runner, close
 from torch import Tensor
 
+from whorl import nn
 from whorl.engine import weights
-from whorl.engine.gguf_metadata import read_metadata
+from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
-from whorl.nn import KVCache, Rows, Step
+from whorl.nn import Step
 
 transformers = pytest.importorskip("transformers")
-
-BLOCK = 4
-PROMPT = [(7 * i + 3) % 89 + 1 for i in range(21)]
-
-
-class Runner:
-    """One sequence through a model: blocks in no order, positions counted."""
-
-    def __init__(self, model: Any, max_tokens: int = 128) -> None:
-        self.model, self.length = model, 0
-        num_blocks = -(-max_tokens // BLOCK)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-        self.table = order.int()[None]
-        dtype = next(model.parameters()).dtype
-        specs = model.cache_specs()
-        self.caches = [KVCache.empty(spec, num_blocks, BLOCK, dtype=dtype, device="cpu") for spec in specs]
-
-    def run(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
-        """Logits [T, V]."""
-        start, stop = self.length, self.length + len(token_ids)
-        positions = torch.arange(start, stop)
-        step = Step(
-            token_ids=torch.tensor(token_ids),
-            positions=positions,
-            slots=self.table[0].long()[positions // BLOCK] * BLOCK + positions % BLOCK,
-            block_tables=self.table,
-            query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
-            context_lens=torch.tensor([stop], dtype=torch.int32),
-            rows=rows,
-            max_position=stop,
-        )
-        self.length = stop
-        with torch.inference_mode():
-            return self.model.logits(self.model.forward(step, self.caches))
-
-    def greedy(self, prompt: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
-        """Logits of every position seen and the tokens chosen."""
-        logits = [self.run(prompt, "prompt")]
-        tokens = [int(logits[-1][-1].argmax())]
-        while len(tokens) < count:
-            logits.append(self.run(tokens[-1:], "decode"))
-            tokens.append(int(logits[-1][-1].argmax()))
-        return torch.cat(logits), tokens
 
 
 def save(folder: Path, config: dict[str, Any], **options: Any) -> Any:
@@ -78,11 +37,6 @@ def save(folder: Path, config: dict[str, Any], **options: Any) -> Any:
         model.tie_weights()
     model.save_pretrained(folder, **options)
     return model
-
-
-def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-    assert error < bound, error
 
 
 def hf_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
@@ -203,7 +157,7 @@ def test_sequences_of_one_batch_do_not_mix() -> None:
         rows="prompt",
         max_position=7,
     )
-    caches = [KVCache.empty(spec, 4, BLOCK, dtype=torch.float32, device="cpu") for spec in model.cache_specs()]
+    caches = [spec.empty(4, BLOCK, "cpu") for spec in model.cache_specs()]
     with torch.inference_mode():
         both = model.logits(model.forward(step, caches))
     close(both[:7], Runner(model).run(prompts[0], "prompt"))
@@ -278,7 +232,11 @@ def cut(name: str, source: weights.Source) -> dict[str, weights.Source]:
 
 def tensor_source(tensor: Tensor) -> weights.Source:
     return weights.Source(
-        shape=tuple(tensor.shape), dtype="F32", nbytes=tensor.nbytes, read=lambda index: tensor[index]
+        shape=tuple(tensor.shape),
+        dtype="F32",
+        gives=torch.float32,
+        nbytes=tensor.nbytes,
+        read=lambda index: tensor[index],
     )
 
 
@@ -300,6 +258,7 @@ def test_experts_cut_from_a_dense_model_equal_it(answer: tuple[Tensor, list[int]
         config = Qwen3Config(**values, windows=(None,) * count, experts=experts, qk_norm=False)
         with torch.device("meta"):
             model = Qwen3(config)
+            nn.hold(model, nn.weights.ALL_DENSE, torch.float32)
         model.to_empty(device="cpu")
         weights.fill(model, replace(dense, sources=sources))
     logits, tokens = Runner(model).greedy(QUESTION, 9)

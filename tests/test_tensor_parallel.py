@@ -152,8 +152,8 @@ def check_ranks(llm: LLM, path: Path) -> None:
 
 def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large sums are: to each rank its rows, then their sums to all."""
-    monkeypatch.setattr(nn, "_FEW_BYTES", 0)
-    planted(monkeypatch, "import whorl.nn\nwhorl.nn._FEW_BYTES = 0")
+    monkeypatch.setattr(nn.ranks, "_FEW_BYTES", 0)
+    planted(monkeypatch, "import whorl.nn\nwhorl.nn.ranks._FEW_BYTES = 0")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

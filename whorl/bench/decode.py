@@ -135,7 +135,7 @@ def header(settings: Settings, model: Any) -> Document:
         **provenance(settings.device),
         "model": settings.name,
         "weights": "random" if settings.config is not None else "loaded",
-        "dtype": str(next(p.dtype for p in model.parameters() if p.ndim > 1)).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": weights,
         "bytes_per_token": step_bytes(model, batch=1),
@@ -218,7 +218,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
     seconds = statistics.median(times[1:])
-    kind = next(p.dtype for p in model.parameters() if p.ndim > 1)
+    kind = model.dtype
     rate, matmul = _flops(model, length) / seconds, matmul_rate(kind, settings.device)
     return {
         "prompt_tokens": length,

@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from whorl.device import HOST, default_device, require
-from whorl.device import block_size as default_block_size
 from whorl.nn import Model
 from whorl.passes import Report
 
 from .batch import Batch
 from .blocks import BlockPool
+from .caches import block_size as cache_block_size
+from .caches import cache_memory, token_bytes
 from .launch import Place
-from .runner import Runner, block_bytes, cache_memory
+from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import PROMPT, Content, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
@@ -77,7 +78,7 @@ class LLM:
     `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
-    block_size: tokens of a cache block; None: what attention on the device takes, see `whorl.device.block_size`.
+    block_size: tokens of a cache block; None: what the layers' attention on the device takes, see `nn.CacheSpec`.
     num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
     max_prompt_tokens: of one step; None: as many as there is room for, and on a CPU as many as take half a second.
     max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
@@ -115,7 +116,6 @@ class LLM:
         seed: int | None = None,
     ) -> None:
         device = require(device or default_device())
-        block_size = default_block_size(device) if block_size is None else block_size
         sequence_parallel = Settings(mode=sp, quantize=sp_quantize)
         if model is not None or Place.find(tp).size == 1:
             sequence_parallel.for_ranks(1)  # refuses before anything is loaded
@@ -129,10 +129,11 @@ class LLM:
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
         if speculate is not None:
             speculate.check(model, tokenizer)
-        dtype = _cache_dtype(model)
+        specs = model.cache_specs()
+        block_size = cache_block_size(specs, device, block_size)
         max_len = _at_most(max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
-            size = block_bytes(model.cache_specs(), block_size, dtype)
+            size = block_size * token_bytes(specs)
             most = max_num_seqs * -(-max_len // block_size)
             fit = (cache_memory(device) if memory is None else memory) // size
             num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
@@ -146,7 +147,6 @@ class LLM:
             num_blocks=num_blocks,
             block_size=block_size,
             max_len=self.max_model_len,
-            dtype=dtype,
             device=device,
             use_graphs=use_graphs,
             max_num_seqs=max_num_seqs,
@@ -481,11 +481,6 @@ def _load(
     tokenizer = tokenizer or Real.from_path(folder)
     lead = load(folder, place, device=device, dtype=dtype, max_length=max_length)
     return lead.model, tokenizer, lead
-
-
-def _cache_dtype(model: Any) -> torch.dtype:
-    """That of the weight matrices; norms and biases may be kept wider."""
-    return next(p.dtype for p in model.parameters() if p.ndim > 1 and p.is_floating_point())
 
 
 def _at_most(asked: int | None, limit: int, what: str) -> int:

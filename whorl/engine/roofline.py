@@ -7,32 +7,16 @@ from typing import Any
 import torch
 
 from whorl.device import accelerator, synchronize
+from whorl.nn import weighted
 
 _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # of a copy; larger than any cache
 _COPIES = 10
 
 
 def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
-    """Bytes that a decode step of `batch` sequences reads and writes at least, each with `context` keys in the cache.
-
-    Of an embedding that is a row a sequence, of experts those that the batch chooses if routing is uniform: a share of
-    1 - (1 - K / E)^B.
-    """
-    experts = getattr(model.config, "experts", None)
-    share = 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** batch if experts is not None else 1.0
-    is_tied = model.config.tie_word_embeddings
-    total = 0.0
-    for name, weight in model.named_parameters():
-        size = weight.numel() * weight.element_size()
-        if name.endswith("embed_tokens.weight"):
-            total += batch * weight.shape[1] * weight.element_size() + is_tied * size
-        else:
-            total += size * (share if ".experts." in name else 1)
-    kind = next(p for p in model.parameters() if p.ndim > 1).element_size()
-    for spec in model.cache_specs():
-        keys = min(context, spec.window or context) + 1  # and what the new token writes
-        total += 2 * batch * keys * spec.num_kv_heads * spec.head_dim * kind
-    return total
+    """Bytes that a decode step of `batch` sequences moves at least, each with `context` keys in the cache."""
+    total = sum(layer.step_bytes(batch) for _, layer in weighted(model))
+    return total + batch * sum(spec.step_bytes(context) for spec in model.cache_specs())
 
 
 @functools.cache

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import accelerator, event, graph_pool, host_buffer, lasting, record_graph, synchronize
+from whorl.device import event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import CacheSpec, KVCache, Model, Rows, Step
+from whorl.nn import Model, Rows, Step
 
 from .batch import Batch, Call, Sample, Score, Size, layout
 from .sequence_parallel import PromptForward, Settings
 
-_HOST_MEMORY = 1 << 30  # bytes; where memory is the machine's own, taking most of it would be rude
-_SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
 _FEW_SEQS = 4  # up to so many, dot products read weights faster than tensor cores do
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # of the shortest recording; longer ones see four times as many each
@@ -63,7 +61,6 @@ class Runner:
         num_blocks: int,
         block_size: int,
         max_len: int,
-        dtype: torch.dtype,
         device: str,
         use_graphs: bool | None = None,
         max_num_seqs: int = 64,
@@ -73,9 +70,7 @@ class Runner:
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
-        self.caches = [
-            KVCache.empty(spec, num_blocks, block_size, dtype=dtype, device=device) for spec in model.cache_specs()
-        ]
+        self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]
         # A constant of the engine: which kernels run, and so a token's bits, must not depend on who else is there.
         self._decode: Rows = "decode" if max_num_seqs <= _FEW_SEQS else "batch"
         # The last lane is spare: rows that only fill a recorded call up belong to it.
@@ -269,13 +264,3 @@ class _Stage:
 def _is_common(size: Size) -> bool:
     """Plain decoding. Prompts and drafts have any size: what was made for theirs is not kept."""
     return size[0] == size[1] == size[2] <= _GRAPH_ROWS[-1]
-
-
-def block_bytes(specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> int:
-    return sum(2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
-
-
-def cache_memory(device: str) -> int:
-    """Bytes that the cache takes where nobody says how many."""
-    module = accelerator(device)
-    return _HOST_MEMORY if module is None else int(_SHARE * module.mem_get_info()[0])

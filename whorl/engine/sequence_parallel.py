@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from whorl import passes
-from whorl.nn import KVCache, Step
+from whorl.nn import Step
 
 Mode = Literal["auto", "on", "off"]
 MODES, FORMATS = ("auto", "on", "off"), (None, "int8")
@@ -69,7 +69,7 @@ class _Prompt(nn.Module):
 
 
 def _mix(attention: Any, qkv: Tensor) -> Tensor:
-    return _attention(qkv, attention.layer, attention.o_proj.weight.shape[1])  # type: ignore[no-any-return]
+    return _attention(qkv, attention.layer, attention.o_proj.shape[1])  # type: ignore[no-any-return]
 
 
 class PromptForward:
@@ -103,7 +103,7 @@ class PromptForward:
     def takes(self, step: Step) -> bool:
         return step.rows == "prompt" and step.token_ids.shape[0] >= self.min_tokens
 
-    def __call__(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+    def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor:
         rotary = self._rope.rows(step)
 
         def attend(layer: int, qkv: Tensor, width: int) -> Tensor:

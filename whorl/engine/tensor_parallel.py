@@ -18,8 +18,9 @@ from torch import Tensor, distributed
 from whorl.nn import Model, Ranks, Rows
 
 from .batch import Call, layout
+from .caches import cache_memory, token_bytes
 from .launch import Crew, Member, Place, start
-from .runner import Result, Runner, block_bytes, cache_memory
+from .runner import Result, Runner
 from .sequence import CLASS
 
 _STOP, _CALL, _LOGITS = range(3)
@@ -42,13 +43,13 @@ class Lead:
             for room in [own, *self.crew.collect("room")]
         )
 
-    def runner(self, model: Model, *, dtype: torch.dtype, **settings: Any) -> "LeadRunner":
+    def runner(self, model: Model, **settings: Any) -> "LeadRunner":
         """As `Runner` is called, by the engine. Every rank makes its caches, and they connect."""
         self.crew.collect("room")  # whoever has said so has its weights
-        self.crew.put("runner", settings | {"dtype": str(dtype).removeprefix("torch.")})
+        self.crew.put("runner", settings)
         with self.crew.together():
             self.crew.join()
-            runner = LeadRunner(self._own, dtype=dtype, **settings)
+            runner = LeadRunner(self._own, **settings)
         runner.crew = self.crew
         return runner
 
@@ -84,8 +85,7 @@ def _end(crew: Crew) -> None:
 
 
 def _room(model: Any, device: str) -> dict[str, int]:
-    dtype = next(p.dtype for p in model.parameters() if p.ndim > 1)
-    return {"token": block_bytes(model.cache_specs(), 1, dtype), "free": cache_memory(device)}
+    return {"token": token_bytes(model.cache_specs()), "free": cache_memory(device)}
 
 
 # ---- rank 0 says what it does, and does it
@@ -161,7 +161,7 @@ def follow(member: Member) -> None:
     member.say("room", _room(model, member.device))
     settings = member.get("runner")
     member.join()
-    runner = FollowRunner(model, **settings | {"dtype": getattr(torch, settings["dtype"])})
+    runner = FollowRunner(model, **settings)
     runner.follow(member)
 
 
@@ -187,6 +187,6 @@ class FollowRunner(Runner):
         return _unpack(packed.numpy(), size, *more)
 
     def _head(self, rows: int, width: int, role: int) -> None:
-        hidden = torch.empty(rows, width, dtype=self.caches[0].k.dtype, device=self.device)
+        hidden = torch.empty(rows, width, dtype=self.model.dtype, device=self.device)
         distributed.broadcast(hidden, 0)
         self.model.logits(hidden, rows=CLASS[role])

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from .chat_template import ChatTemplate, Message
-from .gguf_metadata import read_metadata
+from .gguf_header import read_metadata
 
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

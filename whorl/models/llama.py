@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.fields import count, flag, number
-from whorl.nn import ONE, CacheSpec, KVCache, Linear, Ranks, RMSNorm, Rope, Rows, Step, Vocabulary, attend
+from whorl.nn import ONE, KVCache, Linear, PagedKV, Ranks, RMSNorm, Rope, Rows, Step, Vocabulary, attend
 from whorl.rope_config import RopeConfig
 
 # Projections that a checkpoint holds apart and one matrix product computes.
@@ -83,7 +84,10 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction
-        self.spec = CacheSpec(num_kv_heads=self.num_kv_heads, head_dim=dim, window=self.window)
+        self.head_dim = dim
+
+    def cache_spec(self, dtype: torch.dtype) -> PagedKV:
+        return PagedKV(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, window=self.window)
 
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         """The queries, rotated; keys and values are written into the cache."""
@@ -143,7 +147,13 @@ class Layer(Module):
 class Decoder(Module):
     def __init__(self, config: LlamaConfig, layer_class: type[Layer], ranks: Ranks) -> None:
         super().__init__()
-        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+        self.embed_tokens = Vocabulary(
+            config.vocab_size,
+            config.hidden_size,
+            is_embedding=True,
+            is_head=config.tie_word_embeddings,
+            ranks=ranks,
+        )
         self.layers = ModuleList(layer_class(config, i, ranks) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -154,17 +164,24 @@ class Llama(Module):
     # In some checkpoints, and computed here.
     ignored = ("rotary_emb.inv_freq",)
 
-    def __init__(self, config: LlamaConfig, *, ranks: Ranks = ONE, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        ranks: Ranks = ONE,
+        max_length: int | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, config.vocab_size
+        self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
         self.rope = Rope(config.rope, max_length)
         self.max_length = self.rope.max_length
         self.model = Decoder(config, self.layer_class, ranks)
         if not config.tie_word_embeddings:
-            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, ranks=ranks)
+            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
 
-    def cache_specs(self) -> list[CacheSpec]:
-        return [layer.self_attn.spec for layer in self.model.layers]  # type: ignore[union-attr,misc]
+    def cache_specs(self) -> list[PagedKV]:
+        return [layer.self_attn.cache_spec(self.dtype) for layer in self.model.layers]  # type: ignore[union-attr,operator]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         rotary = self.rope.rows(step)

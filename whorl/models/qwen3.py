@@ -85,7 +85,7 @@ class Attention(llama.Attention):
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         if not self.is_normed:
             return super().rotate(qkv, rotary, step, cache)
-        q = qkv.new_empty(qkv.shape[0], self.num_heads, self.spec.head_dim)
+        q = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_dim)
         ops.qk_norm_rope_write(
             qkv,
             self.q_norm.weight,
@@ -109,8 +109,9 @@ class MoE(Module):
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, ranks: Ranks) -> None:
         super().__init__()
         self.gate = Linear(config.hidden_size, experts.num_experts)
-        self.experts = Experts(experts.num_experts, config.hidden_size, experts.moe_intermediate_size, ranks=ranks)
         self.k, self.renormalize = experts.num_experts_per_tok, experts.norm_topk_prob
+        sizes = experts.num_experts, config.hidden_size, experts.moe_intermediate_size
+        self.experts = Experts(*sizes, per_token=self.k, ranks=ranks)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         weights, ids = ops.route(self.gate(x, rows), self.k, renormalize=self.renormalize)

@@ -15,7 +15,7 @@ from whorl.device import lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.engine.sequence import CLASS, PROMPT
 from whorl.engine.sequence import Sequence as Seq
-from whorl.nn import KVCache, Model, Step
+from whorl.nn import Model, Step
 
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # decode calls are padded to these and recorded
 _STRIDE = 7919  # between the ids of tokens that only cost time: of a mixture of experts they read different weights
@@ -45,14 +45,11 @@ class Forward:
         num_blocks: int,
         block_size: int,
         max_len: int,
-        dtype: torch.dtype,
         device: str,
         use_graphs: bool | None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
-        self.caches = [
-            KVCache.empty(spec, num_blocks, block_size, dtype=dtype, device=device) for spec in model.cache_specs()
-        ]
+        self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]
         self._graphs: dict[int, _Graph | None] = {} if wants_graphs(device, use_graphs) else dict.fromkeys(_GRAPH_ROWS)
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from whorl.device import block_size as default_block_size
 from whorl.device import default_device, require
 from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
-from whorl.engine.runner import block_bytes, cache_memory
+from whorl.engine.caches import block_size as cache_block_size
+from whorl.engine.caches import cache_memory, token_bytes
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import GENERATED
@@ -94,14 +94,14 @@ class DraftModel(Proposer):
             if value < 1:
                 raise ValueError(f"DraftModel: {name} is {value}, expected at least 1")
         device = require(device or default_device())
-        block_size = default_block_size(device) if block_size is None else block_size
         if model is None:
             model, tokenizer = _load(path, device, dtype)
         self.k, self.model, self.tokenizer = k, model, tokenizer
-        kind = next(p.dtype for p in model.parameters() if p.ndim > 1 and p.is_floating_point())  # type: ignore[attr-defined]
+        specs = model.cache_specs()
+        block_size = cache_block_size(specs, device, block_size)
         if num_blocks is None:
             memory = cache_memory(device) // _SHARE if memory is None else memory
-            num_blocks = memory // block_bytes(model.cache_specs(), block_size, kind)
+            num_blocks = memory // (block_size * token_bytes(specs))
         self.pool = BlockPool(num_blocks, block_size)
         self.max_len = min(model.max_length, num_blocks * block_size)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -112,7 +112,6 @@ class DraftModel(Proposer):
             num_blocks=num_blocks,
             block_size=block_size,
             max_len=self.max_len,
-            dtype=kind,
             device=device,
             use_graphs=use_graphs,
         )

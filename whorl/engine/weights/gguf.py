@@ -4,11 +4,9 @@ Blocks are dequantised by the `gguf` package, one tensor at a time and only the 
 """
 
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor
 
 from whorl.device import is_installed
-from whorl.engine.gguf_metadata import Cursor
-from whorl.engine.weights import Checkpoint, Source
+from whorl.engine.gguf_header import Header, read_header
 from whorl.nn import Index
+
+from .checkpoint import Checkpoint, Source
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -54,7 +53,6 @@ _COUNTS = (
 )
 # Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-_MOST_DIMS = 4  # of a tensor, as llama.cpp has it
 Array = np.ndarray[Any, Any]
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
 
@@ -91,47 +89,10 @@ class Blocks:
 def open_gguf(path: Path) -> Checkpoint:
     if not is_installed("gguf"):
         raise ValueError(f"{path}: reading GGUF needs a package: pip install gguf")
-    header = _read_header(path)
+    header = read_header(path)
     stored = _tensors(path, header)
     config = _config(path, header.metadata, stored)
     return Checkpoint(path=path, config=config, sources=dict(_sources(config, stored)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    metadata: dict[str, Any]
-    tensors: list[tuple[str, tuple[int, ...], int, int]]  # name, dims (innermost first), type, offset
-    start: int  # of the data
-    data: mmap
-
-
-def _read_header(path: Path) -> Header:
-    """Keys and tensors in one pass: a vocabulary makes the keys long."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path}: not a GGUF file: it does not start with 'GGUF'")
-        data = mmap(file.fileno(), 0, access=ACCESS_READ)
-    cursor = Cursor(data)
-    cursor.at = 4
-    try:
-        (version,) = cursor.scalars("I", 1)
-        if version not in (2, 3):
-            raise ValueError(f"{path}: GGUF version {version}; versions 2 and 3, little-endian, can be read")
-        num_tensors, num_keys = cursor.scalars("Q", 2)
-        metadata = {cursor.string(): cursor.value(*cursor.scalars("I", 1)) for _ in range(num_keys)}
-        tensors = []
-        for _ in range(num_tensors):
-            name, (num_dims,) = cursor.string(), cursor.scalars("I", 1)
-            if not 1 <= num_dims <= _MOST_DIMS:
-                raise struct.error(f"tensor {name} has {num_dims} dims")
-            dims, (kind,), (offset,) = cursor.scalars("Q", num_dims), cursor.scalars("I", 1), cursor.scalars("Q", 1)
-            tensors.append((name, dims, kind, offset))
-    except struct.error as error:
-        raise ValueError(f"{path}: the GGUF header is cut off or damaged: {error}") from error
-    alignment = metadata.get("general.alignment", 32)
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{path}: general.alignment is {alignment!r}, expected a number of bytes, 1 or more")
-    return Header(metadata=metadata, tensors=tensors, start=-(-cursor.at // alignment) * alignment, data=data)
 
 
 def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
@@ -181,7 +142,13 @@ def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterato
 
 
 def _source(blocks: Blocks) -> Source:
-    return Source(shape=blocks.shape, dtype=blocks.kind.name, nbytes=blocks.data.nbytes, read=blocks.read)
+    return Source(
+        shape=blocks.shape,
+        dtype=blocks.kind.name,
+        gives=torch.float32,
+        nbytes=blocks.data.nbytes,
+        read=blocks.read,
+    )
 
 
 def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:

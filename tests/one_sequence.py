@@ -1,0 +1,55 @@
+"""A model's forward calls for one sequence, without the engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.nn import Rows, Step
+
+BLOCK = 4
+PROMPT = [(7 * i + 3) % 89 + 1 for i in range(21)]
+
+
+class Runner:
+    """One sequence through a model: blocks in no order, positions counted."""
+
+    def __init__(self, model: Any, max_tokens: int = 128) -> None:
+        self.model, self.length = model, 0
+        num_blocks = -(-max_tokens // BLOCK)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+        self.table = order.int()[None]
+        self.caches = [spec.empty(num_blocks, BLOCK, "cpu") for spec in model.cache_specs()]
+
+    def run(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
+        """Logits [T, V]."""
+        start, stop = self.length, self.length + len(token_ids)
+        positions = torch.arange(start, stop)
+        step = Step(
+            token_ids=torch.tensor(token_ids),
+            positions=positions,
+            slots=self.table[0].long()[positions // BLOCK] * BLOCK + positions % BLOCK,
+            block_tables=self.table,
+            query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+            context_lens=torch.tensor([stop], dtype=torch.int32),
+            rows=rows,
+            max_position=stop,
+        )
+        self.length = stop
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(step, self.caches))
+
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
+        """Logits of every position seen and the tokens chosen."""
+        logits = [self.run(prompt, "prompt")]
+        tokens = [int(logits[-1][-1].argmax())]
+        while len(tokens) < count:
+            logits.append(self.run(tokens[-1:], "decode"))
+            tokens.append(int(logits[-1][-1].argmax()))
+        return torch.cat(logits), tokens
+
+
+def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    assert error < bound, error

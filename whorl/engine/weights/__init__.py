@@ -1,0 +1,134 @@
+"""Weights from disk to device: one tensor at a time, only this rank's part of it, every tensor accounted for.
+
+`load_model` takes a folder of safetensors, a GGUF file, a Hugging Face id, or nothing: then the small default model.
+Nothing is unpickled and no code that comes with a checkpoint runs.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl import models
+from whorl.device import HOST, accelerator, default_device, numbered
+from whorl.nn import ONE, Model, Ranks, hold, weighted
+from whorl.nn import weights as formats
+
+from .checkpoint import Checkpoint, Source, read_config
+from .fill import check_fit, fill
+from .hub import resolve
+from .safetensors import open_safetensors
+
+__all__ = [
+    "DTYPES",
+    "Checkpoint",
+    "Source",
+    "build",
+    "check_fit",
+    "fill",
+    "load_model",
+    "open_checkpoint",
+    "random_model",
+    "resolve",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path_or_id: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    tp: Ranks | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+) -> Model:
+    """A model with its weights on `device`, ready for inference.
+
+    dtype: every weight is converted to it; default what config.json says (GGUF: fp32 on the CPU, else bf16).
+    tp: this rank's share of the weights is read and held.
+    max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
+    """
+    device = numbered(torch.device(device or default_device()))
+    with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
+        kind = _dtype(dtype, checkpoint.config, device)
+        model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
+        check_fit(model, checkpoint)  # before memory is taken for what config.json says
+        fill(model.to_empty(device=device), checkpoint, progress=progress)
+    return model  # type: ignore[no-any-return]
+
+
+def build(
+    config: Mapping[str, Any],
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    tp: Ranks | None = None,
+    max_length: int | None = None,
+) -> Any:
+    """The model of a config.json, its weights allocated and not set."""
+    model_class, found = models.find(config), formats.find(config)
+    values = model_class.config_class.from_hf(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(values, dtype=dtype, ranks=replace(tp or ONE, unit=found.unit), max_length=max_length)
+            hold(model, found, dtype)
+    except RuntimeError as error:  # of torch: products of sizes that no computer has
+        raise ValueError(f"config.json: the sizes make no model: {error}") from error
+    return model.to_empty(device=device).eval()
+
+
+def random_model(
+    config: Mapping[str, Any],
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    tp: Ranks | None = None,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """A model of the given shape with random weights: what speed is measured with where no checkpoint is at hand."""
+    model = build(config, device=device, dtype=dtype, tp=tp, max_length=max_length)
+    generator = torch.Generator(device).manual_seed(seed)
+    for _, layer in weighted(model):
+        layer.randomize(generator)
+    return model  # type: ignore[no-any-return]
+
+
+def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    if asked is None and accelerator(device.type) is None:
+        asked = "float32"  # sums are in fp32, and a CPU would widen 16-bit weights anew in every product
+    if asked is None:
+        asked = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    name = str(asked).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"load_model: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@contextmanager
+def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterator[Checkpoint]:
+    """`path` as `resolve` gives it. safetensors are read straight onto `device`."""
+    if path.suffix == ".gguf":
+        from .gguf import open_gguf
+
+        yield _counted(open_gguf(path))
+        return
+    config = read_config(path)
+    models.find(config)
+    with ExitStack() as stack:
+        sources = open_safetensors(path, torch.device(device), stack)
+        yield _counted(Checkpoint(path=path, config=config, sources=sources))
+
+
+def _counted(checkpoint: Checkpoint) -> Checkpoint:
+    """Layers and experts are at most as many as tensors: a model is not even laid out for more."""
+    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
+        value, most = checkpoint.config.get(name), len(checkpoint.sources)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
+    return checkpoint

@@ -1,0 +1,116 @@
+"""From checkpoint to model: every tensor accounted for, then copied, one at a time."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl.nn import Slot, slots, weighted
+
+from .checkpoint import Checkpoint, Source, some
+
+log = logging.getLogger(__name__)
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # into each other, where a slot allows it
+
+
+def check_fit(model: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose names, shapes or dtypes are not the model's; the model may be on "meta"."""
+    wanted = slots(model)
+    _check(checkpoint.path, _sources(model, checkpoint), wanted, _copies(wanted))
+
+
+def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
+    return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored)}
+
+
+def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+    """Copy every tensor of a checkpoint that fits into its slot, as the slot's format wants it."""
+    wanted, sources = slots(model), _sources(model, checkpoint)
+    copies = _copies(wanted)
+    conversion = _conversion(sources, {**wanted, **copies}, model.dtype)
+    with torch.inference_mode(), _bar(conversion, _total(sources.values()), progress) as advance:
+        for name, source in sources.items():
+            if name in wanted:
+                _copy(name, wanted[name], source)
+            advance(source.nbytes)
+        for name, slot in copies.items():
+            if name in sources and not torch.equal(sources[name].read(slot.index).to(slot.into), slot.into):
+                raise ValueError(
+                    f"{checkpoint.path}: config.json says tie_word_embeddings, but {name} is another matrix than the "
+                    f"embedding; set tie_word_embeddings to false"
+                )
+    with torch.no_grad():
+        for _, layer in weighted(model):
+            layer.finish()
+    log.info("%s: %d tensors, %s", checkpoint.path, len(sources), conversion)
+
+
+def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
+    """What a checkpoint may hold a second time: the head of a model that uses the embedding for it."""
+    if any(name.startswith("lm_head.") for name in wanted):
+        return {}
+    first = "model.embed_tokens."
+    return {f"lm_head.{n.removeprefix(first)}": slot for n, slot in wanted.items() if n.startswith(first)}
+
+
+def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot], copies: Mapping[str, Slot]) -> None:
+    every = {**wanted, **copies}
+    found = {
+        "missing": [n for n in wanted if n not in sources],
+        "not part of the model": [n for n in sources if n not in every],
+        "of another shape": [
+            f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
+            for n, s in sources.items()
+            if n in every and s.shape != every[n].shape
+        ],
+        "of a dtype that cannot be converted": [
+            f"{n} {s.dtype}"
+            for n, s in sources.items()
+            if n in every and every[n].dtype is None and s.gives not in _CONVERTED
+        ],
+        "of another dtype": [
+            f"{n} {s.dtype}, expected {str(every[n].dtype).removeprefix('torch.')}"
+            for n, s in sources.items()
+            if n in every and every[n].dtype not in (None, s.gives)
+        ],
+    }
+    wrong = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
+    if wrong:
+        raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(wrong)}")
+
+
+def _copy(name: str, slot: Slot, source: Source) -> None:
+    part = source.read(slot.index)
+    assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
+    slot.into.copy_(part)
+    if slot.into.dtype == torch.float16 and part.dtype != torch.float16 and not slot.into.isfinite().all():
+        raise ValueError(f"{name}: values of {part.dtype} do not fit float16; load with dtype bfloat16 or float32")
+
+
+def _conversion(sources: Mapping[str, Source], wanted: Mapping[str, Slot], dtype: torch.dtype) -> str:
+    """Such as "BF16 to float32"."""
+    kept = {s.dtype for n, s in sources.items() if n in wanted and wanted[n].dtype is not None}
+    converted = sorted({s.dtype for n, s in sources.items() if n not in wanted or wanted[n].dtype is None})
+    as_stored = f", {', '.join(sorted(kept))} as stored" if kept else ""
+    return f"{', '.join(converted)} to {str(dtype).removeprefix('torch.')}{as_stored}"
+
+
+def _total(sources: Iterable[Source]) -> int:
+    return sum(source.nbytes for source in sources)
+
+
+@contextmanager
+def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
+    with bar:
+        task = bar.add_task(f"Loading {what}", total=total)
+        yield lambda count: bar.advance(task, count)

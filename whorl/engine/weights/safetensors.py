@@ -1,0 +1,94 @@
+"""Folders of safetensors: which files belong to a model, and the tensors in them."""
+
+import json
+import struct
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.nn import Index
+
+from .checkpoint import Source, read_object, some
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+}
+
+
+def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
+    from safetensors import SafetensorError, safe_open
+
+    sources: dict[str, Source] = {}
+    for path in _files(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
+        except (SafetensorError, OSError) as error:
+            cut = _truncated(path)
+            what = f"truncated, which cuts {some(cut)}" if cut else f"not a readable safetensors file: {error}"
+            raise ValueError(f"{path}: {what}") from error
+        for name in file.offset_keys():
+            if name in sources:
+                raise ValueError(f"{path}: {name} is in another file of the checkpoint, too")
+            sources[name] = _safetensor(file, name)
+    return sources
+
+
+def _safetensor(file: Any, name: str) -> Source:
+    view = file.get_slice(name)
+    shape, dtype = tuple(view.get_shape()), view.get_dtype()
+
+    def read(index: Index) -> Tensor:
+        return file.get_slice(name)[index]  # type: ignore[no-any-return]
+
+    gives = _DTYPES.get(dtype)
+    num_bytes = prod(shape) * (1 if gives is None else gives.itemsize)
+    return Source(shape=shape, dtype=dtype, gives=gives, nbytes=num_bytes, read=read)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The shards that the index names, or every safetensors file where there is no index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if files:
+            return files
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        if pickled:
+            raise ValueError(
+                f"{folder}: only pickled weights found ({some(pickled)}). Reading a pickle can run any code, so they "
+                f"are refused: convert them to safetensors with save_pretrained of transformers"
+            )
+        raise ValueError(f"{folder}: no *.safetensors found beside config.json: the weights are missing")
+    by_name = read_object(index).get("weight_map")
+    if not isinstance(by_name, dict) or not by_name or not all(isinstance(file, str) for file in by_name.values()):
+        raise ValueError(f"{index}: weight_map is {str(by_name)[:60]}, expected the file of each tensor by its name")
+    names = sorted(set(by_name.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} is not a file of this folder")
+        if not (folder / name).exists():
+            lost = [tensor for tensor, file in by_name.items() if file == name]
+            raise ValueError(f"{folder}: {name} is missing, which holds {some(lost)}")
+    return [folder / name for name in names]
+
+
+def _truncated(path: Path) -> list[str]:
+    """Tensors that the header promises past the end of the file."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                return []
+            header = json.loads(file.read(length))
+        ends = {name: value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, struct.error):
+        return []
+    return [name for name, end in ends.items() if 8 + length + end > size]

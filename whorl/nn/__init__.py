@@ -1,0 +1,45 @@
+"""What models are made of: a step's tensors, the paged cache, and layers that know which part of a weight a rank holds.
+
+A layer is built with the rank's share of its weights, and they are held in a format that the checkpoint decides. Both
+say, as `Slot`s, where each tensor of a Hugging Face checkpoint goes: into which view of which parameter, and which rows
+and columns of it. The loader needs nothing else.
+"""
+
+from .attention import Rope, attend
+from .cache import CacheSpec, KVCache, PagedKV
+from .experts import Experts
+from .linear import Linear
+from .model import Model
+from .norm import RMSNorm
+from .ranks import ONE, Ranks, Unit
+from .step import Rows, Step
+from .vocabulary import Vocabulary
+from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, hold, slots, weighted
+
+__all__ = [
+    "ONE",
+    "CacheSpec",
+    "Experts",
+    "Format",
+    "Formats",
+    "Index",
+    "KVCache",
+    "Linear",
+    "Matrix",
+    "Model",
+    "PagedKV",
+    "Part",
+    "RMSNorm",
+    "Ranks",
+    "Rope",
+    "Rows",
+    "Slot",
+    "Step",
+    "Unit",
+    "Vocabulary",
+    "Weighted",
+    "attend",
+    "hold",
+    "slots",
+    "weighted",
+]

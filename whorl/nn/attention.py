@@ -1,0 +1,61 @@
+"""What tokens see of each other: the rotary table of a step, and attention over the paged cache."""
+
+from torch import Tensor
+
+from whorl import ops
+from whorl.rope_config import RopeConfig
+from whorl.rope_table import RopeTable, get_rope
+
+from .cache import KVCache
+from .step import Step
+
+LONGEST = 1 << 24  # tokens of a sequence: beyond all models, and a table of them is 8 GiB
+
+
+class Rope:
+    """The rotary table of a model, long enough for `max_length` tokens, and its rows for a step.
+
+    dynamic and longrope have other frequencies past a length. Here they are those of max_length for every token: were
+    they those of the longest sequence at hand, a token's result would depend on what runs beside it.
+    """
+
+    def __init__(self, config: RopeConfig, max_length: int | None = None) -> None:
+        if config.is_dual_chunk:
+            raise ValueError("dual chunk attention is not supported: remove dual_chunk_attention_config to run without")
+        limit = config.table_rows
+        if max_length is not None and max_length > limit and not config.depends_on_length:
+            raise ValueError(
+                f"sequences of {max_length} tokens were asked for, and the model was made for {limit}: ask for at most "
+                f"{limit}, or give config.json a rope scaling (YaRN) that reaches further"
+            )
+        if (max_length or limit) > LONGEST:
+            raise ValueError(f"config.json: {limit} positions; ask for a maximum length of at most {LONGEST}")
+        self.table: RopeTable = get_rope(config, rows=max_length)
+        self.max_length = self.table.rows
+        self._cos_sin: Tensor | None = None
+
+    def rows(self, step: Step) -> Tensor:
+        """[T, R], once a step for all layers."""
+        if step.max_position > self.max_length:
+            raise ValueError(
+                f"position {step.max_position - 1} is past the {self.max_length} tokens this model was loaded for; "
+                f"load it with a larger max_length"
+            )
+        if self._cos_sin is None or self._cos_sin.device != step.positions.device:
+            self._cos_sin = self.table.cos_sin(step.positions.device, seq_len=self.max_length)
+        return self._cos_sin[step.positions]
+
+
+def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
+    """Every query sees its sequence's cache, new keys and values included: [T, HQ, D]."""
+    return ops.paged_attention.unchecked(
+        q,
+        cache.k,
+        cache.v,
+        step.block_tables,
+        step.query_starts,
+        step.context_lens,
+        scale=scale,
+        window=window or 0,
+        rows=step.rows,
+    )

@@ -1,0 +1,70 @@
+"""A matrix product of which each rank may hold a part."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .ranks import ONE, Ranks
+from .step import Rows
+from .weight import Formats, Matrix, Part, Slot
+
+
+class Linear(Matrix):
+    """y = x W^T + b. `outputs` may name several projections of the checkpoint, held as one weight.
+
+    shard "column": each rank holds a share of every projection's rows; "row": a share of the columns, and y is summed
+    over ranks. parts: this rank's rows of each projection, or its columns; default: `Ranks.share`.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        shard: Literal["column", "row"] | None = None,
+        parts: Sequence[slice] | None = None,
+        ranks: Ranks = ONE,
+    ) -> None:
+        sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+        ranks = ranks if shard else ONE
+        cut = {"inputs": inputs} if shard == "row" else sizes
+        shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in cut.items()]
+        rows = [slice(0, size) for size in sizes.values()] if shard == "row" else list(shares)
+        columns = shares[0] if shard == "row" else slice(0, inputs)
+        splits = [part.stop - part.start for part in rows]
+        super().__init__(
+            (sum(splits), columns.stop - columns.start),
+            [
+                Part(name=name, shape=(size, inputs), rows=rows[i], columns=columns, first=sum(splits[:i]))
+                for i, (name, size) in enumerate(sizes.items())
+            ],
+        )
+        self.ranks, self.splits, self.is_summed, self.has_bias = ranks, splits, shard == "row", bias
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        super().hold(name, formats, dtype)
+        self.bias = None  # not a parameter then, which takes longer to find
+        if self.has_bias:
+            self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        if not self.is_summed or self.ranks.size == 1:
+            return self.format.linear(self, x, self.bias, rows)
+        y = self.ranks.sum(self.format.linear(self, x, None, rows))
+        return y if self.bias is None else y + self.bias
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        yield from super().slots(name)
+        for part in self.parts if self.bias is not None else ():
+            into = self.bias[part.place]  # type: ignore[index]
+            yield f"{part.source(name)}.bias", Slot(into=into, shape=part.shape[:1], index=(part.rows,))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        super().randomize(generator)
+        if self.bias is not None:
+            self.bias.fill_(1)

@@ -1,0 +1,29 @@
+"""What the engine needs of a model."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import CacheSpec
+from .step import Rows, Step
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    config: Any
+    dtype: torch.dtype  # of hidden states; a layer's cache has its own, `CacheSpec.dtype`
+    vocab_size: int
+    max_length: int  # longest sequence the rotary table serves
+
+    def cache_specs(self) -> Sequence[CacheSpec]:
+        """One for each cache that `forward` takes, in its order."""
+
+    def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
+        """Hidden states [T, C], final norm included; writes the tokens' entries into the caches, each as its spec's
+        `empty` made it."""
+
+    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+        """[N, V] fp32 from hidden [N, C]."""

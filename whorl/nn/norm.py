@@ -1,0 +1,35 @@
+"""RMSNorm, with the residual that it adds."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from whorl import ops
+
+from .weight import Formats, Slot, Weighted
+
+
+class RMSNorm(Weighted):
+    """Its weight is one number a channel, in the model's dtype whatever the format of matrices."""
+
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        self.register_parameter("weight", nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum."""
+        if residual is None:
+            return ops.rms_norm.unchecked(x, self.weight, self.eps), x
+        return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        yield f"{name}.weight", Slot(into=self.weight, shape=(self.size,), index=(slice(0, self.size),))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.fill_(1)

@@ -1,0 +1,36 @@
+"""The plain format: every value in the model's dtype."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from whorl import ops
+from whorl.nn.step import Rows
+from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Format):
+    def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
+        return {"weight": torch.empty(matrix.shape, dtype=matrix.dtype)}
+
+    def slots(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Slot]]:
+        yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=(part.rows, part.columns))
+
+    def values(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
+
+    def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
+        matrix.weight.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
+
+    def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        return ops.linear.unchecked(x, matrix.weight, bias, rows=rows)  # type: ignore[no-any-return]
+
+    def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(row_ids, matrix.weight)
+
+
+DENSE = Dense()
+ALL_DENSE = Formats(of=lambda name: DENSE)
