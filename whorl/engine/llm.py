@@ -21,7 +21,7 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .launch import Place
-from .memory import memory_left
+from .memory import memory_left, need_accelerator
 from .runner import Runner, block_bytes, cache_memory
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
@@ -99,6 +99,8 @@ class LLM:
         device = require(asked.device or default_device())
         if model is not None or Place.find(asked.tp).size == 1:
             sequence_parallel.for_ranks(asked, 1, device=device)  # refuses before anything is loaded
+        if asked.gpu_memory_utilization is not None:
+            need_accelerator(asked.gpu_memory_utilization, device)
         self._lead: Lead | None = None
         if model is None:
             dtype = getattr(torch, asked.dtype) if asked.dtype else None
@@ -141,6 +143,8 @@ class LLM:
             most = asked.max_num_seqs * -(-max_len // block_size)
             fit = (cache_memory(device) if memory is None else memory) // size
             num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
+            if share is not None and self._lead is not None:  # other ranks' devices may have less to give
+                num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None))
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=asked.use_prefix_cache)
         self.max_model_len = _at_most(asked.max_model_len, min(max_len, num_blocks * block_size), "the cache")
 

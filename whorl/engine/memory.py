@@ -5,14 +5,19 @@ from whorl.device import accelerator
 from .runner import cache_memory
 
 
-def memory_left(share: float, device: str) -> int:
-    """Bytes of a cache with which `share` of the device's memory is in use, weights and other programs counted."""
-    module = accelerator(device)
-    if module is None:
+def need_accelerator(share: float, device: str) -> None:
+    """Refuse where there is no memory that could be shared out."""
+    if accelerator(device) is None:
         raise ValueError(
             f"gpu_memory_utilization is {share}, and {device} is no accelerator: say how many bytes the cache takes "
             "(memory, --cache-memory)"
         )
+
+
+def memory_left(share: float, device: str) -> int:
+    """Bytes of a cache with which `share` of the device's memory is in use, weights and other programs counted."""
+    module = accelerator(device)
+    assert module is not None, "need_accelerator comes first"
     free, total = module.mem_get_info()
     used = total - free
     if (left := int(share * total) - used) <= 0:

@@ -146,14 +146,21 @@ class EngineSettings:
                 f"sequence parallelism: sp is auto, which finds the number of tokens, and sp_min_tokens is "
                 f"{self.sp_min_tokens}: say sp on, or leave sp_min_tokens out"
             )
-        if self.compilation_config is None:
-            return
+        if (self.sp_min_tokens or 0) > self.step_tokens:
+            raise ValueError(
+                f"sequence parallelism: sp_min_tokens is {self.sp_min_tokens}, and no step has more than "
+                f"{self.step_tokens} tokens: say fewer, or raise max_num_batched_tokens"
+            )
+        if self.compilation_config is not None:
+            self._check_compilation(self.compilation_config)
+
+    def _check_compilation(self, text: str) -> None:
         if self.sp != "off":
             raise ValueError(
                 f"sequence parallelism: sp is {self.sp}, and there is a compilation_config: say one of them"
             )
         try:
-            found = json.loads(self.compilation_config)
+            found = json.loads(text)
         except ValueError as error:
             raise ValueError(f"compilation config: not JSON: {error}") from error
         if not isinstance(found, dict):
