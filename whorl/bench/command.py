@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whorl.bench.decode_options import SET_BY_MEASUREMENT, DecodeOptions
+from whorl.bench.train_options import TrainOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 from whorl.options import Device, Dtype, Here, Json, Model, asking, need_engine, need_torch, print_json, spread
@@ -177,37 +178,14 @@ def bench_sp(
 
 
 @bench.command("train")
-def bench_train(
-    rows: Annotated[
-        str, typer.Option(metavar="NAME,..", help="small, fused, kernels, compile, swap; or switches: dsa+swap.")
-    ] = "small,fused,kernels,compile,swap",
-    layers: Annotated[str, typer.Option(metavar="N,..", help="Of the model; the first is dense.")] = "4,8",
-    seq: Annotated[str, typer.Option(metavar="N,..", help="Tokens of the one sequence of a step.")] = "4096",
-    steps: Annotated[int | None, typer.Option(min=1, help="Timed. Default: 6, and 200 with --curve.")] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 3,
-    peer: Annotated[str | None, typer.Option(metavar="NAME", help="transformers: time it in the same run.")] = None,
-    profile: Annotated[
-        str, typer.Option(metavar="NAME,..", help="Rows whose largest kernels are listed, at the first size.")
-    ] = "",
-    time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which no further row begins.")] = 3600,
-    curve: Annotated[bool, typer.Option("--curve", help="Train on text instead: loss, gradient norm, KL.")] = False,
-    read: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --curve: show what an earlier run wrote.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: write a chart.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the document, after every row.")] = None,
-    tiny: Annotated[
-        bool | None, typer.Option("--tiny/--full", help="A model for trying it out. Default: without an accelerator.")
-    ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    as_json: Json = False,
-) -> None:
+@spread
+def bench_train(*, asked: TrainOptions, as_json: Json = False) -> None:
     """Time training steps of DeepSeek-V3.2 as operators are fused, next to transformers, or show that it learns."""
     need_torch()
     from whorl.bench import train_command
 
     with asking():
-        work = train_command.prepare(**{name: value for name, value in locals().items() if name != "train_command"})
+        work = train_command.prepare(asked)
     _finish(work, as_json)
 
 

@@ -133,11 +133,8 @@ class LLM:
         block_size = default_block_size(device) if asked.block_size is None else asked.block_size
         max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
-            memory = (
-                asked.memory
-                if asked.gpu_memory_utilization is None
-                else memory_left(asked.gpu_memory_utilization, device)
-            )
+            share = asked.gpu_memory_utilization
+            memory = asked.memory if share is None else memory_left(share, device)
             dtype = _cache_dtype(model)
             size = block_bytes(model.cache_specs(), block_size, dtype)
             most = asked.max_num_seqs * -(-max_len // block_size)
