@@ -198,6 +198,8 @@ def test_values_are_not_taken_for_options(answered: Made) -> None:
         done = run(f"whorl {command}")
         assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", "")
     assert answered.path == "--quantization"
+    assert run("whorl generate -pp").stdout == "Paris.\n", "-p p"
+    assert "there is no -pp: models are shared" in run("whorl serve -pp 2").stderr
 
 
 def test_an_option_that_nobody_has() -> None:

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "fields": set(),
     "options": {"fields"},
     "pasted": {"options"},
+    "plan_options": {"fields"},
     "rope_config": set(),
     "contracts": set(),
     "positions": {"rope_config"},
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options", "fields", "pasted")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "cli", "options", "fields", "pasted", "plan_options")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "model_shape", "moments", "plan", "plan_command")

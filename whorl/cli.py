@@ -15,8 +15,9 @@ from whorl.bench.command import bench
 from whorl.chat.options import ChatOptions, SamplingOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
-from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, number, print_json, spread, stop
+from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
 from whorl.pasted import PASTED, PastedCommand
+from whorl.plan_options import PlanOptions
 from whorl.serve.options import ServeOptions
 
 app = typer.Typer(
@@ -229,10 +230,8 @@ def serve(
     sys.exit(run())
 
 
-PLAN = "With --plan"
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@spread
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -252,47 +251,12 @@ def train(
     plot: Annotated[
         list[Path] | None, typer.Option(metavar="FOLDER", help="Draw the curves of a run; several: together.")
     ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Say which layouts fit: deepseek-v3.2, a config.json or its folder.",
-            rich_help_panel=PLAN,
-        ),
-    ] = None,
-    cards: Annotated[int | None, number("--cards", panel=PLAN, least=1, text="Cards of the cluster.")] = None,
-    dies: Annotated[
-        int | None,
-        number("--dies", panel=PLAN, least=1, text="Dies of a card; each is a rank. Default: the hardware's."),
-    ] = None,
-    memory: Annotated[
-        float | None, number("--memory", panel=PLAN, text="Memory of a die, in GB. Default: the hardware's.")
-    ] = None,
-    seq: Annotated[int, number("--seq", panel=PLAN, least=1, text="Tokens of a sequence.")] = 4096,
-    batch: Annotated[
-        int | None, number("--batch", panel=PLAN, least=1, text="Sequences of a step. Default: one for each rank.")
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="a3 or h200.", rich_help_panel=PLAN)] = "a3",
-    efficiency: Annotated[
-        float | None, number("--efficiency", panel=PLAN, text="Share of the peak FLOP/s that a layer reaches.")
-    ] = None,
-    link: Annotated[float | None, number("--link", panel=PLAN, text="GB/s to the ranks nearby.")] = None,
-    network: Annotated[float | None, number("--network", panel=PLAN, text="GB/s to all others.")] = None,
-    host: Annotated[float | None, number("--host", panel=PLAN, text="GB/s to the host's memory, each way.")] = None,
-    imbalance: Annotated[
-        float,
-        number("--imbalance", panel=PLAN, least=0, text="How much the load of an expert varies, of its mean."),
-    ] = 0.25,
-    states: Annotated[
-        str, typer.Option(help="Of weights, gradients and moments: float32 or bfloat16.", rich_help_panel=PLAN)
-    ] = "float32",
-    checkpointing: Annotated[
-        bool, typer.Option(help="A layer keeps its input alone for backward.", rich_help_panel=PLAN)
-    ] = True,
-    top: Annotated[int, number("--top", panel=PLAN, least=1, text="Rows of a table.")] = 10,
     as_json: Json = False,
+    *,
+    planned: PlanOptions,
 ) -> None:
     """Train with TorchTitan; or with --plan say which layouts fit a cluster, their memory and speed."""
+    plan = planned.plan
     if recipe is not None and recipe.startswith("-") and (plan is not None or plot is not None):
         stop(f"train: no such option: {recipe}")
     if (recipe is not None) + (plan is not None) + (plot is not None) != 1:
@@ -303,30 +267,21 @@ def train(
         stop(f"train: no such option: {context.args[0]}")
     if plot is not None:
         sys.exit(_plot_training(plot))
-    if plan is None or cards is None:
+    if plan is None or planned.cards is None:
         stop("train --plan: say --cards N")
+    sys.exit(_plan(plan, planned, as_json))
+
+
+def _plan(model: str, asked: PlanOptions, as_json: bool) -> int:
     from whorl.titan import plan_command
 
     with asking():
-        made = plan_command.prepare(
-            plan,
-            hardware,
-            cards=cards,
-            dies=dies,
-            memory=memory,
-            seq=seq,
-            batch=batch,
-            imbalance=imbalance,
-            efficiency=efficiency,
-            states=states,
-            checkpoint=checkpointing,
-            bandwidths={"link": link, "network": network, "host": host},
-        )
+        made = plan_command.prepare(model, asked.hardware, **asked.settings())
     if as_json:
-        print_json(plan_command.as_dict(made, top))
+        print_json(plan_command.as_dict(made, asked.top))
     else:
-        print(plan_command.render(made, top))
-    sys.exit(0 if made.problem is None else 1)
+        print(plan_command.render(made, asked.top))
+    return 0 if made.problem is None else 1
 
 
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:

@@ -65,10 +65,6 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
-def number(*names: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(*names, min=least, max=most, metavar="N", help=text, rich_help_panel=panel)
-
-
 Model = Annotated[
     str | None,
     typer.Argument(

@@ -120,7 +120,7 @@ def _translate(
         elif name in NEEDLESS:
             at += name in _NEEDLESS_VALUES and not equals
             typer.echo(f"whorl: {command}: {name} is not read: {NEEDLESS[name]}", err=True)
-        elif name in refused:
+        elif name in refused and (name.startswith("--") or name[:2] not in takes_value):  # -pp may be -p with a p
             stop(f"{command}: there is no {name}: {refused[name]}")
         else:
             yield word
