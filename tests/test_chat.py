@@ -21,13 +21,13 @@ from default_model import tokenizer as smollm2
 from tokenizers import Tokenizer as Backend
 from typer.testing import CliRunner
 
+from whorl.chat import command
+from whorl.chat import terminal as chat_module
+from whorl.chat.conversation import Conversation
+from whorl.chat.terminal import Chat, Screen, describe
 from whorl.cli import app
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.tokenizer import Tokenizer
-from whorl.serve import chat as chat_module
-from whorl.serve import command
-from whorl.serve.chat import Chat, Screen, describe
-from whorl.serve.conversation import Conversation
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -364,7 +364,7 @@ import sys, time
 sys.path.insert(0, "tests")
 from default_model import Scripted
 from whorl.cli import app
-from whorl.serve import command
+from whorl.chat import command
 llm = Scripted("The capital of France is Paris.", "I said Paris.", "word " * 200, "I do not know.")
 llm.on_step = lambda: time.sleep(0.02)
 command.load = lambda options: llm

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ from whorl import nn
 from whorl.engine.launch import RankError
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
-from whorl.engine.sequence_parallel import PromptForward, Settings
+from whorl.engine.sequence_parallel import PromptForward, Settings, for_ranks
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
@@ -152,6 +154,18 @@ def rounded(path: Path) -> dict[str, Any]:
     }
 
 
+def fused(path: Path) -> dict[str, Any]:
+    """Products beside their collectives, and only where there are tokens enough."""
+    model = share(path, torch.float32)
+    settings = for_ranks(EngineSettings(sp="on", sp_min_tokens=5, sp_fuse=True), 2, device="cpu")
+    assert settings is not None
+    prompts = Counted(PromptForward(model, "cpu", Settings(**settings)))
+    off = serve(model, None, chunk=CHUNK, together=False)
+    check_equal(serve(model, prompts, chunk=CHUNK), off)
+    report = prompts.prompts.report
+    return {"fused": report.counts["fuse"], "exactness": report.exactness, "sizes": prompts.sizes}
+
+
 def automatic(path: Path) -> tuple[Any, list[bool]]:
     """Where it begins, and what becomes of prompts around there."""
     prompts = PromptForward(share(path, torch.float32), "cpu", Settings(mode="auto"))
@@ -211,6 +225,41 @@ def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, 
         assert 1 in found["sizes"], "a chunk of one token is rounded as any other"
 
 
+def test_fused_products_from_so_many_tokens_on(checkpoints: dict[str, Path]) -> None:
+    for found in ranks.shared(2).run(fused, checkpoints["llama"]):
+        assert found["fused"] >= COLLECTIVES
+        assert found["exactness"] == "bitwise"
+        assert min(found["sizes"]) == 5
+
+
+SP = '{"pass_config": {"enable_sp": true%s}}'
+COMPILED = {
+    SP % ', "sp_min_token_num": 512': Settings(mode="on", min_tokens=512),
+    SP % ', "sp_min_token_num": 9999': Settings(mode="on", min_tokens=2048),
+    SP % ', "fuse_gemm_comms": true, "sp_min_token_num": 8': Settings(mode="on", min_tokens=8, fuse=True),
+    '{"pass_config": {"enable_async_tp": true, "sp_min_token_num": 8}}': Settings(mode="on", min_tokens=8, fuse=True),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), COMPILED.items())
+def test_a_compilation_config_is_what_it_comes_to(text: str, expected: Settings) -> None:
+    asked = EngineSettings(compilation_config=text)
+    assert for_ranks(asked, 2, device="cpu") == asdict(expected)
+    with pytest.raises(ValueError, match="sp is on, and there is one rank"):
+        LLM(model=cast("Any", MockModel()), device="cpu", compilation_config=text)
+
+
+def test_a_compilation_config_knows_devices_and_experts(checkpoints: dict[str, Path]) -> None:
+    asked = EngineSettings(compilation_config=SP % "")
+    for name, least in {"llama": 1000, "qwen3_moe": 1}.items():
+        model = load_model(checkpoints[name], device="cpu", progress=False)
+        assert for_ranks(asked, 2, device="npu", model=model) == asdict(Settings(mode="on", min_tokens=least))
+    with pytest.warns(RuntimeWarning, match="cpu has no default: enable_sp becomes False"):
+        assert for_ranks(asked, 2, device="cpu") is None
+    off = EngineSettings(compilation_config='{"pass_config": {"enable_sp": false}}')
+    assert for_ranks(off, 2, device="cpu") is None
+
+
 def test_auto_begins_where_the_cost_model_says_on_all_ranks(checkpoints: dict[str, Path]) -> None:
     one, other = ranks.shared(2).run(automatic, checkpoints["llama"])
     assert one == other
@@ -263,6 +312,16 @@ def test_what_is_refused() -> None:
         LLM(model=model, device="cpu", sp_quantize="int8")
     with pytest.raises(ValueError, match="'fp4', expected None or 'int8'"):
         LLM(model=model, device="cpu", sp="on", sp_quantize="fp4")  # type: ignore[arg-type]
+    for wrong, message in {
+        (("sp_fuse", True),): "sp_fuse is True, and sp is off",
+        (("sp_min_tokens", 5), ("sp", "auto")): "sp is auto, which finds the number of tokens",
+        (("sp_min_tokens", 5000), ("sp", "on")): "no step has more than 2048 tokens",
+        (("sp", "on"), ("compilation_config", "{}")): "sp is on, and there is a compilation_config",
+        (("compilation_config", "{"),): "compilation config: not JSON",
+        (("compilation_config", "3"),): "expected an object with names and values, got 3",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            LLM(model=model, device="cpu", **dict(wrong))
     with pytest.raises(ValueError, match="MockModel has no `hidden`"):
         PromptForward(model, "cpu", Settings(mode="on"))
 

@@ -14,11 +14,14 @@ from typer.testing import CliRunner
 
 import whorl
 import whorl.engine.llm
+from whorl.chat import command
+from whorl.chat.command import Options, sampling
+from whorl.chat.options import ChatOptions, SamplingOptions
 from whorl.cli import app
+from whorl.engine.drafting import DraftOptions
 from whorl.engine.sequence import SamplingParams
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.serve import command
-from whorl.serve.command import Options, sampling
 
 FRANCE = "What is the capital of France?"
 
@@ -107,8 +110,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What engines were asked for with."""
     calls: list[dict[str, Any]] = []
 
-    def fake(path: str | None, **options: Any) -> Scripted:
-        calls.append({"path": path, **options})
+    def fake(path: str | None, settings: EngineSettings, **options: Any) -> Scripted:
+        calls.append({"path": path, "settings": settings, **options})
         return Scripted("Yes.")
 
     monkeypatch.setattr(whorl.engine.llm, "LLM", fake)
@@ -116,8 +119,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
-    import torch
-
     arguments = "some/folder --max-seq 64 --device cpu --dtype float32 --pld --pld-k 4 --pld-ngram 2 --pld-min-hist 0"
     more = "--pld-guard-distinct 5 --pld-guard-tail 7 --pld-loop-warn 9 --prompt x --tp 1 --max-step-tokens 4000"
     assert run(*arguments.split(), *more.split()).stdout == "Yes.\n"
@@ -125,20 +126,22 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     assert isinstance(proposer, PromptLookup)
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
-    expected = {"device": "cpu", "dtype": torch.float32, "max_model_len": 64, "max_num_seqs": 1, "tp": 1}
-    expected |= {"draft_length": "measured", "sp": "off", "sp_quantize": None}
-    expected |= {"max_num_batched_tokens": 4000, "max_prompt_tokens": 4000}
-    assert made == [{"path": "some/folder", **expected}]
+    asked = EngineSettings(
+        device="cpu", dtype="float32", max_model_len=64, max_num_seqs=1, tp=1, max_prompt_tokens=4000
+    )
+    assert made == [{"path": "some/folder", "settings": asked, "draft_length": "measured"}]
+    assert asked.step_tokens == 4000
     run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
     assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
     run("-p", "x")
     assert (made[2]["path"], made[2]["speculate"]) == (None, None)
-    assert (made[2]["max_num_batched_tokens"], made[2]["max_prompt_tokens"]) == (2048, None)
+    assert made[2]["settings"] == EngineSettings(max_num_seqs=1)
+    assert (made[2]["settings"].step_tokens, made[2]["settings"].max_prompt_tokens) == (2048, None)
 
 
 def test_lookup_defaults() -> None:
     """Those of the program whose options these are."""
-    proposer = command.proposer(Options(pld=True))
+    proposer = DraftOptions(pld=True).proposer()
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [10, 1, 20, True, 3, 6, 8]
 
@@ -146,12 +149,14 @@ def test_lookup_defaults() -> None:
 def test_sampling_is_asked_or_advised_or_greedy() -> None:
     llm: Any = Scripted()
     assert sampling(Options(), llm) == SamplingParams(temperature=0, max_tokens=command.DEFAULT_TOKENS)
-    assert sampling(Options(chat=True, interactive=True), llm).max_tokens is None
-    asked = Options(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
-    assert sampling(asked, llm) == SamplingParams(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
+    assert sampling(Options(chat=ChatOptions(chat=True, interactive=True)), llm).max_tokens is None
+    asked = SamplingOptions(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
+    assert sampling(Options(sampling=asked), llm) == SamplingParams(
+        max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9
+    )
     llm.tokenizer.sampling = {"temperature": 0.6, "top_k": 20}
     try:
-        advised = sampling(Options(top_k=1), llm)
+        advised = sampling(Options(sampling=SamplingOptions(top_k=1)), llm)
     finally:
         llm.tokenizer.sampling = {}
     assert (advised.temperature, advised.top_k) == (0.6, 1)
@@ -213,7 +218,7 @@ def test_json(with_llm: Any) -> None:
 
 
 def test_no_stream_prints_once(with_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from whorl.serve.chat import Screen
+    from whorl.chat.terminal import Screen
 
     pieces: list[str] = []
     write = Screen.write
@@ -291,8 +296,8 @@ class Loaded:
 
     def __call__(self, options: Options) -> Any:
         self.num_accepted += 0 if self._latest is None else self._latest.num_accepted
-        length = "fixed" if options.draft_fixed else "measured"
-        self._latest = default_llm(speculate=command.proposer(options), draft_length=length)
+        drafting = options.drafting
+        self._latest = default_llm(speculate=drafting.proposer(), draft_length=drafting.draft_length)
         return self._latest
 
 
@@ -315,9 +320,9 @@ def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
 from whorl.cli import app
-for command in ("generate", "chat"):
+for command in (["generate"], ["chat"], ["serve"], ["bench", "decode"]):
     try:
-        app([command, "--help"])
+        app([*command, "--help"])
     except SystemExit as stop:
         assert not stop.code
 print([name for name in ("torch", "numpy", "tokenizers", "jinja2", "gguf") if name in sys.modules], file=sys.stderr)

@@ -28,9 +28,12 @@ ids = {"ids": lambda path: str(path.relative_to(ROOT))}
 MAY_IMPORT: dict[str, set[str] | None] = {
     "__init__": {"ops", "engine"},
     "device": set(),
-    "options": set(),
     "cases": set(),
     "timing": {"device"},
+    "fields": set(),
+    "options": {"fields"},
+    "pasted": {"options"},
+    "plan_options": {"fields"},
     "rope_config": set(),
     "contracts": set(),
     "positions": {"rope_config"},
@@ -42,8 +45,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "nn": {"device", "collectives", "rope_config", "rope_table", "ops"},
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
-    "engine": {"models", "nn", "passes", "ops", "device"},
-    "serve": {"engine"},
+    "engine": {"models", "nn", "passes", "ops", "device", "fields"},
+    "serve": {"engine", "fields"},
+    "chat": {"engine", "fields"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models"},
     "titan": {"models", "plan", "ops", "device", "judge"},
@@ -54,7 +58,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "plan_options")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
@@ -253,48 +257,33 @@ def test_operators() -> None:
     assert {name for name in OPS if not name.endswith("_backward")} - hidden <= set(ops.__all__)
 
 
-MODEL = {
-    *("MODEL", "--model-dir", "--device", "--dtype", "--max-seq", "--max-step-tokens", "--tp", "--tp-size"),
-    *("--sp", "--sp-quantize", "--report"),
+# Of EngineSettings; bench decode sizes its engines itself.
+ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
+ENGINE = ANY_ENGINE | {
+    *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
+    *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
+    *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
+    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization"),
+}
+DRAFTING = {
+    *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),
+    *("--pld-loop-warn", "--draft-model", "--draft-k", "--draft-fixed"),
+}
+TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
-    *("--pld", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct"),
-    *("--draft-model", "--draft-k", "--draft-fixed"),
-    *("--pld-guard-tail", "--pld-loop-warn", "--system", "--think", "--no-think", "--reset", "--no-stream"),
+    *("--system", "--think", "--no-think", "--reset", "--no-stream"),
 }
 PROMPT = {"--prompt", "-p", "--prompt-file", "-f", "--chat", "-c", "--interactive", "-i", "--json"}
 SURFACE = {
     "whorl": ["--version"],
-    "whorl generate": sorted(MODEL | PROMPT),
-    "whorl chat": sorted(MODEL),
-    "whorl serve": [
-        "--allowed-hosts",
-        "--api-key",
-        "--device",
-        "--draft-fixed",
-        "--draft-k",
-        "--draft-model",
-        "--drain",
-        "--dtype",
-        "--host",
-        "--max-body",
-        "--max-num-seqs",
-        "--max-queue",
-        "--max-seq",
-        "--max-step-tokens",
-        "--model-dir",
-        "--name",
-        "--origin",
-        "--pld",
-        "--pld-k",
-        "--port",
-        "--report",
-        "--sp",
-        "--sp-quantize",
-        "--timeout",
-        "--tp",
-        "--tp-size",
-        "MODEL",
-    ],
+    "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
+    "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
+    "whorl serve": sorted(
+        {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--origin"}
+        | {"--port", "--timeout", "--seed", "--pld"}
+        | ENGINE
+        | DRAFTING
+    ),
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
@@ -319,9 +308,10 @@ SURFACE = {
     "whorl bench decode": sorted(
         {
             *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
-            *("--classify", "--sweep", "--verify", "--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard"),
-            *("--draft-model", "--draft-k", "--draft-fixed", "--device", "--dtype"),
+            *("--classify", "--sweep", "--verify", "--seed"),
         }
+        | ANY_ENGINE
+        | DRAFTING
     ),
     "whorl bench positions": ["--json", "--repeats"],
     "whorl bench sp": sorted(

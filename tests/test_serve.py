@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, Served, byte_tokenizer, serving, told
 
+from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import AllowError, SamplingParams
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import openai
@@ -20,7 +21,6 @@ from whorl.serve.grammar import Grammars
 from whorl.serve.prepare import Preparer
 from whorl.serve.schemas import ChatRequest
 from whorl.serve.settings import Settings
-from whorl.serve.tools import Parts, ReplyParser
 from whorl.serve.worker_pool import WorkerPool
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

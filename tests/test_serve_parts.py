@@ -13,12 +13,12 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from whorl.engine.reply_parser import ReplyParser
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
 from whorl.serve.gate import Gate
 from whorl.serve.logprobs import TokenTexts, for_chat, for_completion
 from whorl.serve.metrics import Metrics
 from whorl.serve.running import Running
-from whorl.serve.tools import ReplyParser
 
 # ---- the gate
 

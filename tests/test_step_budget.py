@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from serving import ALPHABET, byte_tokenizer, serving, told, wait_until
 
+from whorl.chat.terminal import stream
 from whorl.engine import llm as llm_module
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.step_budget import StepBudget
-from whorl.serve.chat import stream
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

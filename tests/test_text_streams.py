@@ -10,9 +10,9 @@ import pytest
 from default_model import Scripted
 from typer.testing import CliRunner
 
+from whorl.chat import command
+from whorl.chat.text_streams import as_argument, as_text
 from whorl.cli import app
-from whorl.serve import command
-from whorl.serve.text_streams import as_argument, as_text
 
 LATIN = "caf\u00e9".encode("latin-1")
 ESCAPED = LATIN.decode("utf-8", "surrogateescape")  # as Python hands on an argument
@@ -66,7 +66,7 @@ import sys
 sys.path.insert(0, "tests")
 from default_model import Scripted
 from whorl.cli import app
-from whorl.serve import command
+from whorl.chat import command
 llm = Scripted("caf\\u00e9 \\u2603", "two")
 command.load = lambda options: llm
 app()

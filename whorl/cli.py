@@ -6,61 +6,19 @@ Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
 import importlib.util
 import shlex
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from whorl.bench.command import bench
-from whorl.options import (
-    CHAT,
-    AllowedHosts,
-    ApiKeys,
-    Device,
-    DraftFixed,
-    DraftK,
-    DraftModelPath,
-    Json,
-    Lookup,
-    LookupDistinct,
-    LookupK,
-    LookupMinHist,
-    LookupNgram,
-    LookupNoGuard,
-    LookupTail,
-    LookupWarn,
-    MaxSeq,
-    MaxStepTokens,
-    MaxTokens,
-    MinP,
-    Model,
-    ModelDevice,
-    ModelDir,
-    ModelDtype,
-    NoStream,
-    Origins,
-    Reset,
-    Seed,
-    SequenceParallel,
-    ServedNames,
-    Sp,
-    SpQuantize,
-    SpReport,
-    System,
-    Temperature,
-    TensorParallel,
-    Think,
-    TopK,
-    TopP,
-    asking,
-    flag,
-    need_engine,
-    need_torch,
-    number,
-    print_json,
-    stop,
-)
+from whorl.chat.options import ChatOptions, SamplingOptions
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import MODEL, RANKS, EngineSettings
+from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
+from whorl.pasted import PASTED, PastedCommand
+from whorl.plan_options import PlanOptions
+from whorl.serve.options import ServeOptions
 
 app = typer.Typer(
     name="whorl",
@@ -120,21 +78,38 @@ def doctor(
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
 
 
+ModelDir = Annotated[
+    str | None,
+    typer.Option("--model-dir", "--model", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL),
+]
+Report = Annotated[
+    bool, typer.Option("--report", help="Say what --sp has rewritten, on standard error.", rich_help_panel=RANKS)
+]
+# One conversation at a time; the kernels of few rows. --seed is that of the text.
+OneSequence = Annotated[
+    EngineSettings, Here(defaults={"max_num_seqs": 1}, without={"seed": "--seed is that of the text"})
+]
+
+
+def _which(command: str, model: str | None, model_dir: str | None) -> str | None:
+    if model is not None and model_dir is not None:
+        raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
+    return model or model_dir
+
+
 def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
-    """Names of `given` are those of `Options`; `check` refuses what does not go together."""
-    plain: dict[str, Any] = {name: v.value if isinstance(v, StrEnum) else v for name, v in given.items()}
+    """given: fields of `Options`, whose `check` refuses what does not go together."""
     need_torch()
     need_engine(command)
-    from whorl.serve.command import Options, prepare
+    from whorl.chat.command import Options, prepare
 
     with asking():
-        if model is not None and model_dir is not None:
-            raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
-        work = prepare(Options(model=model or model_dir, **plain))
+        work = prepare(Options(model=_which(command, model, model_dir), **given))
     sys.exit(work())
 
 
-@app.command()
+@app.command(cls=PastedCommand, epilog=PASTED)
+@spread
 def generate(
     model: Model = None,
     prompt: Annotated[
@@ -145,91 +120,45 @@ def generate(
         str | None,
         typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is in a file; -: standard input."),
     ] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = 0,
-    chat: Annotated[
-        bool,
-        flag("--chat", "-c", panel=CHAT, text="The prompt is a message: write it with the model's chat template."),
-    ] = False,
-    system: System = None,
-    think: Think = None,
-    interactive: Annotated[
-        bool, flag("--interactive", "-i", panel=CHAT, text="Read prompts line by line; with --chat a conversation.")
-    ] = False,
-    reset: Reset = False,
-    no_stream: NoStream = False,
-    max_seq: MaxSeq = None,
-    max_step_tokens: MaxStepTokens = None,
-    tp: TensorParallel = None,
-    sp: SequenceParallel = Sp.off,
-    sp_quantize: SpQuantize = None,
-    report: SpReport = False,
-    model_dir: ModelDir = None,
-    device: ModelDevice = None,
-    dtype: ModelDtype = None,
-    pld: Lookup = False,
-    pld_k: LookupK = None,
-    pld_ngram: LookupNgram = None,
-    pld_min_hist: LookupMinHist = None,
-    pld_no_guard: LookupNoGuard = False,
-    pld_guard_distinct: LookupDistinct = None,
-    pld_guard_tail: LookupTail = None,
-    pld_loop_warn: LookupWarn = None,
-    draft_model: DraftModelPath = None,
-    draft_k: DraftK = None,
-    draft_fixed: DraftFixed = False,
     as_json: Json = False,
+    *,
+    sampling: SamplingOptions,
+    chat: ChatOptions,
+    model_dir: ModelDir = None,
+    engine: OneSequence,
+    report: Report = False,
+    drafting: DraftOptions,
 ) -> None:
     """Go on from a prompt, or with --chat answer it. The text goes to standard output, nothing else does."""
-    given = {name: value for name, value in locals().items() if name not in ("prompt_file", "no_stream")}
     with asking():
-        from whorl.serve.command import read_prompt
+        from whorl.chat.command import read_prompt
 
-        given["prompt"] = read_prompt(prompt, prompt_file, or_pipe=not interactive)
-    _run_model("generate", stream=not no_stream, **given)
+        text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive)
+    given = {"prompt": text, "sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
+    _run_model("generate", model, model_dir, report=report, as_json=as_json, **given)
 
 
-@app.command()
+@app.command(cls=PastedCommand, epilog=PASTED)
+@spread
 def chat(
     model: Model = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = 0,
-    system: System = None,
-    think: Think = None,
-    reset: Reset = False,
-    no_stream: NoStream = False,
-    max_seq: MaxSeq = None,
-    max_step_tokens: MaxStepTokens = None,
-    tp: TensorParallel = None,
-    sp: SequenceParallel = Sp.off,
-    sp_quantize: SpQuantize = None,
-    report: SpReport = False,
+    *,
+    sampling: SamplingOptions,
+    chat: Annotated[
+        ChatOptions,
+        Here(
+            defaults={"chat": True, "interactive": True},
+            without={"chat": "whorl chat is one: leave it out", "interactive": "whorl chat always is: leave it out"},
+        ),
+    ],
     model_dir: ModelDir = None,
-    device: ModelDevice = None,
-    dtype: ModelDtype = None,
-    pld: Lookup = False,
-    pld_k: LookupK = None,
-    pld_ngram: LookupNgram = None,
-    pld_min_hist: LookupMinHist = None,
-    pld_no_guard: LookupNoGuard = False,
-    pld_guard_distinct: LookupDistinct = None,
-    pld_guard_tail: LookupTail = None,
-    pld_loop_warn: LookupWarn = None,
-    draft_model: DraftModelPath = None,
-    draft_k: DraftK = None,
-    draft_fixed: DraftFixed = False,
+    engine: OneSequence,
+    report: Report = False,
+    drafting: DraftOptions,
 ) -> None:
     """Talk with a model in the terminal. It remembers the conversation; /help lists what else it takes."""
-    given = {name: value for name, value in locals().items() if name != "no_stream"}
-    _run_model("chat", stream=not no_stream, chat=True, interactive=True, **given)
+    given = {"sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
+    _run_model("chat", model, model_dir, report=report, **given)
 
 
 @app.command()
@@ -277,80 +206,32 @@ def selftest(
     sys.exit(0 if report.passed else 1)
 
 
-@app.command()
+@app.command(cls=PastedCommand, epilog=PASTED)
+@spread
 def serve(
     model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0: any that is free.")] = 8000,
-    api_keys: ApiKeys = None,
-    allowed_hosts: AllowedHosts = None,
-    names: ServedNames = None,
-    max_seq: MaxSeq = None,
-    max_step_tokens: MaxStepTokens = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; one more gets 429.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request; more get 413.")] = 4 << 20,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole request; longer ones get 503.")] = 600,
-    drain: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
-    origins: Origins = None,
-    tp: TensorParallel = None,
-    sp: SequenceParallel = Sp.off,
-    sp_quantize: SpQuantize = None,
-    report: SpReport = False,
+    *,
+    server: ServeOptions,
     model_dir: ModelDir = None,
-    device: ModelDevice = None,
-    dtype: ModelDtype = None,
-    pld: Lookup = False,
-    pld_k: LookupK = None,
-    draft_model: DraftModelPath = None,
-    draft_k: DraftK = None,
-    draft_fixed: DraftFixed = False,
+    engine: EngineSettings,
+    report: Report = False,
+    drafting: DraftOptions,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface, until Ctrl-C or SIGTERM."""
     need_torch()
     need_engine("serve")
     from whorl.serve import openai
-    from whorl.serve.command import Options
 
     with asking():
         openai.need_extra()
-        if model is not None and model_dir is not None:
-            raise ValueError(f"serve: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
-        where = device.value if device else None
-        drafting = Options(
-            pld=pld, pld_k=pld_k, draft_model=draft_model, draft_k=draft_k, draft_fixed=draft_fixed, device=where
-        )
-        drafting.check_drafting()
-        run = openai.prepare(
-            model or model_dir,
-            host=host,
-            port=port,
-            names=names or (),
-            device=where,
-            dtype=dtype.value if dtype else None,
-            max_model_len=max_seq,
-            max_num_seqs=max_num_seqs,
-            max_step_tokens=max_step_tokens,
-            tp=tp,
-            sp=sp.value,
-            sp_quantize=sp_quantize.value if sp_quantize else None,
-            report=report,
-            drafting=drafting,
-            api_key=tuple(api_keys) if api_keys else None,
-            allowed_hosts=allowed_hosts or (),
-            origins=tuple(origins or ()),
-            max_queue=max_queue,
-            max_body=max_body,
-            timeout=timeout,
-            drain_seconds=drain,
-        )
+        drafting.check()
+        chosen = _which("serve", model, model_dir)
+        run = openai.prepare(chosen, engine, drafting=drafting, report=report, **server.settings())
     sys.exit(run())
 
 
-PLAN = "With --plan"
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@spread
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -370,47 +251,12 @@ def train(
     plot: Annotated[
         list[Path] | None, typer.Option(metavar="FOLDER", help="Draw the curves of a run; several: together.")
     ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Say which layouts fit: deepseek-v3.2, a config.json or its folder.",
-            rich_help_panel=PLAN,
-        ),
-    ] = None,
-    cards: Annotated[int | None, number("--cards", panel=PLAN, least=1, text="Cards of the cluster.")] = None,
-    dies: Annotated[
-        int | None,
-        number("--dies", panel=PLAN, least=1, text="Dies of a card; each is a rank. Default: the hardware's."),
-    ] = None,
-    memory: Annotated[
-        float | None, number("--memory", panel=PLAN, text="Memory of a die, in GB. Default: the hardware's.")
-    ] = None,
-    seq: Annotated[int, number("--seq", panel=PLAN, least=1, text="Tokens of a sequence.")] = 4096,
-    batch: Annotated[
-        int | None, number("--batch", panel=PLAN, least=1, text="Sequences of a step. Default: one for each rank.")
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="a3 or h200.", rich_help_panel=PLAN)] = "a3",
-    efficiency: Annotated[
-        float | None, number("--efficiency", panel=PLAN, text="Share of the peak FLOP/s that a layer reaches.")
-    ] = None,
-    link: Annotated[float | None, number("--link", panel=PLAN, text="GB/s to the ranks nearby.")] = None,
-    network: Annotated[float | None, number("--network", panel=PLAN, text="GB/s to all others.")] = None,
-    host: Annotated[float | None, number("--host", panel=PLAN, text="GB/s to the host's memory, each way.")] = None,
-    imbalance: Annotated[
-        float,
-        number("--imbalance", panel=PLAN, least=0, text="How much the load of an expert varies, of its mean."),
-    ] = 0.25,
-    states: Annotated[
-        str, typer.Option(help="Of weights, gradients and moments: float32 or bfloat16.", rich_help_panel=PLAN)
-    ] = "float32",
-    checkpointing: Annotated[
-        bool, typer.Option(help="A layer keeps its input alone for backward.", rich_help_panel=PLAN)
-    ] = True,
-    top: Annotated[int, number("--top", panel=PLAN, least=1, text="Rows of a table.")] = 10,
     as_json: Json = False,
+    *,
+    planned: PlanOptions,
 ) -> None:
     """Train with TorchTitan; or with --plan say which layouts fit a cluster, their memory and speed."""
+    plan = planned.plan
     if recipe is not None and recipe.startswith("-") and (plan is not None or plot is not None):
         stop(f"train: no such option: {recipe}")
     if (recipe is not None) + (plan is not None) + (plot is not None) != 1:
@@ -421,30 +267,21 @@ def train(
         stop(f"train: no such option: {context.args[0]}")
     if plot is not None:
         sys.exit(_plot_training(plot))
-    if plan is None or cards is None:
+    if plan is None or planned.cards is None:
         stop("train --plan: say --cards N")
+    sys.exit(_plan(plan, planned, as_json))
+
+
+def _plan(model: str, asked: PlanOptions, as_json: bool) -> int:
     from whorl.plan import command as plan_command
 
     with asking():
-        made = plan_command.prepare(
-            plan,
-            hardware,
-            cards=cards,
-            dies=dies,
-            memory=memory,
-            seq=seq,
-            batch=batch,
-            imbalance=imbalance,
-            efficiency=efficiency,
-            states=states,
-            checkpoint=checkpointing,
-            bandwidths={"link": link, "network": network, "host": host},
-        )
+        made = plan_command.prepare(model, asked.hardware, **asked.settings())
     if as_json:
-        print_json(plan_command.as_dict(made, top))
+        print_json(plan_command.as_dict(made, asked.top))
     else:
-        print(plan_command.render(made, top))
-    sys.exit(0 if made.problem is None else 1)
+        print(plan_command.render(made, asked.top))
+    return 0 if made.problem is None else 1
 
 
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:

@@ -1,15 +1,19 @@
-"""What commands share: how they refuse, and the options that several of them take, each written once. No torch here."""
+"""What commands share: how they refuse, and options made of the fields of dataclasses. No torch here."""
 
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, is_dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
+
+from whorl.fields import Option, aliases, names_of, options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -24,16 +28,6 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
-
-
-class Sp(StrEnum):
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-
-class SpFormat(StrEnum):
-    int8 = "int8"
 
 
 def stop(message: str) -> NoReturn:
@@ -71,168 +65,111 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
-SAMPLING, CHAT, MODEL = "Sampling", "Chat", "Model"
-LOOKUP, DRAFT = "Prompt lookup decoding", "Drafting"
-
-
-def number(*names: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(*names, min=least, max=most, metavar="N", help=text, rich_help_panel=panel)
-
-
-def flag(*names: str, panel: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
-
-
 Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL", help="A folder, a .gguf file or a Hugging Face id. Default: SmolLM2-135M-Instruct."
     ),
 ]
-ModelDir = Annotated[
-    str | None, typer.Option("--model-dir", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL)
-]
-ModelDevice = Annotated[Device | None, flag("--device", panel=MODEL, text="Default: the best this machine has.")]
-ModelDtype = Annotated[
-    Dtype | None,
-    flag("--dtype", panel=MODEL, text="Of the weights as they are kept. Default: the model's; float32 on a CPU."),
-]
-MaxSeq = Annotated[
-    int | None,
-    number(
-        "--max-seq", panel=MODEL, least=2, text="Longest prompt and answer together, in tokens. Default: what fits."
-    ),
-]
-MaxStepTokens = Annotated[
-    int | None,
-    number(
-        "--max-step-tokens",
-        panel=MODEL,
-        least=1,
-        text="Prompt tokens of one step; others wait for its end. Default: 2048, on a CPU what takes half a second.",
-    ),
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        *("--tp", "--tp-size"),
-        envvar="TP_SIZE",
-        min=1,
-        metavar="N",
-        help="Devices to share the model among, one process each. Default: 1, or those that torchrun started.",
-        rich_help_panel=MODEL,
-    ),
-]
-SequenceParallel = Annotated[
-    Sp, flag("--sp", panel=MODEL, text="Prompts by sequence parallelism over the ranks of --tp; auto: where it pays.")
-]
-SpQuantize = Annotated[
-    SpFormat | None,
-    flag("--sp-quantize", panel=MODEL, text="With --sp: prompts travel in 8 bits. Rounds."),
-]
-SpReport = Annotated[bool, flag("--report", panel=MODEL, text="Say what --sp has rewritten, on standard error.")]
-Temperature = Annotated[
-    float | None,
-    number("--temperature", "-t", panel=SAMPLING, least=0, text="0: greedy. Default: what the model advises, or 0."),
-]
-TopK = Annotated[
-    int | None, number("--top-k", panel=SAMPLING, least=0, text="Sample from the N likeliest tokens; 0: all.")
-]
-TopP = Annotated[
-    float | None,
-    number(
-        "--top-p", panel=SAMPLING, least=0, most=1, text="Sample from the likeliest, of N probability together; 1: all."
-    ),
-]
-MinP = Annotated[
-    float | None,
-    number(
-        "--min-p",
-        panel=SAMPLING,
-        least=0,
-        most=1,
-        text="Leave out what is less than N times as likely as the likeliest; 0: none.",
-    ),
-]
-Seed = Annotated[
-    int, number("--seed", "-s", panel=SAMPLING, text="The same seed, the same text; 0: another one each time.")
-]
-MaxTokens = Annotated[
-    int | None,
-    number(
-        *("--max-tokens", "--n-predict", "-n"),
-        panel=SAMPLING,
-        least=1,
-        text="Longest answer, in tokens. Default: 256; in a chat what fits.",
-    ),
-]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="The system message.", rich_help_panel=CHAT)
-]
-Reset = Annotated[bool, flag("--reset", panel=CHAT, text="No memory: each message is the first.")]
-NoStream = Annotated[bool, flag("--no-stream", panel=CHAT, text="Print an answer when it is whole.")]
-Think = Annotated[
-    bool | None,
-    flag("--think/--no-think", panel=CHAT, text="Whether a model that can think first does. Default: its own."),
-]
-Lookup = Annotated[bool, flag("--pld", panel=LOOKUP, text="Draft from what was said: the same text, sooner.")]
-LookupK = Annotated[int | None, number("--pld-k", panel=LOOKUP, least=1, text="Longest draft (10).")]
-LookupNgram = Annotated[
-    int | None, number("--pld-ngram", panel=LOOKUP, least=1, text="Shortest match that may draft (1).")
-]
-LookupMinHist = Annotated[
-    int | None, number("--pld-min-hist", panel=LOOKUP, least=0, text="Tokens before the first draft (20).")
-]
-LookupNoGuard = Annotated[bool, flag("--pld-no-guard", panel=LOOKUP, text="Draft repetitions too.")]
-LookupDistinct = Annotated[
-    int | None,
-    number("--pld-guard-distinct", panel=LOOKUP, least=0, text="Fewest different tokens of a draft (3)."),
-]
-LookupTail = Annotated[
-    int | None,
-    number("--pld-guard-tail", panel=LOOKUP, least=1, text="Equal tokens after which their like is not drafted (6)."),
-]
-LookupWarn = Annotated[
-    int | None, number("--pld-loop-warn", panel=LOOKUP, least=1, text="Equal tokens in a row to warn of (8).")
-]
-DraftModelPath = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        metavar="MODEL",
-        help="A smaller model of the same tokenizer that drafts for this one.",
-        rich_help_panel=DRAFT,
-    ),
-]
-DraftK = Annotated[int | None, number("--draft-k", panel=DRAFT, least=1, text="Longest draft of --draft-model (4).")]
-DraftFixed = Annotated[
-    bool, flag("--draft-fixed", panel=DRAFT, text="Always draft the longest. Default: as much as pays, by measurement.")
-]
-ApiKeys = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        envvar="WHORL_API_KEY",
-        metavar="KEY",
-        help="Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
-    ),
-]
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allowed-hosts",
-        metavar="NAME",
-        help="Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own where "
-        "only it can reach the server, else any.",
-    ),
-]
-ServedNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name", metavar="NAME", help="What clients may call the model; may be repeated. Default: its own name."
-    ),
-]
-Origins = Annotated[
-    list[str] | None,
-    typer.Option("--origin", metavar="URL", help="Web pages that may ask (CORS); may be repeated. Default: none."),
-]
+
+
+# ---- options made of dataclasses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """What a command takes of a dataclass: `Annotated[EngineSettings, Here(defaults={"max_num_seqs": 1})]`.
+
+    defaults: other than the dataclass's own. without: fields that are no options of this command, and what to say to
+    who asks for them.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of each dataclass that it takes as options of its own.
+
+    A parameter whose annotation is a dataclass of `whorl.fields.option` fields becomes one parameter for each of them,
+    in its place; the command gets the dataclass. What it refuses ends the command with a line. For `whorl.pasted` the
+    result has `aliases`, other programs' names of its options, and `refused`, those that a `Here` leaves out.
+    """
+    parameters, groups = [], {}
+    refused: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for each in inspect.signature(function, eval_str=True).parameters.values():
+        kind, here = _dataclass_of(each.annotation)
+        if kind is None:
+            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        made = _parameters(kind, here)
+        groups[each.name] = kind, here, [parameter.name for parameter in made]
+        for left_out, why in _left_out(kind, here):
+            refused |= dict.fromkeys(left_out, why)
+        for field_, _ in options(kind):
+            others |= aliases(field_) if field_.name not in here.without else {}
+        parameters += made
+
+    def command(**given: Any) -> None:
+        with asking():
+            for name, (kind, here, names) in groups.items():
+                values = {each: _frozen(given.pop(each)) for each in names}
+                given[name] = kind(**{**here.defaults, **values})
+        function(**given)
+
+    command.refused, command.aliases = refused, others  # type: ignore[attr-defined]
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _dataclass_of(annotation: Any) -> tuple[Any, Here]:
+    kind, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return None, Here()
+    return kind, next((each for each in more if isinstance(each, Here)), Here())
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _parameters(kind: type, here: Here) -> list[inspect.Parameter]:
+    """One for each field that the command takes."""
+    hints = get_type_hints(kind)
+    return [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=here.defaults.get(each.name, each.default),
+            annotation=Annotated[_typer_type(hints[each.name]), _typer_option(each, made, hints[each.name])],
+        )
+        for each, made in options(kind)
+        if each.name not in here.without
+    ]
+
+
+def _left_out(kind: type, here: Here) -> Iterator[tuple[list[str], str]]:
+    """All names of each field that is no option here, and why."""
+    for each, _ in options(kind):
+        if each.name in here.without:
+            ours = [name for spelled in names_of(each) for name in spelled.split("/")]
+            yield [*ours, *aliases(each)], here.without[each.name]
+
+
+def _typer_type(hint: Any) -> Any:
+    return list[str] if hint == tuple[str, ...] else hint
+
+
+def _typer_option(each: Field[Any], made: Option, hint: Any) -> Any:
+    is_number = bool({int, float} & {hint, *get_args(hint)})
+    return typer.Option(
+        *names_of(each),
+        help=made.text,
+        min=made.least if made.least is not None else made.above,
+        max=made.most,
+        metavar=made.metavar or ("N" if is_number else None),
+        envvar=made.env,
+        rich_help_panel=made.panel,
+    )

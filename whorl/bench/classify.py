@@ -101,12 +101,12 @@ class Subject:
         return LLM(
             model=self.model,
             tokenizer=self.tokenizer,
-            device=self.settings.device,
+            settings=self.settings.engine,
             speculate=speculate,
             draft_length="fixed" if is_fixed else "measured",
             max_num_seqs=1,
             max_model_len=longest,
-            num_blocks=2 * -(-longest // 16),
+            num_blocks=2 * self.settings.num_blocks(longest),
         )
 
 

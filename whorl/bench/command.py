@@ -7,25 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from whorl.options import (
-    Device,
-    DraftFixed,
-    DraftK,
-    DraftModelPath,
-    Dtype,
-    Json,
-    LookupK,
-    LookupMinHist,
-    LookupNgram,
-    LookupNoGuard,
-    Model,
-    ModelDevice,
-    ModelDtype,
-    asking,
-    need_engine,
-    need_torch,
-    print_json,
-)
+from whorl.bench.decode_options import SET_BY_MEASUREMENT, DecodeOptions
+from whorl.bench.train_options import TrainOptions
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
+from whorl.options import Device, Dtype, Here, Json, Model, asking, need_engine, need_torch, print_json, spread
+from whorl.pasted import PASTED, PastedCommand
 
 bench = typer.Typer(help="Measure, next to the best alternatives in the same run.", no_args_is_help=True)
 
@@ -126,50 +113,24 @@ def bench_collectives(
     sys.exit(0 if collectives.is_good(result) else 1)
 
 
-@bench.command("decode")
+@bench.command("decode", cls=PastedCommand, epilog=PASTED)
+@spread
 def bench_decode(
     model: Model = None,
-    random_config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|PATH", help="Random weights of this shape: Qwen3-30B-A3B, Qwen3-0.6B, a config.json."
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="N,N|N..N", help="Sequences (1,8,64), or tokens that --verify checks (1..8).")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="To generate. Default: 128, or 64 without an accelerator.")
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Time the prefill of a prompt this long, too.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 5,
-    peer: Annotated[str | None, typer.Option(metavar="NAME", help="transformers: time it in the same run.")] = None,
-    classify: Annotated[
-        bool, typer.Option("--classify", help="Speculation against plain decoding, with a verdict on every output.")
-    ] = False,
-    sweep: Annotated[
-        str | None, typer.Option(metavar="k=..,ngram=..", help="A table of prompt lookup over draft and match lengths.")
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="What a step costs by tokens checked in it.")] = False,
-    pld_k: LookupK = None,
-    pld_ngram: LookupNgram = None,
-    pld_min_hist: LookupMinHist = None,
-    pld_no_guard: LookupNoGuard = False,
-    draft_model: DraftModelPath = None,
-    draft_k: DraftK = None,
-    draft_fixed: DraftFixed = False,
-    device: ModelDevice = None,
-    dtype: ModelDtype = None,
+    *,
+    measured: DecodeOptions,
+    drafting: Annotated[DraftOptions, Here(without={"pld": "--classify compares it: leave it out"})],
+    engine: Annotated[EngineSettings, Here(without=SET_BY_MEASUREMENT)],
     as_json: Json = False,
 ) -> None:
     """Time decoding of a whole model against what it must read, or say what speculation brings and on what text."""
     need_torch()
-    if random_config is None:
+    if measured.random_config is None:
         need_engine("bench decode")
     from whorl.bench import decode_command
 
     with asking():
-        work = decode_command.prepare(**{name: value for name, value in locals().items() if name != "decode_command"})
+        work = decode_command.prepare(model, measured, engine, drafting)
     _finish(work, as_json)
 
 
@@ -218,37 +179,14 @@ def bench_sp(
 
 
 @bench.command("train")
-def bench_train(
-    rows: Annotated[
-        str, typer.Option(metavar="NAME,..", help="small, fused, kernels, compile, swap; or switches: dsa+swap.")
-    ] = "small,fused,kernels,compile,swap",
-    layers: Annotated[str, typer.Option(metavar="N,..", help="Of the model; the first is dense.")] = "4,8",
-    seq: Annotated[str, typer.Option(metavar="N,..", help="Tokens of the one sequence of a step.")] = "4096",
-    steps: Annotated[int | None, typer.Option(min=1, help="Timed. Default: 6, and 200 with --curve.")] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 3,
-    peer: Annotated[str | None, typer.Option(metavar="NAME", help="transformers: time it in the same run.")] = None,
-    profile: Annotated[
-        str, typer.Option(metavar="NAME,..", help="Rows whose largest kernels are listed, at the first size.")
-    ] = "",
-    time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which no further row begins.")] = 3600,
-    curve: Annotated[bool, typer.Option("--curve", help="Train on text instead: loss, gradient norm, KL.")] = False,
-    read: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --curve: show what an earlier run wrote.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: write a chart.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the document, after every row.")] = None,
-    tiny: Annotated[
-        bool | None, typer.Option("--tiny/--full", help="A model for trying it out. Default: without an accelerator.")
-    ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    as_json: Json = False,
-) -> None:
+@spread
+def bench_train(*, asked: TrainOptions, as_json: Json = False) -> None:
     """Time training steps of DeepSeek-V3.2 as operators are fused, next to transformers, or show that it learns."""
     need_torch()
     from whorl.bench import train_command
 
     with asking():
-        work = train_command.prepare(**{name: value for name, value in locals().items() if name != "train_command"})
+        work = train_command.prepare(asked)
     _finish(work, as_json)
 
 

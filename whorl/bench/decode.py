@@ -16,6 +16,7 @@ from whorl.bench.random_config import read_config
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, step_bytes
 from whorl.engine.sequence import SamplingParams
+from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
 
 CONTEXT = 16  # tokens of a prompt before decoding is timed
@@ -23,11 +24,13 @@ CONTEXT = 16  # tokens of a prompt before decoding is timed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill."""
+    """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill.
+
+    engine: what every engine is made with; the measurement sets the sizes. Its device is never None.
+    """
 
     name: str
-    device: str
-    dtype: torch.dtype | None
+    engine: EngineSettings
     config: dict[str, Any] | None = None
     batches: tuple[int, ...] = (1, 8, 64)
     num_tokens: int = 128
@@ -40,8 +43,7 @@ class Settings:
         *,
         model: str | None = None,
         random_config: str | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
+        engine: EngineSettings | None = None,
         batch: str = "1,8,64",
         num_tokens: int = 128,
         prompt_tokens: int = 0,
@@ -58,10 +60,10 @@ class Settings:
             from whorl.engine.weights import resolve
 
             resolve(model)  # what is not there is refused before anything is measured
+        engine = engine or EngineSettings()
         return Settings(
             name=random_config or model or "SmolLM2-135M-Instruct",
-            device=devices.require(device or devices.default_device()),
-            dtype=getattr(torch, dtype) if dtype else None,
+            engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
             config=None if random_config is None else read_config(random_config),
             batches=parse_batches(batch),
             num_tokens=num_tokens,
@@ -69,6 +71,19 @@ class Settings:
             repeats=repeats,
             peer=peer,
         )
+
+    @property
+    def device(self) -> str:
+        assert self.engine.device is not None
+        return self.engine.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.engine.dtype) if self.engine.dtype else None
+
+    def num_blocks(self, length: int) -> int:
+        """That a sequence of so many tokens takes."""
+        return -(-length // (self.engine.block_size or devices.block_size(self.device)))
 
     @property
     def path(self) -> str | None:
@@ -151,12 +166,12 @@ def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Docu
     length = CONTEXT + settings.num_tokens + 1
     llm = LLM(
         model=model,
-        device=settings.device,
+        settings=settings.engine,
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, batch),
         max_prompt_tokens=max(2048, batch),
         max_model_len=length,
-        num_blocks=batch * -(-length // devices.block_size(settings.device)),
+        num_blocks=batch * settings.num_blocks(length),
         use_prefix_cache=False,
     )
     seconds = [_time_steps(llm, vocab_size, batch, settings) for _ in range(settings.repeats + 1)][1:]
@@ -206,12 +221,12 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
     length = settings.prompt_tokens
     llm = LLM(
         model=model,
-        device=settings.device,
+        settings=settings.engine,
         max_num_seqs=1,
         max_num_batched_tokens=min(length, 8192),
         max_prompt_tokens=min(length, 8192),  # whole prompts, whatever they take
         max_model_len=length + 1,
-        num_blocks=-(-(length + 1) // devices.block_size(settings.device)),
+        num_blocks=settings.num_blocks(length + 1),
         use_prefix_cache=False,
     )
     (prompt,) = prompts(1, length, vocab_size)

@@ -1,44 +1,40 @@
 """What `whorl bench decode` makes of its options: which of four measurements, and of what."""
 
 from collections.abc import Callable
-from typing import Any
 
 from whorl.bench import classify, decode, decode_peer, decode_report, draft_sweep
 from whorl.bench.decode import Settings
+from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.provenance import Document
 from whorl.device import accelerator, default_device
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate import Proposer
-from whorl.engine.speculate.prompt_lookup import PromptLookup
 
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
-_LOOKUP = ("pld_k", "pld_ngram", "pld_min_hist")
 
 
-def prepare(**given: Any) -> Work:
+def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Work:
     """Refuse with ValueError what does not go together; the rest is the work."""
-    modes = [mode for mode in ("classify", "sweep", "verify") if given[mode]]
-    if len(modes) > 1:
-        raise ValueError(f"bench decode: --{modes[0]} and --{modes[1]}: say one of them")
-    settings = _settings(given, modes)
-    lookup = {name.removeprefix("pld_"): given[name] for name in _LOOKUP if given[name] is not None}
-    lookup["guard"] = not given["pld_no_guard"]
-    if modes == ["classify"]:
-        make = _proposer(given, lookup)
+    mode = asked.mode
+    settings = _settings(model, asked, engine, drafting)
+    if mode == "classify":
+        make = _proposer(drafting, engine.device)
 
         def compare() -> tuple[Document, str, bool]:
-            document = classify.run(settings, make, is_fixed=given["draft_fixed"])
+            document = classify.run(settings, make, is_fixed=drafting.draft_fixed)
             return document, classify.render(document), classify.is_good(document)
 
         return compare
-    if modes == ["sweep"]:
-        asked = draft_sweep.parse_sweep(given["sweep"])
+    if mode == "sweep":
+        lengths = draft_sweep.parse_sweep(str(asked.sweep))
 
         def try_all() -> tuple[Document, str, bool]:
-            document = draft_sweep.sweep(settings, asked, lookup)
+            document = draft_sweep.sweep(settings, lengths, drafting)
             return document, draft_sweep.render_sweep(document), all(row["equal"] for row in document["rows"])
 
         return try_all
-    if modes == ["verify"]:
+    if mode == "verify":
 
         def time_steps() -> tuple[Document, str, bool]:
             document = draft_sweep.verify(settings)
@@ -53,34 +49,36 @@ def prepare(**given: Any) -> Work:
     return time_all
 
 
-def _settings(given: dict[str, Any], modes: list[str]) -> Settings:
-    drafting = [name for name in (*_LOOKUP, "draft_model", "draft_k") if given[name] is not None]
-    drafting += [name for name in ("pld_no_guard", "draft_fixed") if given[name]]
-    if drafting and modes not in (["classify"], ["sweep"]):
-        raise ValueError(f"--{drafting[0].replace('_', '-')} is about drafting: add --classify or --sweep")
-    if given["random_config"] is not None and modes in (["classify"], ["sweep"]):
-        raise ValueError(f"--{modes[0]} needs a MODEL that speaks: random weights say nothing")
-    device = str(given["device"] or default_device())
+def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Settings:
+    mode = asked.mode
+    if (given := drafting.given()) and mode not in ("classify", "sweep"):
+        raise ValueError(f"{given[0]} is about drafting: add --classify or --sweep")
+    if asked.random_config is not None and mode in ("classify", "sweep"):
+        raise ValueError(f"--{mode} needs a MODEL that speaks: random weights say nothing")
+    device = engine.device or default_device()
     return Settings.resolve(
-        model=given["model"],
-        random_config=given["random_config"],
-        device=device,
-        dtype=str(given["dtype"]) if given["dtype"] else None,
-        batch=given["batch"] or ("1..8" if modes == ["verify"] else "1,8,64"),
-        num_tokens=given["tokens"] or (64 if accelerator(device) is None else 128),
-        prompt_tokens=given["prompt_tokens"],
-        repeats=given["repeats"],
-        peer=given["peer"],
+        model=model,
+        random_config=asked.random_config,
+        engine=engine.changed(device=device),
+        batch=asked.batch or ("1..8" if mode == "verify" else "1,8,64"),
+        num_tokens=asked.tokens or (64 if accelerator(device) is None else 128),
+        prompt_tokens=asked.prompt_tokens,
+        repeats=asked.repeats,
+        peer=asked.peer,
     )
 
 
-def _proposer(given: dict[str, Any], lookup: dict[str, Any]) -> Callable[[], Proposer]:
-    if given["draft_model"] is None:
-        if given["draft_k"] is not None:
+def _proposer(drafting: DraftOptions, device: str | None) -> Callable[[], Proposer]:
+    if drafting.draft_model is None:
+        if drafting.draft_k is not None:
             raise ValueError("--draft-k needs --draft-model")
-        return lambda: PromptLookup(**lookup)
-    if any(given[name] is not None for name in _LOOKUP) or given["pld_no_guard"]:
+        return drafting.lookup
+    if any(name.startswith("--pld-") for name in drafting.given()):
         raise ValueError("--draft-model and --pld options: say one of them")
-    from whorl.engine.speculate.draft_model import DraftModel
 
-    return lambda: DraftModel(given["draft_model"], k=given["draft_k"] or 4, device=given["device"])
+    def make() -> Proposer:
+        found = drafting.proposer(device)
+        assert found is not None
+        return found
+
+    return make

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from whorl.bench.classify import OK, Run, Subject, answer, classify
 from whorl.bench.columns import table
@@ -10,8 +9,9 @@ from whorl.bench.decode import Settings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
-from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.engine.speculate import Proposer
 
 
 def parse_sweep(text: str) -> dict[str, list[int]]:
@@ -30,7 +30,7 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
     return {"k": [10], "ngram": [1]} | found
 
 
-def sweep(settings: Settings, asked: Mapping[str, Iterable[int]], options: dict[str, Any]) -> Document:
+def sweep(settings: Settings, asked: Mapping[str, Iterable[int]], drafting: DraftOptions) -> Document:
     """Drafts of fixed length: {"header": ..., "plain_tok_s": ..., "rows": [{"k", "ngram", "tok_s", ...}]}."""
     pairs = [(k, ngram) for k in asked["k"] for ngram in asked["ngram"]]
     with Progress(2 + len(pairs)) as progress:
@@ -41,12 +41,12 @@ def sweep(settings: Settings, asked: Mapping[str, Iterable[int]], options: dict[
         rows = []
         for k, ngram in pairs:
             with progress(f"k={k}, ngram={ngram}"):
-                found = _answers(subject, PromptLookup(**{**options, "k": k, "ngram": ngram}))
+                found = _answers(subject, drafting.lookup(k=k, ngram=ngram))
                 rows.append({"k": k, "ngram": ngram, **_swept(plain, found)})
     return {"header": header(settings, subject.model), "plain_tok_s": _sound_speed(plain), "rows": rows}
 
 
-def _answers(subject: Subject, proposer: PromptLookup | None) -> list[Run]:
+def _answers(subject: Subject, proposer: Proposer | None) -> list[Run]:
     llm = subject.engine(proposer, is_fixed=True)
     answer(llm, subject.prompts[0][1], 4)  # warm up
     settings = subject.settings
@@ -99,7 +99,14 @@ def verify(settings: Settings) -> Document:
     with Progress(2) as progress:
         with progress(f"weights of {settings.name}"):
             model = load(settings)[0]
-            llm = LLM(model=model, device=settings.device, max_num_seqs=1, max_model_len=256, num_blocks=16)
+            length = 256
+            llm = LLM(
+                model=model,
+                settings=settings.engine,
+                max_num_seqs=1,
+                max_model_len=length,
+                num_blocks=settings.num_blocks(length),
+            )
         with progress("steps"):
             seconds = llm.runner.cost(settings.batches, repeats=settings.repeats)
     return {"header": header(settings, model), "seconds": seconds}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -16,16 +16,18 @@ from whorl.device import HOST, default_device, require
 from whorl.nn import Model
 from whorl.passes import Report
 
+from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
 from .caches import cache_memory, token_bytes
 from .launch import Place
+from .memory import memory_left, need_accelerator
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import PROMPT, Content, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
-from .sequence_parallel import Settings
+from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
 from .tensor_parallel import Lead, load
@@ -76,91 +78,88 @@ class LLM:
 
     path: a folder, a file or a Hugging Face id; None is the small default. Tests and other callers may hand in
     `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
+    settings: what `EngineSettings` documents; changes: other values of its fields, by name.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
-    block_size: tokens of a cache block; None: what the layers' attention on the device takes, see `nn.CacheSpec`.
-    num_blocks: of the cache; or memory, its bytes; or neither: most of an accelerator's free memory.
-    max_prompt_tokens: of one step; None: as many as there is room for, and on a CPU as many as take half a second.
-    max_model_len: longest sequence, prompt and output together; None: what the model and the cache can hold.
-    tp: ranks that share the model, started and ended with the engine; None: those that torchrun has started, else one.
-    sp: sequence parallelism of prompts over these ranks: "on", "off", or "auto": where it pays. What comes out is the
-    same, unless sp_quantize="int8" rounds what prompts' tokens send between ranks. `sp_report` says what was done.
-    use_graphs: record decode steps and replay them; None: where the device can. What comes out is the same.
-    run_ahead: launch a step before the last one's tokens are read; None: on accelerators, where it saves time. What
-    comes out is the same.
+    What comes out does not depend on the settings, but for dtype, for sp_quantize, which rounds, and for max_num_seqs
+    up to 4, which chooses the kernels of few rows. `sp_report` says what sequence parallelism has done.
     """
 
     def __init__(
         self,
         path: str | Path | None = None,
+        settings: EngineSettings | None = None,
         *,
         model: Model | None = None,
         tokenizer: Tokenizer | None = None,
-        device: str | None = None,
-        dtype: torch.dtype | None = None,
-        tp: int | None = None,
-        sp: Literal["auto", "on", "off"] = "off",
-        sp_quantize: Literal["int8"] | None = None,
         speculate: Proposer | None = None,
         draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_prompt_tokens: int | None = None,
-        max_model_len: int | None = None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        memory: int | None = None,
-        use_prefix_cache: bool = True,
-        use_graphs: bool | None = None,
-        run_ahead: bool | None = None,
-        seed: int | None = None,
+        **changes: Any,
     ) -> None:
-        device = require(device or default_device())
-        sequence_parallel = Settings(mode=sp, quantize=sp_quantize)
-        if model is not None or Place.find(tp).size == 1:
-            sequence_parallel.for_ranks(1)  # refuses before anything is loaded
+        self.settings = asked = (settings or EngineSettings()).changed(**changes)
+        device = require(asked.device or default_device())
+        if model is not None or Place.find(asked.tp).size == 1:
+            sequence_parallel.for_ranks(asked, 1, device=device)  # refuses before anything is loaded
+        if asked.gpu_memory_utilization is not None:
+            need_accelerator(asked.gpu_memory_utilization, device)
         self._lead: Lead | None = None
         if model is None:
-            model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, max_model_len, tp)
-        elif tp not in (None, 1):
-            raise ValueError(f"LLM: tp is {tp}, and the model was handed in; give its path, for every rank to load it")
+            dtype = getattr(torch, asked.dtype) if asked.dtype else None
+            model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, asked.max_model_len, asked.tp)
+        elif asked.tp not in (None, 1):
+            raise ValueError(
+                f"LLM: tp is {asked.tp}, and the model was handed in; give its path, for every rank to load it"
+            )
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
         self._is_unmeasured = draft_length == "measured"
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
         if speculate is not None:
             speculate.check(model, tokenizer)
-        specs = model.cache_specs()
-        block_size = cache_block_size(specs, device, block_size)
-        max_len = _at_most(max_model_len, model.max_length, "the model's positions")
-        if num_blocks is None:
-            size = block_size * token_bytes(specs)
-            most = max_num_seqs * -(-max_len // block_size)
-            fit = (cache_memory(device) if memory is None else memory) // size
-            num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
-        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=use_prefix_cache)
-        self.max_model_len = _at_most(max_model_len, min(max_len, num_blocks * block_size), "the cache")
-        self._budget = StepBudget(max_num_batched_tokens, device=device, fixed=max_prompt_tokens)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        self.runner = (Runner if self._lead is None else self._lead.runner)(
-            model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_len=self.max_model_len,
-            device=device,
-            use_graphs=use_graphs,
-            max_num_seqs=max_num_seqs,
-            max_rows=max_num_batched_tokens,
-            vocab_size=self.vocab_size,
-            sp=sequence_parallel.for_ranks(1 if self._lead is None else self._lead.crew.size),
-        )
+        self._make_cache(asked, device)
+        self._make_runner(asked, device)
+        self._budget = StepBudget(asked.step_tokens, device=device, fixed=asked.max_prompt_tokens)
+        self.scheduler = Scheduler(self.pool, max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.step_tokens)
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
-        self._seeds = random.Random(seed)
-        self.run_ahead = device != HOST if run_ahead is None else run_ahead
+        self._seeds = random.Random(asked.seed)
+        self.run_ahead = device != HOST if asked.run_ahead is None else asked.run_ahead
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
+
+    def _make_cache(self, asked: EngineSettings, device: str) -> None:
+        """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
+        model, num_blocks = self.model, asked.num_blocks
+        specs = model.cache_specs()
+        block_size = cache_block_size(specs, device, asked.block_size)
+        max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
+        if num_blocks is None:
+            share = asked.gpu_memory_utilization
+            memory = asked.memory if share is None else memory_left(share, device)
+            size = block_size * token_bytes(specs)
+            most = asked.max_num_seqs * -(-max_len // block_size)
+            fit = (cache_memory(device) if memory is None else memory) // size
+            num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
+            if share is not None and self._lead is not None:  # other ranks' devices may have less to give
+                num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None))
+        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=asked.use_prefix_cache)
+        self.max_model_len = _at_most(asked.max_model_len, min(max_len, num_blocks * block_size), "the cache")
+
+    def _make_runner(self, asked: EngineSettings, device: str) -> None:
+        num_ranks = 1 if self._lead is None else self._lead.crew.size
+        self.runner = (Runner if self._lead is None else self._lead.runner)(
+            self.model,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+            max_len=self.max_model_len,
+            device=device,
+            use_graphs=asked.use_graphs,
+            max_num_seqs=asked.max_num_seqs,
+            max_rows=asked.step_tokens,
+            vocab_size=self.vocab_size,
+            sp=sequence_parallel.for_ranks(asked, num_ranks, device=device, model=self.model),
+        )
 
     def step(self) -> list[Delta]:
         """One round of the engine; what it added, sequence by sequence.

@@ -16,35 +16,55 @@ from torch.library import custom_op
 
 from whorl import passes
 from whorl.nn import Step
+from whorl.passes.settings import resolve
+
+from .settings import EngineSettings
 
 Mode = Literal["auto", "on", "off"]
-MODES, FORMATS = ("auto", "on", "off"), (None, "int8")
 _EXAMPLE = 32  # tokens of the capture; no guard depends on them
 _ATTEND: ContextVar[Callable[[int, Tensor, int], Tensor]] = ContextVar("attend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """mode: "on" for every prompt, "auto" from as many tokens of a call on as pay by the passes' cost model."""
+    """What every rank is told; `EngineSettings` checks it.
+
+    mode: "on" for every prompt, "auto" from as many tokens of a call on as pay by the passes' cost model. min_tokens:
+    of a call, with "on"; None: any number. fuse: a product and the collective beside it run as one operator.
+    """
 
     mode: Mode = "off"
     quantize: Literal["int8"] | None = None
+    min_tokens: int | None = None
+    fuse: bool = False
 
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"sequence parallelism: sp is {self.mode!r}, expected one of {', '.join(MODES)}")
-        if self.quantize not in FORMATS:
-            raise ValueError(f"sequence parallelism: sp_quantize is {self.quantize!r}, expected None or 'int8'")
-        if self.quantize is not None and self.mode == "off":
-            raise ValueError(f"sequence parallelism: sp_quantize is {self.quantize!r}, and sp is off: say on or auto")
 
-    def for_ranks(self, size: int) -> dict[str, Any] | None:
-        """What a runner of `size` ranks is told; None: nothing to do."""
-        if size == 1 and self.mode == "on":
-            raise ValueError(
-                "sequence parallelism: sp is on, and there is one rank: share the model among 2 or more (tp)"
-            )
-        return None if size == 1 or self.mode == "off" else asdict(self)
+def for_ranks(asked: EngineSettings, size: int, *, device: str, model: Any = None) -> dict[str, Any] | None:
+    """What a runner of `size` ranks is told; None: nothing to do."""
+    found = _settings(asked, device, is_moe=_has_experts(model))
+    if size == 1 and found.mode == "on":
+        raise ValueError("sequence parallelism: sp is on, and there is one rank: share the model among 2 or more (tp)")
+    return None if size == 1 or found.mode == "off" else asdict(found)
+
+
+def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> Settings:
+    if asked.compilation_config is None:
+        options = {"quantize": asked.sp_quantize, "min_tokens": asked.sp_min_tokens, "fuse": asked.sp_fuse}
+        return Settings(mode=asked.sp, **options)  # type: ignore[arg-type]
+    found = resolve(asked.compilation_config, is_moe=is_moe, device=device, max_tokens=asked.step_tokens)
+    if found is None:
+        return Settings()
+    assert isinstance(found.min_tokens, int)
+    return Settings(mode="on", min_tokens=found.min_tokens, fuse=found.fuse)
+
+
+def _has_experts(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "experts", None) is not None
+
+
+def describe(report: passes.Report | None) -> str:
+    """What was rewritten, for people."""
+    return str(report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more")
 
 
 # In a namespace of its own, so that the passes take its result for what it is: different on every rank.
@@ -76,15 +96,17 @@ class PromptForward:
     """A model's forward call for prompts. Every rank makes one at the same time, once the ranks are connected.
 
     Logits are those of the model itself, bit for bit, unless `quantize` rounds what travels between ranks. Each row is
-    rounded by itself, so with mode "on" it is still nobody's affair what runs beside it.
+    rounded by itself, so with mode "on" and any number of tokens it is still nobody's affair what runs beside it.
     """
 
     def __init__(self, model: Any, device: str, settings: Settings) -> None:
         self._attentions = [layer.self_attn for layer in _layers(model)]
         self._rope = model.rope
         # One token is a graph of its own to torch, and without rounding it has the same bits in the plain one.
-        least = "auto" if settings.mode == "auto" else 1 if settings.quantize else 2
-        config = passes.SequenceParallel(min_tokens=least, quantize=settings.quantize)  # type: ignore[arg-type]
+        least = max(settings.min_tokens or 1, 1 if settings.quantize else 2)
+        config = passes.SequenceParallel(
+            min_tokens="auto" if settings.mode == "auto" else least, quantize=settings.quantize, fuse=settings.fuse
+        )
         self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
         self._capture(device)
         found = self._compiled.reports[0].min_tokens

@@ -1,6 +1,7 @@
 """vLLM's and vllm-ascend's settings of sequence parallelism, under their names and with their order of resolution.
 
 enable_sp, sp_min_token_num       of pass_config; both None, that is off, unless said
+fuse_gemm_comms                   of pass_config: products fused with collectives; enable_async_tp is its older name
 compile_ranges_endpoints          of the compilation config, inclusive ends of ranges of token counts that are
                                   compiled apart; compile_ranges_split_points is its older name
 """
@@ -19,7 +20,9 @@ ASCEND_MIN_TOKENS = 1000  # below, the fixed cost of collectives outweighs what 
 ASCEND_MIN_TOKENS_MOE = 1  # experts gather anyway
 DEFAULT_MIN_TOKENS = {BACKENDS["torch_npu"].home: (ASCEND_MIN_TOKENS, ASCEND_MIN_TOKENS_MOE)}  # device: dense, MoE
 ENDPOINTS, OLD_ENDPOINTS = "compile_ranges_endpoints", "compile_ranges_split_points"
-READ = ("enable_sp", "sp_min_token_num", ENDPOINTS, OLD_ENDPOINTS, "pass_config", "mode", "level", "enforce_eager")
+FUSE, OLD_FUSE = "fuse_gemm_comms", "enable_async_tp"
+_OF_PASSES = ("enable_sp", "sp_min_token_num", FUSE, OLD_FUSE)
+READ = (*_OF_PASSES, ENDPOINTS, OLD_ENDPOINTS, "pass_config", "mode", "level", "enforce_eager")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,9 @@ def explain(
     given = _flat(settings)
     enabled, threshold = given.get("enable_sp"), given.get("sp_min_token_num")
     steps = [f"settings: enable_sp {enabled}, sp_min_token_num {threshold}"]
+    if (fuse := bool(given.get(FUSE) or given.get(OLD_FUSE))) and not enabled:
+        enabled = True
+        steps.append(f"{FUSE}: it needs sequence parallelism, so enable_sp becomes True")
     where = device or default_device()
     if enabled and threshold is None and where in DEFAULT_MIN_TOKENS:
         threshold = DEFAULT_MIN_TOKENS[where][is_moe]
@@ -87,7 +93,7 @@ def explain(
         steps.append(f"sp_min_token_num {threshold} is cut to the most tokens of a step, {max_tokens}")
         threshold = max_tokens
     return Resolution(
-        sequence_parallel=SequenceParallel(min_tokens=threshold, **options),
+        sequence_parallel=SequenceParallel(**{"min_tokens": threshold, "fuse": fuse, **options}),
         ranges=_ranges(_endpoints(given), threshold),
         steps=tuple(steps),
     )
@@ -106,9 +112,10 @@ def _flat(settings: Mapping[str, Any] | str) -> dict[str, Any]:
     given = {**{k: v for k, v in settings.items() if k != "pass_config"}, **inner}
     if unread := [name for name in given if name not in READ]:
         warnings.warn(f"compilation config: not read: {', '.join(unread)}", RuntimeWarning, stacklevel=4)
-    enabled, threshold = given.get("enable_sp"), given.get("sp_min_token_num")
-    if enabled is not None and not isinstance(enabled, bool):
-        raise ValueError(f"enable_sp is {enabled!r}, expected true, false or nothing")
+    threshold = given.get("sp_min_token_num")
+    for name in ("enable_sp", FUSE, OLD_FUSE):
+        if given.get(name) is not None and not isinstance(given[name], bool):
+            raise ValueError(f"{name} is {given[name]!r}, expected true, false or nothing")
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 1):
         raise ValueError(f"sp_min_token_num is {threshold!r}, expected a count of tokens, 1 or more")
     return given

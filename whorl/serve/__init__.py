@@ -1,1 +1,1 @@
-"""What people and programs talk to: `chat` in a terminal. Built on `whorl.engine`."""
+"""What programs talk to: OpenAI's HTTP interface. Start reading in openai.py. Built on `whorl.engine`."""

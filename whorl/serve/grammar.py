@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import AllowError
 
 from .gate import ApiError
 from .json_layout import json_layout
-from .tools import END_THINK, THINK
 from .worker import native_tokenizer
 
 if TYPE_CHECKING:

@@ -6,10 +6,14 @@ FastAPI and what comes with it are imported inside: without the extra, this modu
 import importlib.util
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
 
 from .settings import DEFAULT_NAME, Settings
 
@@ -17,8 +21,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from whorl.engine.llm import LLM
-
-    from .command import Options
 
 _LOG = logging.getLogger("whorl.serve")
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
@@ -115,21 +117,14 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
 
 def prepare(
     model: str | Path | None = None,
+    engine: EngineSettings | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     names: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
-    dtype: str | None = None,
-    drafting: "Options | None" = None,
+    drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
-    device: str | None = None,
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    max_step_tokens: int | None = None,
-    tp: int | None = None,
-    sp: Any = "off",
-    sp_quantize: Any = None,
     report: bool = False,
     **settings: Any,
 ) -> Callable[[], int]:
@@ -138,9 +133,8 @@ def prepare(
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
-    model: as `LLM` takes it, or hand in an `llm`. names: what clients may call it; default: the model's own name.
-    max_step_tokens: of prompts, see `LLM`. drafting: what `whorl generate` takes about speculation; None: none.
-    settings: fields of `Settings`.
+    model, engine: as `LLM` takes them, or hand in an `llm`. names: what clients may call the model; default: its own.
+    drafting: what commands take about speculation; None: none. settings: fields of `Settings`.
     """
     need_extra()
     from .hosts import hosts_for
@@ -149,37 +143,24 @@ def prepare(
     chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, **settings)
     _check_address(host, port)  # before minutes of loading
     if llm is None:
-        import torch
-
-        from whorl.engine.llm import LLM
-
-        from .command import proposer
-
-        llm = LLM(
-            model,
-            device=device,
-            dtype=getattr(torch, dtype) if dtype else None,
-            speculate=None if drafting is None else proposer(drafting),
-            draft_length="fixed" if drafting is not None and drafting.draft_fixed else "measured",
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            tp=tp,
-            sp=sp,
-            sp_quantize=sp_quantize,
-            max_num_batched_tokens=max(2048, max_num_seqs, max_step_tokens or 0),
-            max_prompt_tokens=max_step_tokens,
-        )
+        llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
     if report:
-        from .command import print_report
+        from whorl.engine.sequence_parallel import describe
 
-        print_report(llm)
+        print(describe(llm.sp_report), file=sys.stderr)
     app = create_app(llm, chosen)
     return lambda: _serve(app, chosen, host, port)
 
 
-def run(model: str | Path | None = None, **options: Any) -> int:
+def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":
+    from whorl.engine.llm import LLM
+
+    return LLM(model, engine, speculate=drafting.proposer(engine.device), draft_length=drafting.draft_length)
+
+
+def run(model: str | Path | None = None, engine: EngineSettings | None = None, **options: Any) -> int:
     """`prepare`, then serve."""
-    return prepare(model, **options)()
+    return prepare(model, engine, **options)()
 
 
 def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from whorl.engine.reply_parser import CALL, END_THINK
 from whorl.engine.sequence import SamplingParams
 
 from .gate import ApiError
 from .grammar import Grammars
 from .schema_parts import ChatMessage, ResponseFormat, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
-from .tools import CALL, END_THINK, call_grammar
+from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
 
 if TYPE_CHECKING:

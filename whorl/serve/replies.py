@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from whorl import __version__
+from whorl.engine.reply_parser import Call, Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
 from .engine_thread import Job, Piece
 from .logprobs import TokenTexts, for_chat, for_completion
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
-from .tools import Call, Parts, ReplyParser
 
 
 class Reply:

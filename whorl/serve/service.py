@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from whorl import __version__
+from whorl.engine.reply_parser import END_THINK
 
 from .engine_thread import EngineThread
 from .gate import KEY_NUMBER, ApiError
@@ -21,7 +22,6 @@ from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import Settings
 from .stream import EventStream, unless_gone
-from .tools import END_THINK
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from whorl.engine.reply_parser import THINK
 from whorl.engine.tokenizer import Tokenizer
-
-from .tools import THINK
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

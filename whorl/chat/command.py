@@ -4,16 +4,19 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
+
+from .options import ChatOptions, SamplingOptions
 from .text_streams import as_argument, prepare_streams, read_stdin
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.sequence import SamplingParams, Sequence
-    from whorl.engine.speculate import Proposer
 
     from .conversation import Conversation
 
@@ -22,131 +25,73 @@ DEFAULT_TOKENS = 256  # of `whorl generate`: a base model may never stop by itse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The command line; None is "not given"."""
+    """The command line of `whorl generate`; `whorl chat` is one of them."""
 
     model: str | None = None
     prompt: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int = 0  # 0: another one each time
-    chat: bool = False
-    system: str | None = None
-    interactive: bool = False
-    reset: bool = False
-    stream: bool = True
-    think: bool | None = None
-    max_seq: int | None = None
-    max_step_tokens: int | None = None
-    tp: int | None = None
-    sp: str = "off"
-    sp_quantize: str | None = None
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_num_seqs=1))
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    drafting: DraftOptions = field(default_factory=DraftOptions)
     report: bool = False
-    device: str | None = None
-    dtype: str | None = None
-    pld: bool = False
-    pld_k: int | None = None
-    pld_ngram: int | None = None
-    pld_min_hist: int | None = None
-    pld_no_guard: bool = False
-    pld_guard_distinct: int | None = None
-    pld_guard_tail: int | None = None
-    pld_loop_warn: int | None = None
-    draft_model: str | None = None
-    draft_k: int | None = None
-    draft_fixed: bool = False
     as_json: bool = False
 
     def check(self) -> None:
         """What contradicts itself or cannot be done is refused before anything is loaded."""
-        self.check_drafting()
-        if self.prompt is None and not self.interactive:
+        self.drafting.check()
+        chat = self.chat
+        if self.prompt is None and not chat.interactive:
             raise ValueError(
                 "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive, or pipe a text in"
             )
-        if self.prompt is not None and self.interactive:
+        if self.prompt is not None and chat.interactive:
             raise ValueError("--prompt and --interactive: say one of them")
-        if not self.chat and (self.system is not None or self.think is not None):
+        if not chat.chat and (chat.system is not None or chat.think is not None):
             raise ValueError("--system, --think and --no-think are written by the chat template: add --chat")
-        if self.reset and not self.interactive:
+        if chat.reset and not chat.interactive:
             raise ValueError("--reset is about a conversation: add --interactive")
-        if self.as_json and self.interactive:
+        if self.as_json and chat.interactive:
             raise ValueError("--json is for one answer, not for --interactive")
-
-    def check_drafting(self) -> None:
-        pld = ("pld_k", "pld_ngram", "pld_min_hist", "pld_guard_distinct", "pld_guard_tail", "pld_loop_warn")
-        given = [name for name in pld if getattr(self, name) is not None] + ["pld_no_guard"] * self.pld_no_guard
-        if given and not self.pld:
-            raise ValueError(f"--{given[0].replace('_', '-')} needs --pld")
-        if self.pld_no_guard and (self.pld_guard_distinct is not None or self.pld_guard_tail is not None):
-            raise ValueError("--pld-no-guard switches off what --pld-guard-distinct and --pld-guard-tail set")
-        if self.draft_model is not None and self.pld:
-            raise ValueError("--draft-model and --pld: say one of them")
-        if self.draft_model is None and self.draft_k is not None:
-            raise ValueError("--draft-k needs --draft-model")
-        if self.draft_fixed and self.draft_model is None and not self.pld:
-            raise ValueError("--draft-fixed needs --pld or --draft-model")
 
 
 def prepare(options: Options) -> Callable[[], int]:
     """Load the model and take the prompt in, refusing with ValueError what cannot be done. The rest is the work: it
     gives the exit code, 0, or 130 after Ctrl-C."""
-    from .chat import Chat, Screen
     from .conversation import Conversation
+    from .terminal import Chat, Screen
 
     options.check()
-    system = as_argument(options.system, "--system")
+    chat = options.chat
+    system = as_argument(chat.system, "--system")
     prepare_streams()
     # What the engine warns about, such as a model that repeats itself.
     logging.basicConfig(format="[warn] %(message)s", level=logging.WARNING)
     llm = load(options)
     if options.report:
-        print_report(llm)
+        from whorl.engine.sequence_parallel import describe
+
+        print(describe(llm.sp_report), file=sys.stderr)
     params = sampling(options, llm)
     conversation = Conversation(
-        llm,
-        system=system,
-        is_chat=options.chat,
-        has_memory=not options.reset,
-        enable_thinking=options.think,
+        llm, system=system, is_chat=chat.chat, has_memory=not chat.reset, enable_thinking=chat.think
     )
     if options.prompt is not None:
-        seq = conversation.ask(options.prompt, params, fit=options.max_tokens is None)
+        seq = conversation.ask(options.prompt, params, fit=options.sampling.max_tokens is None)
         return lambda: _answer_once(options, conversation, seq)
-    if options.chat:
+    if chat.chat:
         conversation.check()
     screen = Screen()
     if screen.is_terminal:
         screen.note(f"{options.model or 'SmolLM2-135M-Instruct'}: type a message, or /help. Ctrl-D ends.")
-    return Chat(conversation, params, screen=screen, is_streaming=options.stream).run
+    return Chat(conversation, params, screen=screen, is_streaming=not chat.no_stream).run
 
 
 def load(options: Options) -> "LLM":
-    import torch
-
     from whorl.engine.llm import LLM
 
-    return LLM(
-        options.model,
-        device=options.device,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
-        speculate=proposer(options),
-        draft_length="fixed" if options.draft_fixed else "measured",
-        max_model_len=options.max_seq,
-        max_num_seqs=1,
-        max_num_batched_tokens=max(2048, options.max_step_tokens or 0),
-        max_prompt_tokens=options.max_step_tokens,
-        tp=options.tp,
-        sp=options.sp,  # type: ignore[arg-type]
-        sp_quantize=options.sp_quantize,  # type: ignore[arg-type]
-    )
-
-
-def print_report(llm: "LLM") -> None:
-    """What --sp has rewritten, where no answer goes."""
-    print(llm.sp_report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more", file=sys.stderr)
+    drafting = options.drafting
+    speculate = drafting.proposer(options.engine.device)
+    return LLM(options.model, options.engine, speculate=speculate, draft_length=drafting.draft_length)
 
 
 def sampling(options: Options, llm: "LLM") -> "SamplingParams":
@@ -157,33 +102,20 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     advised: dict[str, Any] = {"temperature": 0.0}
     if isinstance(llm.tokenizer, Tokenizer):
         advised |= llm.tokenizer.sampling
-    asked = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    max_tokens = options.max_tokens or (None if options.interactive and options.chat else DEFAULT_TOKENS)
-    return SamplingParams(max_tokens=max_tokens, seed=options.seed or None, **(advised | given))
-
-
-def proposer(options: Options) -> "Proposer | None":
-    if options.draft_model is not None:
-        from whorl.engine.speculate.draft_model import DraftModel
-
-        return DraftModel(options.draft_model, k=options.draft_k or 4, device=options.device)
-    if not options.pld:
-        return None
-    from whorl.engine.speculate.prompt_lookup import PromptLookup
-
-    names = ("k", "ngram", "min_hist", "guard_distinct", "guard_tail", "loop_warn")
-    given = {name: value for name in names if (value := getattr(options, f"pld_{name}")) is not None}
-    return PromptLookup(guard=not options.pld_no_guard, **given)
+    asked, chat = options.sampling, options.chat
+    named = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: value for name, value in named.items() if value is not None}
+    max_tokens = asked.max_tokens or (None if chat.interactive and chat.chat else DEFAULT_TOKENS)
+    return SamplingParams(max_tokens=max_tokens, seed=asked.seed or None, **(advised | given))
 
 
 def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence") -> int:
     from whorl.engine.sequence import FinishReason
 
-    from .chat import Answer, Screen, describe, stream
+    from .terminal import Answer, Screen, describe, stream
 
     answer = Answer(Screen(), conversation)
-    is_live = options.stream and not options.as_json
+    is_live = not options.chat.no_stream and not options.as_json
     stream(conversation.llm, seq, answer.add if is_live else lambda text: None)
     if options.as_json:
         print(json.dumps(_document(seq), indent=2))

@@ -12,12 +12,12 @@ from typing import TextIO
 
 from whorl.engine import roofline
 from whorl.engine.llm import LLM
+from whorl.engine.reply_parser import END_THINK, THINK, Parts, ReplyParser
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from .conversation import Conversation
 from .prompt_progress import PromptProgress
 from .text_streams import as_text
-from .tools import END_THINK, THINK, Parts, ReplyParser
 
 # A model may write what steers a terminal; only line breaks and tabs get through.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

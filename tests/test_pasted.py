@@ -1,0 +1,208 @@
+"""Command lines written for vLLM, and for the Ascend program whose options ours are: what they come to here."""
+
+import shlex
+from typing import Any
+
+import pytest
+from click.testing import Result
+from default_model import Scripted
+from serving import told
+from typer.testing import CliRunner
+
+import whorl.engine.llm
+from whorl.cli import app
+from whorl.engine.sequence_parallel import for_ranks
+from whorl.engine.settings import EngineSettings
+from whorl.serve import openai
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "))  # a shell joins lines that end in a backslash
+
+
+def run(command: str, **options: Any) -> Result:
+    """As typed in a shell."""
+    program, *arguments = words(command)
+    assert program in ("whorl", "vllm")
+    return CliRunner().invoke(app, arguments, **options)
+
+
+class Made:
+    """The engines that a command asked for, instead of making them."""
+
+    def __init__(self) -> None:
+        self.path: Any = None
+        self.settings = EngineSettings()
+        self.served: list[openai.Settings] = []
+
+    def answer(self, path: str | None, settings: EngineSettings, **options: Any) -> Any:
+        self.path, self.settings, self.options = path, settings, options
+        return Scripted("Paris.", "Yes.")
+
+    def serve(self, path: str | None, settings: EngineSettings, **options: Any) -> Any:
+        self.path, self.settings, self.options = path, settings, options
+        return told()
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Made:
+    made = Made()
+    monkeypatch.setattr(whorl.engine.llm, "LLM", made.answer)
+    return made
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Made:
+    made = Made()
+    monkeypatch.setattr(whorl.engine.llm, "LLM", made.serve)
+    monkeypatch.setattr(openai, "_check_address", lambda host, port: None)
+    monkeypatch.setattr(openai, "_serve", lambda app, settings, host, port: made.served.append(settings) or 0)
+    return made
+
+
+# ---- commands that people paste, to the letter
+
+VLLM_ASCEND = {
+    """vllm serve Qwen/Qwen3-VL-2B-Instruct \\
+    --tensor-parallel-size 2 \\
+    --compilation-config '{"pass_config": {"enable_sp": true , "sp_min_token_num": 1000}}'""": 1000,
+    """vllm serve Qwen/Qwen3-VL-2B-Instruct \\
+    --tensor-parallel-size 2 \\
+    --compilation-config '{"pass_config": {"enable_sp": true}}'""": 1000,
+    """vllm serve Qwen/Qwen3-VL-2B-Instruct \\
+    --tensor-parallel-size 2 \\
+    --compilation-config '{"pass_config": {"enable_sp": true, "sp_min_token_num": 512}}'""": 512,
+}
+
+
+@pytest.mark.parametrize(("command", "least"), VLLM_ASCEND.items())
+def test_vllm_ascend(served: Made, command: str, least: int) -> None:
+    done = run(command)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert (served.path, served.settings.tp) == ("Qwen/Qwen3-VL-2B-Instruct", 2)
+    assert served.served[0].names == ("Qwen/Qwen3-VL-2B-Instruct", "Qwen3-VL-2B-Instruct")
+    told_ranks = for_ranks(served.settings, 2, device="npu")
+    assert told_ranks == {"mode": "on", "quantize": None, "min_tokens": least, "fuse": False}
+
+
+ACLNN = """./scripts/tp_launch.sh 16 ./build/qwen3-moe-aclnn \\
+  --model-dir /path/to/Qwen3-235B-A22B-Instruct-2507-BF16 \\
+  --prompt "The capital of France is" \\
+  --n-predict 100 \\
+  --temperature 0 \\
+  --vocab tokenizer_data/vocab.bin"""
+ACLNN_STABLE = (
+    "./scripts/tp_launch.sh 16 ./build/qwen3-moe-aclnn --model-dir ... --temperature 0 --no-stream",
+    "./scripts/tp_launch.sh 16 ./build/qwen3-moe-aclnn --model-dir ... --pld --temperature 0 --no-stream",
+)
+ACLNN_CHAT = """./scripts/tp_launch.sh 16 ./build/qwen3-moe-aclnn --model-dir ... \\
+    --interactive --chat --temperature 0.7 --top-p 0.8"""
+
+
+def launch(command: str, **options: Any) -> Result:
+    """The launcher's first word is the number of ranks; its program is `whorl generate`."""
+    launcher, size, program, *arguments = words(command)
+    assert (launcher, program) == ("./scripts/tp_launch.sh", "./build/qwen3-moe-aclnn")
+    return CliRunner().invoke(app, ["generate", *arguments], env={"TP_SIZE": size}, **options)
+
+
+def test_the_aclnn_program(answered: Made) -> None:
+    done = launch(ACLNN)
+    assert (done.exit_code, done.stdout) == (0, "Paris.\n")
+    assert done.stderr == "whorl: generate: --vocab is not read: the tokenizer comes with the model\n"
+    assert answered.path == "/path/to/Qwen3-235B-A22B-Instruct-2507-BF16"
+    assert answered.settings == EngineSettings(tp=16, max_num_seqs=1)
+    for command in ACLNN_STABLE:
+        assert launch(command, input="The capital of France is").stdout == "Paris.\n"
+        assert (answered.options["speculate"] is not None) == ("--pld" in command)
+    assert launch(ACLNN_CHAT, input="What is the capital of France?\nReally?\n").stdout == "Paris.\nYes.\n"
+
+
+# ---- vLLM's spelling
+
+ENGINE = "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 8192 "
+ENGINE += "--gpu-memory-utilization 0.9 --block-size 128 --dtype half --no-enable-prefix-caching --enforce-eager "
+ENGINE += "--no-async-scheduling"
+ASKED = EngineSettings(
+    tp=2,
+    max_model_len=32768,
+    max_num_seqs=16,
+    max_num_batched_tokens=8192,
+    gpu_memory_utilization=0.9,
+    block_size=128,
+    dtype="half",
+    use_prefix_cache=False,
+    use_graphs=False,
+    run_ahead=False,
+)
+
+
+@pytest.mark.parametrize("command", ["generate -p Hi", "chat"])
+@pytest.mark.parametrize("spell", [str, lambda text: text.replace("-size 2", "-size=2").replace("x-num-s", "x_num_s")])
+def test_the_engines_options(answered: Made, command: str, spell: Any) -> None:
+    done = run(f"whorl {command} {spell(ENGINE)} --seed 3 a/model", input="Hi\n")
+    assert (done.exit_code, done.stdout) == (0, "Paris.\n"), done.stderr
+    assert (answered.path, answered.settings) == ("a/model", ASKED)
+
+
+def test_the_servers_options(served: Made) -> None:
+    more = "--served-model-name one two --host 0.0.0.0 --port 0 --api-key k --seed 3 --enable-chunked-prefill"
+    done = run(f"whorl serve a/model {ENGINE} {more} --tool-call-parser hermes --trust-remote-code")
+    assert done.exit_code == 0, done.stderr
+    assert (served.path, served.settings) == ("a/model", ASKED.changed(seed=3))
+    (settings,) = served.served
+    assert (settings.names, settings.keys) == (("one", "two"), ("k",))
+    assert done.stderr.splitlines() == [
+        "whorl: serve: --enable-chunked-prefill is not read: long prompts are always read in chunks",
+        "whorl: serve: --tool-call-parser is not read: tool calls are read in the Hermes form, which hermes names",
+        "whorl: serve: --trust-remote-code is not read: no code of a checkpoint is ever run",
+    ]
+    run("whorl serve --served-model-name one a/model -tp 4 --model_dir b")
+    assert run("vllm serve --model b -tp 4 --served-model-name=one").exit_code == 0
+    assert (served.path, served.settings.tp, served.served[-1].names) == ("b", 4, ("one",))
+
+
+def test_a_model_behind_a_name_stays_the_model(served: Made) -> None:
+    run("whorl serve --served-model-name one a/model")
+    assert (served.path, served.served[0].names) == ("a/model", ("one",))
+
+
+# ---- what there is not
+
+REFUSED = {
+    "serve m --quantization fp8": "serve: there is no --quantization: weights are kept in 16 or 32 bits",
+    "serve m --quantization=fp8": "serve: there is no --quantization",
+    "chat m --enable-lora": "chat: there is no --enable-lora: merge the adapter into the weights",
+    "generate m -p x --pipeline_parallel_size 2": "generate: there is no --pipeline-parallel-size: models are shared",
+    "bench decode --tensor-parallel-size 2": "decode: there is no --tensor-parallel-size: decoding is measured on one",
+    "bench decode --tp 2": "decode: there is no --tp: decoding is measured on one rank",
+    "bench decode --max-num-seqs 3": "decode: there is no --max-num-seqs: the measurement sizes the engine for --batch",
+    "chat --interactive": "chat: there is no --interactive: whorl chat always is",
+    "serve --compilation-config 3": "compilation config: expected an object with names and values, got 3",
+    "serve --num-blocks 3 --gpu-memory-utilization 0.5": "num_blocks and gpu_memory_utilization both say it",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
+def test_what_there_is_not_is_named(arguments: str, message: str) -> None:
+    done = run(f"whorl {arguments}")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("whorl: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_values_are_not_taken_for_options(answered: Made) -> None:
+    """A text may look like an option, and so may what stands behind --."""
+    for command in ("generate --system --quantization -c -p --enable-lora", "generate -p --vocab -- --quantization"):
+        done = run(f"whorl {command}")
+        assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", "")
+    assert answered.path == "--quantization"
+    assert run("whorl generate -pp").stdout == "Paris.\n", "-p p"
+    assert "there is no -pp: models are shared" in run("whorl serve -pp 2").stderr
+
+
+def test_an_option_that_nobody_has() -> None:
+    done = run("whorl serve --max-model-length 3")
+    assert done.exit_code == 2
+    assert "No such option: --max-model-length" in done.stderr
