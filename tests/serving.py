@@ -175,3 +175,20 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
     while not is_so():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """A completion that a thread asks for, and where its answer will be."""
+    found: list[httpx.Response] = []
+    url = f"{served.url}/v1/completions"
+    thread = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=30)))
+    thread.start()
+    return thread, found
+
+
+def answers(url: str) -> bool:
+    """Whether the server there is up."""
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False

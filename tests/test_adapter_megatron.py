@@ -1,13 +1,12 @@
 """Our operators in a Megatron-core model, against Megatron's own rotation and transformers' Qwen3-VL, on the CPU."""
 
-import contextlib
 import itertools
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron_rank import one_cpu_rank
 from torch import nn
 
 from whorl import ops
@@ -47,18 +46,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_cpu_rank():
-    """Megatron on a machine without CUDA: its rotary classes ask for the current device, its dropout for CUDA's RNG."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    tracker = SimpleNamespace(fork=contextlib.nullcontext)
-    patch.setattr(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    patch.undo()
+def _rank():
+    with one_cpu_rank(parallel_state, dot_product_attention):
+        yield
 
 
 def make_model(kind: str = "mrope", *, sections=(2, 3, 3), head_dim=HEAD_DIM, percent=1.0, **settings) -> GPTModel:

@@ -1,6 +1,5 @@
 """`checklist` on live models: Megatron-core's GPTModel where it is installed, transformers'; a fault for each case."""
 
-import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron_rank import one_cpu_rank
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLTextConfig, Qwen3VLTextModel
 
 from whorl.doctor import checklist
@@ -101,17 +100,8 @@ quiet = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """Megatron without CUDA: its rotary classes ask for the current device, its dropout for CUDA's generator."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    tracker = SimpleNamespace(fork=contextlib.nullcontext)
-    patch.setattr(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    patch.undo()
+    with one_cpu_rank(parallel_state, dot_product_attention):
+        yield
 
 
 def megatron(kind: str = "mrope", **settings: Any) -> Any:

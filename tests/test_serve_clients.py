@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import ALPHABET, MODEL, Served, serving, told, wait_until
+from serving import ALPHABET, MODEL, Served, answers, serving, told, wait_until
 
 from whorl.engine.llm import LLM
 from whorl.serve.settings import DEFAULT_NAME
@@ -151,7 +151,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
     process = subprocess.Popen([sys.executable, "-c", f"from serving import told; {code}"], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _answers(url), seconds=180)
+        wait_until(lambda: answers(url), seconds=180)
         body = {"prompt": "a", "max_tokens": 25, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -164,13 +164,6 @@ def test_sigterm_lets_running_requests_finish() -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 # ---- the real model

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Served, byte_tokenizer, serving, told, wait_until
+from serving import Served, answers, byte_tokenizer, serving, told, wait_until
 
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import connections, openai
@@ -175,10 +175,10 @@ sys.exit(run("told", port=int(sys.argv[1]), llm=told()))
     with log.open("wb") as out, ExitStack() as stack:
         process = subprocess.Popen([sys.executable, "-c", program, str(port)], env=environment, stdout=out, stderr=out)
         try:
-            wait_until(lambda: is_served(port), seconds=180)
+            wait_until(lambda: answers(f"http://127.0.0.1:{port}"), seconds=180)
             for _ in range(140):
                 stack.enter_context(connect(port))
-            wait_until(lambda: is_served(port))
+            wait_until(lambda: answers(f"http://127.0.0.1:{port}"))
             process.terminate()
             assert process.wait(30) == 0
         finally:
@@ -186,13 +186,6 @@ sys.exit(run("told", port=int(sys.argv[1]), llm=told()))
             process.wait()
     assert log.stat().st_size < 20_000
     assert b"Traceback" not in log.read_bytes()
-
-
-def is_served(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_a_client_that_does_not_read_is_given_up() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Served, byte_tokenizer, serving, told, wait_until
+from serving import Served, answers, byte_tokenizer, in_background, serving, told, wait_until
 from tokenizers import Regex, pre_tokenizers
 
 from whorl.engine.llm import LLM
@@ -179,14 +179,6 @@ def test_a_panic_is_a_value_error_of_the_tokenizer() -> None:
 # ---- the end of the server
 
 
-def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    found: list[httpx.Response] = []
-    url = f"{served.url}{COMPLETIONS}"
-    thread = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=30)))
-    thread.start()
-    return thread, found
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_end_of_the_drain_is_told(is_stream: bool) -> None:
     with serving(told(delay=0.02), drain_seconds=0.3) as served:
@@ -234,10 +226,3 @@ def test_the_exit_code_says_that_not_all_were_answered() -> None:  # 0: tests/te
     finally:
         process.kill()
         process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving import ALPHABET, MODEL, Served, serving, told, wait_until
+from serving import ALPHABET, MODEL, Served, in_background, serving, told, wait_until
 
 from whorl.serve.openai import prepare
 
@@ -224,14 +223,6 @@ def test_other_origins_only_when_asked_for(served: Served) -> None:
 
 
 # ---- how requests end
-
-
-def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    found: list[httpx.Response] = []
-    url = f"{served.url}{COMPLETIONS}"
-    thread = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=30)))
-    thread.start()
-    return thread, found
 
 
 def test_a_full_queue() -> None:

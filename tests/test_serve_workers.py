@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import MODEL, SPECIAL, Served, byte_tokenizer, serving, told, wait_until
+from serving import MODEL, SPECIAL, Served, answers, byte_tokenizer, serving, told, wait_until
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
 
@@ -105,7 +105,7 @@ def test_a_server_whose_workers_are_all_busy_stops_when_told() -> None:
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), *sys.path], stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: _answers(url), seconds=60)
+        wait_until(lambda: answers(url), seconds=60)
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(6)]
         threads = [threading.Thread(target=_post, args=(url, body)) for body in bombs]
         for thread in threads:
@@ -118,12 +118,6 @@ def test_a_server_whose_workers_are_all_busy_stops_when_told() -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").is_success
-    return False
 
 
 def _post(url: str, body: dict[str, Any]) -> None:
