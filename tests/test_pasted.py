@@ -179,7 +179,7 @@ REFUSED = {
     "bench decode --max-num-seqs 3": "decode: there is no --max-num-seqs: the measurement sizes the engine for --batch",
     "chat --interactive": "chat: there is no --interactive: whorl chat always is",
     "serve --compilation-config 3": "compilation config: expected an object with names and values, got 3",
-    "serve --num-blocks 3 --gpu-memory-utilization 0.5": "num_blocks and gpu_memory_utilization both say it",
+    "serve --gpu-memory-utilization 0": "gpu_memory_utilization is 0.0, expected more than 0",
 }
 
 

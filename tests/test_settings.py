@@ -49,7 +49,6 @@ WRONG = {
     "block_size is True, expected a whole number": {"block_size": True},
     "gpu_memory_utilization is 0, expected more than 0": {"gpu_memory_utilization": 0},
     "gpu_memory_utilization is 1.5, expected at most 1": {"gpu_memory_utilization": 1.5},
-    "num_blocks and memory both say it": {"num_blocks": 5, "memory": 5},
 }
 
 
@@ -100,6 +99,14 @@ def test_a_share_of_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = MockModel()
     with pytest.raises(ValueError, match="cpu is no accelerator: say how many bytes the cache takes"):
         LLM(model=model, device="cpu", gpu_memory_utilization=0.5)
+
+
+def test_blocks_go_before_bytes_and_bytes_before_a_share() -> None:
+    model: Any = MockModel()
+    sizes = {"gpu_memory_utilization": 0.5, "memory": 4000, "block_size": 4}
+    by_bytes = LLM(model=model, device="cpu", memory=4000, block_size=4).pool.num_blocks
+    assert LLM(model=model, device="cpu", **sizes).pool.num_blocks == by_bytes != 7
+    assert LLM(model=model, device="cpu", **sizes, num_blocks=7).pool.num_blocks == 7
 
 
 def test_the_cache_is_sized_by_that_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,8 @@ class LLM:
         device = require(asked.device or default_device())
         if model is not None or Place.find(asked.tp).size == 1:
             sequence_parallel.for_ranks(asked, 1, device=device)  # refuses before anything is loaded
-        if asked.gpu_memory_utilization is not None:
-            need_accelerator(asked.gpu_memory_utilization, device)
+        if asked.memory_share is not None:
+            need_accelerator(asked.memory_share, device)
         self._lead: Lead | None = None
         if model is None:
             dtype = getattr(torch, asked.dtype) if asked.dtype else None
@@ -135,7 +135,7 @@ class LLM:
         block_size = cache_block_size(specs, device, asked.block_size)
         max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
-            share = asked.gpu_memory_utilization
+            share = asked.memory_share
             memory = asked.memory if share is None else memory_left(share, device)
             size = block_size * token_bytes(specs)
             most = asked.max_num_seqs * -(-max_len // block_size)

@@ -82,7 +82,7 @@ class EngineSettings:
     )
     num_blocks: int | None = option(
         None,
-        "Blocks of the cache. Default: as many as its memory holds.",
+        "Blocks of the cache, whatever its memory. Default: as many as that holds.",
         vllm=("--num-gpu-blocks-override",),
         panel=CACHE,
         least=1,
@@ -97,7 +97,7 @@ class EngineSettings:
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of an accelerator's whole memory that may be in use; the cache takes what is left of it.",
+        "Share of an accelerator's whole memory that may be in use; where no more is said, the cache takes what is left.",
         vllm=("--gpu-memory-utilization",),
         panel=CACHE,
         above=0,
@@ -133,7 +133,6 @@ class EngineSettings:
         object.__setattr__(self, "dtype", DTYPES.get(dtype, dtype) if dtype else None)
         check(self)
         self._check_ranks()
-        self._check_cache()
 
     def _check_ranks(self) -> None:
         sp = {"sp_quantize": self.sp_quantize, "sp_min_tokens": self.sp_min_tokens, "sp_fuse": self.sp_fuse or None}
@@ -166,10 +165,10 @@ class EngineSettings:
         if not isinstance(found, dict):
             raise ValueError(f"compilation config: expected an object with names and values, got {found!r}")
 
-    def _check_cache(self) -> None:
-        names = ("num_blocks", "memory", "gpu_memory_utilization")
-        if len(given := [name for name in names if getattr(self, name) is not None]) > 1:
-            raise ValueError(f"the size of the cache: {' and '.join(given)} both say it: say one of them")
+    @property
+    def memory_share(self) -> float | None:
+        """gpu_memory_utilization, where neither num_blocks nor memory says how large the cache is."""
+        return self.gpu_memory_utilization if self.num_blocks is None and self.memory is None else None
 
     @property
     def step_tokens(self) -> int:
