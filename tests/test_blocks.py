@@ -5,7 +5,8 @@ import random
 import pytest
 
 from whorl.engine.blocks import BlockPool
-from whorl.engine.sequence import Content, SamplingParams, Sequence
+from whorl.engine.contents import Content
+from whorl.engine.sequence import SamplingParams, Sequence
 
 
 def sequence(tokens: list[int], **options: object) -> Sequence:

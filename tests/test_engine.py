@@ -6,8 +6,9 @@ import pytest
 import torch
 from mock_model import EOS, OTHER_EOS, SPECIAL, ByteTokenizer, MockModel, Oracle, Script, alone, record
 
+from whorl.engine.contents import Content
 from whorl.engine.llm import LLM, Output
-from whorl.engine.sequence import Content, FinishReason, SamplingParams, Sequence, Text
+from whorl.engine.sequence import FinishReason, SamplingParams, Sequence, Text
 from whorl.engine.speculate import DraftLength
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup

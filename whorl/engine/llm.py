@@ -21,12 +21,13 @@ from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
 from .caches import cache_memory, token_bytes
+from .contents import Content
 from .launch import Place
 from .memory import memory_left, need_accelerator
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import PROMPT, Content, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget

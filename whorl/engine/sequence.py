@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from whorl.nn import Rows
 
+from .contents import Content, sorted_contents
 from .stop_strings import StopStrings
 from .token_counts import TokenCounts
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
-_LEAST_DIGEST = 16  # bytes
 PROMPT, GENERATED = 0, 1
 CLASS: tuple[Rows, Rows] = ("prompt", "decode")  # kernel class by role
 
@@ -103,35 +103,6 @@ class SamplingParams:
         """Whether `ops.sample` does all of it: the device goes on alone, nobody looks at the tokens before."""
         is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
         return not is_adjusted and self.allow is None and self.logprobs is None
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What stands behind a span of placeholder tokens, such as a picture: equal ids are not equal content.
-
-    digest: of all that decides the span's keys and values beside the token ids, at least 16 bytes.
-    """
-
-    span: range
-    digest: bytes
-
-    def __post_init__(self) -> None:
-        if self.span.step != 1 or not self.span or self.span.start < 0:
-            raise ValueError(f"Content: the span is {self.span}, expected one or more tokens side by side")
-        if not isinstance(self.digest, bytes) or len(self.digest) < _LEAST_DIGEST:
-            raise ValueError(
-                f"Content: the digest is {self.digest!r}, expected {_LEAST_DIGEST} bytes or more, such as a SHA-256: "
-                f"contents with the same digest share the prefix cache"
-            )
-
-
-def sorted_contents(contents: Iterable[Content], length: int) -> tuple[Content, ...]:
-    """In the order of a prompt of `length` tokens; spans past its end and spans that overlap are refused."""
-    found = tuple(sorted(contents, key=lambda content: content.span.start))
-    for content, after in itertools.pairwise((*found, Content(range(length, length + 1), bytes(_LEAST_DIGEST)))):
-        if content.span.stop > after.span.start:
-            raise ValueError(f"contents: {content.span} of a prompt of {length} tokens reaches into {after.span}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
