@@ -65,7 +65,12 @@ def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tupl
     return codes.clamp(-largest, largest).to(kind).contiguous(), scale.squeeze(-1)
 
 
-@operator(check=_check_dequantize, forward_only=True, sharding=_row_wise)
+@operator(
+    check=_check_dequantize,
+    forward_only=True,
+    sharding=_row_wise,
+    without={"torch_npu": "npu_anti_quant has a scale for each channel, not for each token"},
+)
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x = q * scale, what `dynamic_quant` was given up to its rounding.
 
