@@ -1,4 +1,4 @@
-"""Collectives that run while the product before or after them is computed, and the pass that puts them into a graph.
+"""The pass that puts collectives into a graph which run while the product before or after them is computed.
 
     mm -> reduce_scatter      matmul_reduce_scatter       sequence parallelism
     all_gather -> mm          all_gather_matmul           sequence parallelism; several products may share a gather
@@ -21,6 +21,7 @@ from whorl.ops import linear
 
 from .layout import group_of
 from .noop import VIEWS, has_shape_of
+from .overlapped import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .rewriting import Rewrite
 
 c10d = torch.ops._c10d_functional
@@ -173,7 +174,7 @@ def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | 
         return "a weight depends on what is gathered"
     with graph.inserting_after(place):
         both = graph.call_function(
-            ours.all_gather_matmul.default, (arguments[0], weights, tokens, group_of(node), format, kinds.pop())
+            all_gather_matmul._opoverload, (arguments[0], weights, tokens, group_of(node), format, kinds.pop())
         )
     place = both
     pieces = []
@@ -209,10 +210,10 @@ def _hoist(graph: Graph, wanted: Sequence[Node], place: Node) -> Node | None:
 
 
 _FUSERS: dict[Any, Fuser] = {
-    c10d.reduce_scatter_tensor.default: _fuse_sum(ours.matmul_reduce_scatter.default),
-    ours.ordered_reduce_scatter.default: _fuse_sum(ours.matmul_reduce_scatter.default),
-    c10d.all_reduce.default: _fuse_sum(ours.matmul_all_reduce.default),
-    ours.ordered_all_reduce.default: _fuse_sum(ours.matmul_all_reduce.default),
+    c10d.reduce_scatter_tensor.default: _fuse_sum(matmul_reduce_scatter._opoverload),
+    ours.ordered_reduce_scatter.default: _fuse_sum(matmul_reduce_scatter._opoverload),
+    c10d.all_reduce.default: _fuse_sum(matmul_all_reduce._opoverload),
+    ours.ordered_all_reduce.default: _fuse_sum(matmul_all_reduce._opoverload),
     c10d.all_gather_into_tensor.default: _fuse_gather,
     ours.all_gather.default: _fuse_gather,
     ours.all_gather_quantized.default: _fuse_gather,
