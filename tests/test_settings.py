@@ -105,8 +105,8 @@ def test_blocks_go_before_bytes_and_bytes_before_a_share() -> None:
     model: Any = MockModel()
     sizes = {"gpu_memory_utilization": 0.5, "memory": 4000, "block_size": 4}
     by_bytes = LLM(model=model, device="cpu", memory=4000, block_size=4).pool.num_blocks
-    assert LLM(model=model, device="cpu", **sizes).pool.num_blocks == by_bytes != 7
-    assert LLM(model=model, device="cpu", **sizes, num_blocks=7).pool.num_blocks == 7
+    assert LLM(model=model, device="cpu", **sizes).pool.num_blocks == by_bytes != 9
+    assert LLM(model=model, device="cpu", **sizes, num_blocks=9).pool.num_blocks == 9
 
 
 def test_the_cache_is_sized_by_that_share(monkeypatch: pytest.MonkeyPatch) -> None:

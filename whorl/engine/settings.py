@@ -97,7 +97,7 @@ class EngineSettings:
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of an accelerator's whole memory that may be in use; unless more is said, the cache takes what is left.",
+        "Share of an accelerator's whole memory that may be in use; unless more is said, the cache takes the rest.",
         vllm=("--gpu-memory-utilization",),
         panel=CACHE,
         above=0,
