@@ -3,10 +3,13 @@
 import random
 
 import pytest
+from mock_model import ByteTokenizer, MockModel
+from test_engine import drain, engine
 
 from whorl.engine.blocks import BlockPool
 from whorl.engine.contents import Content
 from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.speculate.draft_model import DraftModel
 
 
 def sequence(tokens: list[int], **options: object) -> Sequence:
@@ -269,3 +272,20 @@ def test_holders_are_counted_right(seed: int) -> None:
     for seq in held:
         pool.release(seq)
     assert pool.num_used == 0
+
+
+def test_what_stands_behind_placeholders_decides_what_is_shared() -> None:
+    """Of the engine's cache and of a draft model's, whose keys would be those of another picture."""
+    model, params = MockModel(), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    draft = DraftModel(model=model, tokenizer=ByteTokenizer(), k=2, device="cpu", block_size=4, num_blocks=64)  # type: ignore[arg-type]
+    llm = engine(model, speculate=draft)
+
+    def num_cached(digest: bytes) -> tuple[int, int]:
+        hits = draft.pool.num_hit
+        (seq,) = llm.add([7] * 17, params, contents=[Content(range(8, 16), digest)])
+        drain(llm)
+        return seq.num_cached, draft.pool.num_hit - hits
+
+    assert [num_cached(digest) for digest in (b"a" * 16, b"b" * 16, b"a" * 16)] == [(0, 0), (8, 8), (16, 16)]
+    with pytest.raises(ValueError, match="of a prompt of 2 tokens"):
+        llm.add([1, 2], params, contents=[Content(range(1, 3), b"a" * 16)])

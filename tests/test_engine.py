@@ -6,11 +6,9 @@ import pytest
 import torch
 from mock_model import EOS, OTHER_EOS, SPECIAL, ByteTokenizer, MockModel, Oracle, Script, alone, record
 
-from whorl.engine.contents import Content
 from whorl.engine.llm import LLM, Output
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence, Text
 from whorl.engine.speculate import DraftLength
-from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 
 PROMPT = list(b"once upon a time")
@@ -474,23 +472,6 @@ def test_a_chat_that_goes_on_finds_its_answers_in_the_cache() -> None:
     assert all(torch.equal(found[again.id][i], plain[without.id][i]) for i in range(9))
     with pytest.raises(ValueError, match="are not spans of a prompt"):
         llm.add([1, 2], params, generated=[range(1, 3)])
-
-
-def test_what_stands_behind_placeholders_decides_what_is_shared() -> None:
-    """Of the engine's cache and of a draft model's, whose keys would be those of another picture."""
-    model, params = MockModel(), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    draft = DraftModel(model=model, tokenizer=ByteTokenizer(), k=2, device="cpu", block_size=4, num_blocks=64)  # type: ignore[arg-type]
-    llm = engine(model, speculate=draft)
-
-    def num_cached(digest: bytes) -> tuple[int, int]:
-        hits = draft.pool.num_hit
-        (seq,) = llm.add([7] * 17, params, contents=[Content(range(8, 16), digest)])
-        drain(llm)
-        return seq.num_cached, draft.pool.num_hit - hits
-
-    assert [num_cached(digest) for digest in (b"a" * 16, b"b" * 16, b"a" * 16)] == [(0, 0), (8, 8), (16, 16)]
-    with pytest.raises(ValueError, match="of a prompt of 2 tokens"):
-        llm.add([1, 2], params, contents=[Content(range(1, 3), b"a" * 16)])
 
 
 def test_progress_is_made_when_every_sequence_wants_the_last_block() -> None:

@@ -33,7 +33,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "fields": set(),
     "options": {"fields"},
     "pasted": {"options"},
-    "plan_options": {"fields"},
     "rope_config": set(),
     "contracts": set(),
     "positions": {"rope_config"},
@@ -49,7 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "serve": {"engine", "fields"},
     "chat": {"engine", "fields"},
     "doctor": {"rope_config", "contracts"},
-    "plan": {"models"},
+    "plan": {"models", "fields"},
     "titan": {"models", "plan", "ops", "device", "judge"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "cases", "judge", "timing"},
@@ -58,7 +57,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "plan_options")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")

@@ -17,7 +17,7 @@ from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
 from whorl.pasted import PASTED, PastedCommand
-from whorl.plan_options import PlanOptions
+from whorl.plan.options import PlanOptions
 from whorl.serve.options import ServeOptions
 
 app = typer.Typer(

@@ -212,7 +212,11 @@ def recorder(name: str, function: Callable[..., Any], recorded: list[Any]) -> Ca
     signature = inspect.signature(function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        values = {n: describe(v) for n, v in signature.bind(*args, **kwargs).arguments.items()}
+        bound = signature.bind(*args, **kwargs).arguments
+        more = next(
+            (bound.pop(n) for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD and n in bound), {}
+        )
+        values = {n: describe(v) for n, v in (bound | more).items()}
         with host_reads(reads := [], read=_torch_npu.on_host):
             out = function(*args, **kwargs)
         recorded.append((name, function, values, describe(out), reads))
