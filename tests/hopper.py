@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from whorl.ops import _overlap_triton
-from whorl.ops.sparse_attention import launch
+from whorl.ops import _hopper, _overlap_triton
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -33,7 +32,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
 def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -92,8 +91,8 @@ def main() -> None:
     record(launches)
     rows, seen = [], set()
     wanted = [OPS[name] for name in sys.argv[1:]] or list(OPS.values())
-    for op, chip in itertools.product(wanted, ((0, 0), launch.HOPPER)):  # plain kernels, and those of one chip
-        launch.compute_capability = lambda device, chip=chip: chip
+    for op, chip in itertools.product(wanted, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
+        _hopper.compute_capability = lambda device, chip=chip: chip
         for case in op.bench_cases if "triton" in op.impls else ():
             values = op._bind((), op.make(**case, dtype=torch.bfloat16, device="meta"))
             launches.clear()

@@ -20,7 +20,9 @@ SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton
 QK_BACKWARD = "whorl.ops.attention.qk_norm_rope_backward_triton"
 LINEAR, EXPERTS = "whorl.ops.linear_triton", "whorl.ops.moe.experts_triton"
 ROUTE = "whorl.ops.moe.route_triton"
-ATTENTION, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
+PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
+DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
+CUTS = "whorl.ops.attention.cuts_triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,43 +127,46 @@ FAULTS = [
         "tl.where(ids == winner, choice, 0.0)",
     ),
     Fault("group by its best alone", ROUTE, "route", "second if SIZE > 1 else 0.0", "0.0"),
-    Fault(
-        "sees the next key", ATTENTION, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"
-    ),
+    Fault("sees the next key", DECODE, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"),
     Fault(
         "first split only",
-        ATTENTION,
+        DECODE,
         "paged_attention",
         "begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)",
         "begin, stop = first // SPLIT, first // SPLIT + 1",
     ),
     Fault(
-        "no causal mask", ATTENTION, "paged_attention", "keys[None, :] <= position[:, None]", "keys[None, :] < length"
+        "splits not rescaled",
+        DECODE,
+        "paged_attention",
+        "tl.exp2(top - new_top), tl.exp2(tops - new_top)",
+        "tl.exp2(top - new_top), tl.exp2(tops - tops)",
     ),
+    Fault("no causal mask", PROMPT, "paged_attention", "keys[None, :] <= position[:, None]", "keys[None, :] < length"),
     Fault(
         "window one short",
-        ATTENTION,
+        PROMPT,
         "paged_attention",
         "> position[:, None] - window",
         "> position[:, None] - window + 1",
     ),
     Fault(
-        "old sums not rescaled",
-        ATTENTION,
+        "old cuts not rescaled",
+        CUTS,
         "paged_attention",
-        "total = total * keep + tl.sum(weights, 1)",
-        "total = total + tl.sum(weights, 1)",
+        "total = tl.fma(cut_total, add, total * keep)",
+        "total = tl.fma(cut_total, add, total)",
     ),
     Fault(
         "blocks in a row",
-        ATTENTION,
+        CUTS,
         "paged_attention",
         "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)",
         "(keys // BLOCK_SIZE)",
     ),
     Fault(
         "slot of another block",
-        ATTENTION,
+        PAGED,
         "write_kv",
         "slot // BLOCK_SIZE, slot % BLOCK_SIZE",
         "slot // BLOCK_SIZE, slot % BLOCK_SIZE * 0",
@@ -189,10 +194,21 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     spec = importlib.util.spec_from_file_location(module, path)
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
+    forget_users(module, monkeypatch)
     monkeypatch.setitem(sys.modules, module, planted)
     for op in [op for op in OPS.values() if "triton" in op.impls]:
         impl = op.impls["triton"]  # anew: the real one may be loaded
         monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
+
+
+def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that hold functions of the real one are imported anew when they are next called."""
+    kernels = {name: found for name, found in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name}
+    for name, found in kernels.items():
+        is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
+        if is_user and name != module and name in sys.modules:
+            monkeypatch.delitem(sys.modules, name)
+            forget_users(name, monkeypatch)
 
 
 def first_red(op: Op, cases: list[Values]) -> str | None:

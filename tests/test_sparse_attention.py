@@ -290,10 +290,10 @@ def test_hopper_kernels_agree_with_the_plain_ones(heads: int, monkeypatch: pytes
     for name in ("sparse_attention", "sparse_attention_backward"):
         for deterministic in (False, True):
             values = arguments(OPS[name], case | {"deterministic": deterministic}, torch.bfloat16)
-            assert launch.gluon_reason(heads, 576, 512, torch.bfloat16, values["q"].device) is None
+            assert launch.hopper_reason(heads, 576, 512, torch.bfloat16, values["q"].device) is None
             check(OPS[name], "triton", values)
             with monkeypatch.context() as context:
-                context.setattr(launch, "gluon_reason", lambda *_: "not now")
+                context.setattr(launch, "hopper_reason", lambda *_: "not now")
                 check(OPS[name], "triton", values)
 
 
@@ -305,7 +305,7 @@ def test_hopper_kernels_read_selected_keys_only(deterministic: bool) -> None:
     indices = torch.full((4, 256), -1, dtype=torch.int32, device=DEVICE)
     for row, count in enumerate((256, 65, 1)):
         indices[row, :count] = torch.arange(1, count + 1)
-    assert launch.gluon_reason(64, 576, 512, torch.bfloat16, q.device) is None
+    assert launch.hopper_reason(64, 576, 512, torch.bfloat16, q.device) is None
     out, lse = sparse_attention(q, kv, indices, MLA_SCALE, value_dim=512, backend="triton")
     more = {"scale": MLA_SCALE, "deterministic": deterministic, "backend": "triton"}
     dq, dkv = OPS[BACKWARD](torch.randn_like(out), q, kv, indices, out, lse, **more)
@@ -378,7 +378,7 @@ def test_the_kernels_say_what_they_do_not_hold() -> None:
     indices = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(RuntimeError, match="up to 128 heads, got 129"):
         sparse_attention(q, kv, indices, 1.0, backend="triton")
-    reason = launch.gluon_reason(128, 576, 512, torch.bfloat16, torch.device("cpu"))
+    reason = launch.hopper_reason(128, 576, 512, torch.bfloat16, torch.device("cpu"))
     assert reason is not None
     assert "Hopper" in reason
 

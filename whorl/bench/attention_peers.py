@@ -28,10 +28,10 @@ def _is_full(values: Values) -> bool:
 
 
 def _plain_triton(bind: Callable[[Values], Bound], values: Values, value_dim: int) -> list[Peer]:
-    from whorl.ops.sparse_attention.launch import gluon_reason
+    from whorl.ops.sparse_attention.launch import hopper_reason
 
     q = values["q"]
-    if gluon_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
+    if hopper_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
         return []  # then they are what is timed already
     return [Peer(label="our kernels in plain Triton", bind=bind)]
 

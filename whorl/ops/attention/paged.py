@@ -150,9 +150,11 @@ def paged_attention(
     return narrow(out.flatten(1, 2), q.dtype).contiguous()
 
 
-def _triton_reason(q: Tensor, k_cache: Tensor, **_: object) -> str | None:
+def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
+    if scale <= 0:
+        return f"finds the highest score before it is scaled, by a positive number, got {scale}"
     return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
 
 

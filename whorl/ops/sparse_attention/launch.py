@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whorl.device import compute_capability, is_installed, is_interpreting, multiprocessors
+from whorl.device import is_interpreting, multiprocessors
 
+from .._hopper import gluon_reason
 from .._rows import ceil_div, power_of_2
 from . import triton as plain
 
 LOG2_E = 1.4426950408889634
-HOPPER = (9, 0)
 # Bytes of P and dS, or of shares that wait for their sum, at a time: at 32k tokens less than a tenth of dq.
 SCRATCH = 320 * 2**20
 REGISTERS = 224  # of a thread of the Gluon consumers; the producer gets what is left of 504
@@ -29,17 +29,13 @@ class Tiles:
     stages: int
 
 
-def gluon_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def hopper_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the Hopper kernels take these shapes, else why the plain ones run."""
-    if compute_capability(device) != HOPPER:
-        return f"written for Hopper, got {device}"
-    if is_interpreting():
-        return "Triton's interpreter knows no Gluon"
-    if not is_installed("triton.experimental.gluon"):
-        return "this Triton has no Gluon"
     if (dim, value_dim) != (576, 512) or heads not in (64, 128):
         return f"takes 64 or 128 heads of 576 channels, 512 of them values, got {heads} of {dim} and {value_dim}"
-    return None if dtype in (torch.bfloat16, torch.float16) else f"takes 16-bit tensors, got {dtype}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes 16-bit tensors, got {dtype}"
+    return gluon_reason(device)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -94,7 +90,7 @@ def forward(
     if not lse.numel():
         return out, lse
     rest = dim - value_dim
-    if use_gluon and gluon_reason(heads, dim, value_dim, q.dtype, q.device) is None:
+    if use_gluon and hopper_reason(heads, dim, value_dim, q.dtype, q.device) is None:
         from .forward_gluon_triton import _sparse_forward_gluon_kernel
 
         _sparse_forward_gluon_kernel[(heads // 64, count)](
@@ -144,7 +140,7 @@ class _Backward:
         (self.count, self.heads, self.dim), self.topk = q.shape, self.indices.shape[1]
         self.value_dim, self.num_keys = self.dout.shape[2], self.kv.shape[0]
         self.pitch = ceil_div(self.topk, 64) * 64
-        self.gluon = use_gluon and gluon_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
+        self.gluon = use_gluon and hopper_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
         self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dkv = torch.zeros(self.num_keys, self.dim, dtype=torch.float32, device=q.device)
         self.delta = self._delta(tensors["out"].contiguous(), dlse)

@@ -1,0 +1,67 @@
+# mypy: allow-untyped-defs
+"""The arithmetic of attention by cuts of the keys, the same in every kernel that computes it.
+
+Keys are cut at fixed multiples of their position. Each cut is computed from nothing, and cuts are folded first to last.
+Products and sums of weights run on tensor cores, whose result for a row does not depend on the tile, and every FMA is
+written out (kernels are compiled without fusion), so a query's bits depend on the keys that it sees alone: not on the
+tile, nor on where the chunk of a prompt begins.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..linear_triton import dot
+
+LOG2_E = 1.4426950408889634
+
+
+def cut_of(dtype: torch.dtype) -> int:
+    """Keys of one cut. fp32 has no tensor cores, and four times as many keys would not fit."""
+    return 128 if dtype.itemsize == 2 else 32
+
+
+@triton.jit
+def load_keys(
+    cache_ptr, table_ptr, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[keys, BLOCK_D] of one head; zero past `end`."""
+    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+    at = cache_ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(at[:, None] + channels, mask=(keys < end)[:, None] & (channels < D), other=0.0)
+
+
+@triton.jit
+def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
+    """One cut from nothing: its highest score, the sum of its weights, and the values so weighted.
+
+    Weights are powers of two of scores relative to the highest, rounded to the dtype of v before they are summed.
+    visible: None where all keys are; a row without any has a highest score of -inf and sums of zero.
+    """
+    scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    top = tl.max(scores, 1) * scale
+    shift = tl.where(top == float("-inf"), 0.0, -top)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), _across(shift, scores))).to(v.dtype)
+    ones = tl.full((k.shape[0], 16), 1.0, v.dtype)
+    total = tl.max(dot(weights, ones, tl.zeros((q.shape[0], 16), tl.float32), WIDEN), 1)
+    return top, total, dot(weights, v, tl.zeros(q.shape, tl.float32), WIDEN)
+
+
+@triton.jit
+def fold(top, total, out, cut_top, cut_total, cut_out):
+    """What cuts before have given, and one more. A cut without visible keys changes no bit."""
+    new = tl.maximum(top, cut_top)
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    keep, add = tl.exp2(top - shift), tl.exp2(cut_top - shift)
+    total = tl.fma(cut_total, add, total * keep)
+    return new, total, tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
+
+
+@triton.jit
+def _across(x, like):
+    """A number a row in the shape of a matrix; of a vector it is the vector."""
+    return tl.broadcast_to(x[:, None], like.shape) if len(like.shape) == 2 else x

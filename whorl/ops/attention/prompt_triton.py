@@ -1,0 +1,154 @@
+# mypy: allow-untyped-defs
+"""Attention of prompts: a tile of one sequence's queries at a time, one head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._hopper import gluon_reason
+from .._rows import ceil_div, power_of_2
+from .cuts_triton import cut, cut_of, fold, load_keys
+
+_HOPPER_QUERIES = 128
+
+
+@triton.jit
+def _prompt_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    tables_ptr,
+    starts_ptr,
+    lengths_ptr,
+    y_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride_block,
+    k_stride_offset,
+    k_stride_head,
+    v_stride_block,
+    v_stride_offset,
+    v_stride_head,
+    table_stride,
+    scale,
+    window,
+    B,
+    HQ: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CUT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, BLOCK_B)
+    starts = tl.load(starts_ptr + index, mask=index < B, other=0)
+    ends = tl.load(starts_ptr + 1 + index, mask=index < B, other=0)
+    tiles = tl.cdiv(ends - starts, QUERIES)
+    until = tl.cumsum(tiles, 0)
+    b = tl.sum(((until <= tile) & (index < B)).to(tl.int32), 0)
+    if b < B:
+        query = (tile - tl.sum(tl.where(index < b, tiles, 0), 0)) * QUERIES + tl.arange(0, QUERIES)
+        start, count = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1) - tl.load(starts_ptr + b)
+        length = tl.load(lengths_ptr + b)
+        position = length - count + query
+        token = (start + query).to(tl.int64)
+        channels = tl.arange(0, BLOCK_D)
+        mask = (query < count)[:, None] & (channels < D)[None, :]
+        q = tl.load(q_ptr + token[:, None] * q_stride_t + head * q_stride_h + channels[None, :], mask=mask, other=0.0)
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        out = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+        lowest = tl.min(position, 0)
+        first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
+        table = tables_ptr + b.to(tl.int64) * table_stride
+        # Cuts that every query sees whole need no mask; a mask that hides nothing changes no bit.
+        middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
+        for at in range(first, middle, CUT):
+            keys = at + tl.arange(0, CUT)
+            k = load_keys(
+                k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            v = load_keys(
+                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            cut_top, cut_total, cut_out = cut(q, k, v, None, scale, WIDEN)
+            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+        for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
+            keys = at + tl.arange(0, CUT)
+            k = load_keys(
+                k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            v = load_keys(
+                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
+                BLOCK_SIZE, D, BLOCK_D,
+            )  # fmt: skip
+            visible = keys[None, :] <= position[:, None]
+            if window > 0:
+                visible = visible & (keys[None, :] > position[:, None] - window)
+            cut_top, cut_total, cut_out = cut(q, k, v, visible, scale, WIDEN)
+            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+        y_at = y_ptr + (token[:, None] * HQ + head) * D + channels[None, :]
+        y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape))
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def prompt(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+    q, k_cache, _, _, _, lengths = tensors
+    tokens, heads, dim = q.shape
+    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no sequence stay zero
+    if not y.numel():
+        return y
+    count = lengths.shape[0]
+    shapes = {
+        "HQ": heads,
+        "G": heads // k_cache.shape[2],
+        "BLOCK_SIZE": k_cache.shape[1],
+        "BLOCK_B": power_of_2(count),
+        "enable_fp_fusion": False,
+    }
+    if hopper_reason(tensors, strides) is None:
+        from .prompt_gluon_triton import REGISTERS, STAGES, _prompt_gluon_kernel
+
+        _prompt_gluon_kernel[(heads, ceil_div(tokens, _HOPPER_QUERIES) + count)](
+            *tensors, y, *strides, scale, window, count, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, **shapes
+        )
+        return y
+    is_narrow, is_wide = q.element_size() == 2, dim > 128
+    queries = 16 if is_interpreting() else 128 if is_narrow and not is_wide else 32
+    _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
+        *tensors,
+        y,
+        *strides,
+        scale,
+        window,
+        count,
+        D=dim,
+        BLOCK_D=max(16, power_of_2(dim)),
+        QUERIES=queries,
+        CUT=cut_of(q.dtype),
+        WIDEN=is_interpreting(),
+        num_warps=8 if queries == 128 else 4,
+        num_stages=1 if is_wide else 2,
+        **shapes,
+    )
+    return y
+
+
+def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...]) -> str | None:
+    """None where the Hopper kernel takes these, else why the plain one runs. It gives the same bits."""
+    q = tensors[0]
+    if q.shape[2] != 128 or q.element_size() != 2:
+        return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
+    if any(stride % 8 for stride in strides[:-1]) or any(not t.is_meta and t.data_ptr() % 16 for t in tensors[:3]):
+        return "copies 16 bytes at a time, and rows do not begin at multiples of them"
+    return gluon_reason(q.device)
