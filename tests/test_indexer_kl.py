@@ -458,8 +458,6 @@ def test_a_planted_fault_is_found(
     module = importlib.import_module(f"{PACKAGE}.{short}").__name__
     plant(module, old, new, 1, tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules[PACKAGE], short, sys.modules[module])
-    if short == "key_gradient_triton":
-        monkeypatch.setattr(sys.modules[f"{PACKAGE}.dense_kl_triton"], "add_dk", sys.modules[module].add_dk)
     op = OPS[name]
     more = {"grad_scale": 0.5} if name.endswith("_kl") else {}
     cases = [{"tokens": (2,), "keys": 20, "heads": 20, "dim": 16, "k": 17, "empty": True}, *op.cases]
