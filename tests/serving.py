@@ -129,7 +129,8 @@ class Served:
         return response.json()
 
     def chat(self, text: str, **options: Any) -> Any:
-        return self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **options)
+        messages = [{"role": "user", "content": text}]
+        return self.post("/v1/chat/completions", messages=messages, **({"temperature": 0} | options))
 
     def complete(self, prompt: Any, **options: Any) -> Any:
         return self.post("/v1/completions", prompt=prompt, **({"temperature": 0} | options))

@@ -210,13 +210,13 @@ def test_measured_on_loopback() -> None:
 @pytest.mark.slow
 def test_measured_in_namespaces() -> None:
     if (reason := network.refusal()) is not None:
-        pytest.skip(reason)
+        pytest.skip(reason)  # namespaces of the network are for root, on Linux
     try:
         rows = check_run(sp.Settings(tokens=128, hidden=256, layers=1, repeats=1, rate="20mbit", timeout=400))
     except ValueError as refused:
         if "this kernel does not take" not in str(refused):
             raise
-        pytest.skip(str(refused))
+        pytest.skip(str(refused))  # a kernel without the queue that limits the rate; other refusals are faults
     for row in rows.values():  # headers of Ethernet, IP and TCP on top
         assert row["payload_bytes"] < row["interface_bytes"] < 1.2 * row["payload_bytes"]
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=30).stdout

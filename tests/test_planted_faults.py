@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ FAULTS = [
 
 def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the module with a changed source in place of the real one, for operators to import when next called."""
-    source = Path(importlib.util.find_spec(module).origin).read_text()
+    real = importlib.import_module(module)  # put back when the test ends
+    source = Path(real.__file__).read_text()
     assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
     path = folder / "planted.py"
     path.write_text(source.replace(old, new))
@@ -195,7 +197,9 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
     forget_users(module, monkeypatch)
-    monkeypatch.setitem(sys.modules, module, planted)
+    forget(module, monkeypatch)
+    sys.modules[module] = planted
+    setattr(*place(module), planted)
     for op in [op for op in OPS.values() if "triton" in op.impls]:
         impl = op.impls["triton"]  # anew: the real one may be loaded
         monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
@@ -207,8 +211,19 @@ def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in kernels.items():
         is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
         if is_user and name != module and name in sys.modules:
-            monkeypatch.delitem(sys.modules, name)
+            forget(name, monkeypatch)
             forget_users(name, monkeypatch)
+
+
+def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends; `from package import module` would find the attribute, `import_module` the entry."""
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(*place(name), raising=False)
+
+
+def place(name: str) -> tuple[ModuleType, str]:
+    package, _, short = name.rpartition(".")
+    return importlib.import_module(package), short
 
 
 def first_red(op: Op, cases: list[Values]) -> str | None:

@@ -63,5 +63,5 @@ def fold(top, total, out, cut_top, cut_total, cut_out):
 
 @triton.jit
 def _across(x, like):
-    """A number a row in the shape of a matrix; of a vector it is the vector."""
-    return tl.broadcast_to(x[:, None], like.shape) if len(like.shape) == 2 else x
+    """A number a row, in the shape of a matrix."""
+    return tl.broadcast_to(x[:, None], like.shape)

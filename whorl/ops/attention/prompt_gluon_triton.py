@@ -15,9 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.6 has older names.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-sync = getattr(gl, "barrier", None) or gl.thread_barrier
+from .._gluon_triton import async_load, barriers, sync
 
 STAGES = 2  # cuts in shared memory
 REGISTERS = 208  # of a consumer's thread; the producer's have what is left, 88
@@ -122,14 +120,6 @@ def _consumer(
 
 
 @gluon.jit
-def _barriers(num: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
-@gluon.jit
 def _load_queries(smem, ptr, stride, count):
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, _COPY))
     channels = gl.arange(0, D, gl.SliceLayout(0, _COPY))
@@ -178,10 +168,10 @@ def _prompt_gluon_kernel(
     vs = gl.allocate_shared_memory(dtype, [STAGES, CUT, D], _TILE)
     ones = gl.allocate_shared_memory(dtype, [CUT, 16], _ONES)
     ones.store(gl.full([CUT, 16], 1.0, dtype, _ONES_STORE))
-    k_ready = _barriers(STAGES, 128)
-    v_ready = _barriers(STAGES, 128)
-    k_free = _barriers(STAGES, 2)
-    v_free = _barriers(STAGES, 2)
+    k_ready = barriers(STAGES, 128)
+    v_ready = barriers(STAGES, 128)
+    k_free = barriers(STAGES, 2)
+    v_free = barriers(STAGES, 2)
     _load_queries(q0, q_ptr, q_stride_t, count)
     _load_queries(q1, q_ptr + ROWS * q_stride_t, q_stride_t, count - ROWS)
     async_copy.commit_group()

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from whorl.device import compute_capability
 
+from .._hopper import HOPPER
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import grouped_matmul_torch_npu
-
-HOPPER = (9, 0)
 
 
 def _check(x: Tensor, weight: Tensor, counts: Tensor, name: str = "grouped_matmul", what: str = "x") -> None:

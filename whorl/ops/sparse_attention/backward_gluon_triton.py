@@ -14,18 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .._gluon_triton import async_load, barriers, sync
 from .forward_gluon_triton import (
     _COPY,
     _TILE,
     HALF,
     HEADS,
     REST,
-    _barriers,
     _copy,
     _end_of,
     _load_rows,
-    async_load,
-    sync,
 )
 
 FEW = gl.constexpr(32)  # keys of a block in the first pass
@@ -244,9 +242,9 @@ def _sparse_dq_gluon_kernel(
     nope = gl.allocate_shared_memory(dtype, [2, FEW, 2 * HALF], _TILE)
     rope = gl.allocate_shared_memory(dtype, [2, FEW, REST], _TILE)
     shared_ds = gl.allocate_shared_memory(dtype, [2, HEADS, FEW], _FEW_TILE)
-    ready = _barriers(4, 128)
-    free = _barriers(4, 1)
-    told = _barriers(2, 1)
+    ready = barriers(4, 128)
+    free = barriers(4, 1)
+    told = barriers(2, 1)
     q_ptr += row * (2 * HALF + REST)
     _load_rows(q_nope.index(0), q_ptr, 2 * HALF + REST, 0, 8)
     _load_rows(q_rope.index(0), q_ptr, 2 * HALF + REST, 2 * HALF, 1)
@@ -353,8 +351,8 @@ def _sparse_dkv_gluon_kernel(
     dout = gl.allocate_shared_memory(dtype, [1, H, HALF], _TILE)
     p = gl.allocate_shared_memory(dtype, [2, H, KEYS], _TILE)
     ds = gl.allocate_shared_memory(dtype, [2, H, KEYS], _TILE)
-    ready = _barriers(2, 128)
-    free = _barriers(2, 1)
+    ready = barriers(2, 128)
+    free = barriers(2, 1)
     _load_heads(q.index(0), q_ptr + token * (H * D) + is_right * HALF, D)
     _load_heads(q_rest.index(0), q_ptr + token * (H * D) + 2 * HALF, D)
     _load_heads(dout.index(0), dout_ptr + token * (H * 2 * HALF) + is_right * HALF, 2 * HALF)

@@ -15,9 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.6 has older names.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-sync = getattr(gl, "barrier", None) or gl.thread_barrier
+from .._gluon_triton import async_load, barriers, sync
 
 HEADS = gl.constexpr(64)  # of one program
 KEYS = gl.constexpr(64)  # of one block
@@ -236,14 +234,6 @@ def _end_of(indices_ptr, K):
 
 
 @gluon.jit
-def _barriers(num: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
-@gluon.jit
 def _sparse_forward_gluon_kernel(
     q_ptr, kv_ptr, indices_ptr, out_ptr, lse_ptr, kv_stride, K, scale, H: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -258,9 +248,9 @@ def _sparse_forward_gluon_kernel(
     rope = gl.allocate_shared_memory(dtype, [2, KEYS, REST], _TILE)
     tops = gl.allocate_shared_memory(gl.float32, [2, HEADS], _VECTOR)
     totals = gl.allocate_shared_memory(gl.float32, [2, HEADS], _VECTOR)
-    ready = _barriers(4, 128)
-    free = _barriers(4, 1)
-    told = _barriers(4, 1)
+    ready = barriers(4, 128)
+    free = barriers(4, 1)
+    told = barriers(4, 1)
     _load_rows(q_nope.index(0), q_ptr, 2 * HALF + REST, 0, 8)
     _load_rows(q_rope.index(0), q_ptr, 2 * HALF + REST, 512, 1)
     end = _end_of(indices_ptr, K)
