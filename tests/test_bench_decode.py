@@ -20,7 +20,7 @@ from whorl.bench.draft_sweep import parse_sweep
 from whorl.bench.random_config import PRESETS
 from whorl.cli import app
 from whorl.engine import roofline
-from whorl.engine.roofline import step_bytes
+from whorl.engine.roofline import num_values, prompt_flops, step_bytes
 from whorl.engine.weights import build, random_model
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
@@ -43,7 +43,7 @@ def shape(tmp_path: Path) -> str:
 def test_bytes_of_a_token_of_the_preset() -> None:
     """Counted by hand: 3.042 B weights are read for a token of Qwen3-30B-A3B, and its 30.532 B fill 61.064 GB."""
     model = build(PRESETS["Qwen3-30B-A3B"], device="meta", dtype=torch.bfloat16)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(30.532e9, rel=1e-4)
+    assert num_values(model) == sum(p.numel() for p in model.parameters()) == pytest.approx(30.532e9, rel=1e-4)
     assert step_bytes(model) == pytest.approx(6.084e9, rel=1e-3)
     cache = step_bytes(model, context=4096) - step_bytes(model)
     assert cache == 4096 * 98_304
@@ -66,6 +66,22 @@ def test_bytes_with_a_window() -> None:
     model = build(Qwen3.tiny(**options), device="meta", dtype=torch.float32)
     per_key = 2 * 2 * 16 * 4
     assert step_bytes(model, context=100) - step_bytes(model) == per_key * (100 + 7)
+
+
+def test_products_of_a_prompt_of_the_preset() -> None:
+    """Counted by hand: the weights that a token meets, the head once, and half of the square of attention."""
+    model = build(PRESETS["Qwen3-30B-A3B"], device="meta", dtype=torch.bfloat16)
+    layer = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048 + 2048 * 128 + 8 * 3 * 2048 * 768
+    for length in (1, 8192):
+        attention = 48 * 4 * 32 * 128 * length * (length + 1) // 2
+        assert prompt_flops(model, length) == 2 * (48 * layer * length + 151936 * 2048) + attention
+
+
+def test_products_with_a_window() -> None:
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    windowed, full = (build(Qwen3.tiny(**more), device="meta", dtype=torch.float32) for more in (options, {}))
+    unseen = sum(max(0, position + 1 - 7) for position in range(100))
+    assert prompt_flops(full, 100) - prompt_flops(windowed, 100) == 4 * 4 * 16 * unseen
 
 
 def test_share_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ experts, embedding and head, against the same values in fp32.
 """
 
 import ast
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine import weights
 from whorl.engine.llm import LLM
-from whorl.engine.roofline import step_bytes
+from whorl.engine.roofline import num_values, prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams
 from whorl.models.qwen3 import Qwen3
 from whorl.nn.weights import FORMATS
@@ -183,6 +184,8 @@ def test_the_engine_generates_with_it(checkpoints: tuple[Path, Path]) -> None:
     read = [m.weight.numel() for n, m in matrices(dense.model).items() if not n.endswith(("mlp.gate", "embed_tokens"))]
     saved = (sum(read) + batch * CONFIG["hidden_size"]) * (4 - 33 / 32)
     assert step_bytes(dense.model, batch=batch) - step_bytes(paired.model, batch=batch) == pytest.approx(saved)
+    for count in (num_values, functools.partial(prompt_flops, num_tokens=9)):  # not of bytes, but of numbers
+        assert count(paired.model) == count(dense.model) > 0
 
 
 def test_random_weights_in_the_format() -> None:

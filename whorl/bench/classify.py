@@ -106,7 +106,7 @@ class Subject:
             draft_length="fixed" if is_fixed else "measured",
             max_num_seqs=1,
             max_model_len=longest,
-            num_blocks=2 * self.settings.num_blocks(longest),
+            num_blocks=2 * self.settings.num_blocks(self.model, longest),
         )
 
 

@@ -13,8 +13,9 @@ from whorl import device as devices
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
+from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
-from whorl.engine.roofline import copy_bandwidth, step_bytes
+from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
@@ -81,9 +82,9 @@ class Settings:
     def dtype(self) -> torch.dtype | None:
         return getattr(torch, self.engine.dtype) if self.engine.dtype else None
 
-    def num_blocks(self, length: int) -> int:
+    def num_blocks(self, model: Any, length: int) -> int:
         """That a sequence of so many tokens takes."""
-        return -(-length // (self.engine.block_size or devices.block_size(self.device)))
+        return -(-length // block_size(model.cache_specs(), self.device, self.engine.block_size))
 
     @property
     def path(self) -> str | None:
@@ -151,7 +152,7 @@ def header(settings: Settings, model: Any) -> Document:
         "model": settings.name,
         "weights": "random" if settings.config is not None else "loaded",
         "dtype": str(model.dtype).removeprefix("torch."),
-        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_parameters": num_values(model),
         "weight_bytes": weights,
         "bytes_per_token": step_bytes(model, batch=1),
         "copy_tb_s": copy_bandwidth(settings.device) / 1e12,
@@ -171,7 +172,7 @@ def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Docu
         max_num_batched_tokens=max(2048, batch),
         max_prompt_tokens=max(2048, batch),
         max_model_len=length,
-        num_blocks=batch * settings.num_blocks(length),
+        num_blocks=batch * settings.num_blocks(model, length),
         use_prefix_cache=False,
     )
     seconds = [_time_steps(llm, vocab_size, batch, settings) for _ in range(settings.repeats + 1)][1:]
@@ -226,7 +227,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
         max_num_batched_tokens=min(length, 8192),
         max_prompt_tokens=min(length, 8192),  # whole prompts, whatever they take
         max_model_len=length + 1,
-        num_blocks=settings.num_blocks(length + 1),
+        num_blocks=settings.num_blocks(model, length + 1),
         use_prefix_cache=False,
     )
     (prompt,) = prompts(1, length, vocab_size)
@@ -234,7 +235,7 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
     times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
     seconds = statistics.median(times[1:])
     kind = model.dtype
-    rate, matmul = _flops(model, length) / seconds, matmul_rate(kind, settings.device)
+    rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(kind, settings.device)
     return {
         "prompt_tokens": length,
         "seconds": seconds,
@@ -251,18 +252,6 @@ def timed(device: str, function: Callable[[], Any]) -> float:
     function()
     devices.synchronize(device)
     return time.perf_counter() - start
-
-
-def _flops(model: Any, length: int) -> float:
-    """Of a prompt: two for each weight that a token meets, and causal attention; the head sees one token only."""
-    experts = getattr(model.config, "experts", None)
-    share = experts.num_experts_per_tok / experts.num_experts if experts is not None else 1.0
-    weights = 0.0
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name:
-            weights += weight.numel() * (share if ".experts." in name else 1)
-    heads = sum(model.config.num_attention_heads * spec.head_dim for spec in model.cache_specs())
-    return 2 * weights * length + 2 * heads * length**2
 
 
 def _free(device: str) -> None:

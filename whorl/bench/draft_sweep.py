@@ -105,7 +105,7 @@ def verify(settings: Settings) -> Document:
                 settings=settings.engine,
                 max_num_seqs=1,
                 max_model_len=length,
-                num_blocks=settings.num_blocks(length),
+                num_blocks=settings.num_blocks(model, length),
             )
         with progress("steps"):
             seconds = llm.runner.cost(settings.batches, repeats=settings.repeats)

@@ -19,6 +19,16 @@ def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
     return total + batch * sum(spec.step_bytes(context) for spec in model.cache_specs())
 
 
+def prompt_flops(model: Any, num_tokens: int) -> float:
+    """That a prompt of so many tokens needs at least."""
+    return model.attention_flops(num_tokens) + sum(layer.prompt_flops(num_tokens) for _, layer in weighted(model))
+
+
+def num_values(model: Any) -> int:
+    """Numbers that the model consists of, however its weights are held."""
+    return sum(layer.num_values for _, layer in weighted(model))
+
+
 @functools.cache
 def copy_bandwidth(device: str) -> float:
     """Bytes a second that a copy reads and writes, measured once."""

@@ -89,6 +89,12 @@ class Attention(Module):
     def cache_spec(self, dtype: torch.dtype) -> PagedKV:
         return PagedKV(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, window=self.window)
 
+    def flops(self, num_tokens: int) -> float:
+        """Of a prompt: q . k and p v, two each for a channel of a head and a key that is seen."""
+        seen = min(num_tokens, self.window or num_tokens)
+        pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
+        return 4 * self.num_heads * self.head_dim * pairs
+
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         """The queries, rotated; keys and values are written into the cache."""
         heads, count = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, -1), self.num_heads
@@ -182,6 +188,9 @@ class Llama(Module):
 
     def cache_specs(self) -> list[PagedKV]:
         return [layer.self_attn.cache_spec(self.dtype) for layer in self.model.layers]  # type: ignore[union-attr,operator]
+
+    def attention_flops(self, num_tokens: int) -> float:
+        return sum(layer.self_attn.flops(num_tokens) for layer in self.model.layers)  # type: ignore[union-attr,operator]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         rotary = self.rope.rows(step)

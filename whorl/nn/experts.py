@@ -57,3 +57,11 @@ class Experts(Weighted):
     def step_bytes(self, batch: int) -> float:
         """Of the experts that a batch chooses if routing is uniform: a share of 1 - (1 - K / E)^B."""
         return super().step_bytes(batch) * (1 - (1 - self.per_token / self.num_experts) ** batch)
+
+    @property
+    def num_values(self) -> int:
+        return self.gate_up_proj.num_values + self.down_proj.num_values
+
+    def prompt_flops(self, num_tokens: int) -> float:
+        all_of_them = self.gate_up_proj.prompt_flops(num_tokens) + self.down_proj.prompt_flops(num_tokens)
+        return all_of_them * self.per_token / self.num_experts

@@ -68,3 +68,7 @@ class Linear(Matrix):
         super().randomize(generator)
         if self.bias is not None:
             self.bias.fill_(1)
+
+    @property
+    def num_values(self) -> int:
+        return super().num_values + self.shape[0] * self.has_bias

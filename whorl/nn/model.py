@@ -25,5 +25,8 @@ class Model(Protocol):
         """Hidden states [T, C], final norm included; writes the tokens' entries into the caches, each as its spec's
         `empty` made it."""
 
+    def attention_flops(self, num_tokens: int) -> float:
+        """Of a prompt: what its tokens see of each other, in all layers."""
+
     def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
         """[N, V] fp32 from hidden [N, C]."""

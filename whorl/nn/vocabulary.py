@@ -39,3 +39,7 @@ class Vocabulary(Matrix):
         """As an embedding a row a sequence, as a head all."""
         held = super().step_bytes(batch)
         return self.is_embedding * batch * held / self.shape[0] + self.is_head * held
+
+    def prompt_flops(self, num_tokens: int) -> float:
+        """The head sees a prompt's last token."""
+        return super().prompt_flops(1) * self.is_head

@@ -6,6 +6,7 @@ parameters, says where the checkpoint's tensors go in them, and multiplies. Neit
 formats there are; `whorl.nn.weights` has the table.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,15 @@ class Weighted(nn.Module):
         """That a decode step of `batch` sequences reads."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    @property
+    def num_values(self) -> int:
+        """Numbers of the model that this rank has here, however they are held."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def prompt_flops(self, num_tokens: int) -> float:
+        """Of the products that a prompt needs; the rest is nothing beside them."""
+        return 0
+
 
 class Matrix(Weighted):
     """[rows, columns], or a stack of such: one or several projections of a checkpoint as one weight."""
@@ -169,6 +179,13 @@ class Matrix(Weighted):
 
     def finish(self) -> None:
         self.format.finish(self)
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    def prompt_flops(self, num_tokens: int) -> float:
+        return 2 * math.prod(self.shape) * num_tokens
 
 
 def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]:
