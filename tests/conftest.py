@@ -25,6 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 RUN_ALL = "WHORL_TEST_ALL"
 
 
+def runs_slow(config: pytest.Config) -> bool:
+    return bool(config.getoption("--slow")) or os.environ.get(RUN_ALL) == "1"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
 
@@ -38,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_slow = pytest.mark.skip(reason=f"slow: pass --slow or set {RUN_ALL}=1")
     skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    run_slow = config.getoption("--slow") or os.environ.get(RUN_ALL) == "1"
+    run_slow = runs_slow(config)
     for item in items:
         if "slow" in item.keywords and not run_slow:
             item.add_marker(skip_slow)

@@ -2,7 +2,7 @@
 
 Run as a program without TRITON_INTERPRET. Launches are recorded instead of run: each operator is called with its
 benchmark cases on the meta device, and what its launcher passes is compiled for sm_90. Prints one JSON row a kernel.
-Names as arguments build those operators alone.
+Names as arguments build those operators alone; --once builds each kernel once, not for every way it is launched.
 """
 
 import itertools
@@ -69,10 +69,9 @@ def inspect(cubin: bytes) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "--dump-sass")
-        )
+        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage, _, sass = text.partition("code for")
     numbers = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
     return {
         "registers": int(numbers["REG"]),
@@ -90,7 +89,8 @@ def main() -> None:
     launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
     record(launches)
     rows, seen = [], set()
-    wanted = [OPS[name] for name in sys.argv[1:]] or list(OPS.values())
+    is_once = "--once" in sys.argv
+    wanted = [OPS[name] for name in sys.argv[1:] if name != "--once"] or list(OPS.values())
     for op, chip in itertools.product(wanted, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
         _hopper.compute_capability = lambda device, chip=chip: chip
         for case in op.bench_cases if "triton" in op.impls else ():
@@ -99,7 +99,7 @@ def main() -> None:
             op.impls["triton"].function(**values)
             for kernel, args, kwargs in launches:
                 ones = [i for i, value in enumerate(args) if isinstance(value, int) and value == 1]
-                key = (kernel.__name__, str(kwargs), str(ones))
+                key = (kernel.__name__,) if is_once else (kernel.__name__, str(kwargs), str(ones))
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
                     rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import runs_slow
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 
 @pytest.fixture(scope="module")
-def builds() -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("hopper.py")
+def builds(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
+    """Each kernel, and with the slow tests in every way that it is launched."""
+    command = [sys.executable, str(Path(__file__).with_name("hopper.py"))]
+    command += [] if runs_slow(pytestconfig) else ["--once"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
