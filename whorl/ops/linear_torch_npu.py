@@ -1,4 +1,4 @@
-"""The linear layer on Ascend: every product has the same number of rows, so a row's bits are its own."""
+"""The linear layer on Ascend: products have one of two numbers of rows, and a row has one of two results."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from whorl.contracts import linear_limit
 from . import _torch_npu
 from ._torch_npu import dtype_name
 
-# Rows of every product. CANN chooses a schedule by the shape: with one shape there is one schedule.
-ROWS = {"decode": 64, "batch": 64, "prompt": 512}
+# Rows of a product. CANN chooses a schedule by the shape: with one shape there is one schedule.
+FEW, MANY = 64, 512
 
 
 def reason(x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
@@ -19,8 +19,9 @@ def reason(x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str |
     return linear_limit(shape=x.shape, weight_shape=weight.shape, dtype=dtype_name(x), bias_dtype=bias_dtype)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str) -> Tensor:
-    count, tile = x.shape[0], ROWS[rows]
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    count = x.shape[0]
+    tile = FEW if count <= FEW else MANY
     padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile)).contiguous()
     parts = [_torch_npu.call("npu_linear", input=part, weight=weight, bias=bias) for part in padded.split(tile)]
     return torch.cat(parts)[:count].contiguous() if len(parts) > 1 else parts[0][:count].contiguous()

@@ -1,17 +1,21 @@
 """Attention over a paged cache of keys and values."""
 
-from typing import Any, Literal
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from whorl.device import HOST
 
 from .._check import check_cache, check_lengths, check_tables
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import paged_torch_npu
 
-QUERY_TILE = 32  # queries of every product in the prompt class; the last tile is padded
-KEY_TILE = 256  # keys of every product in the prompt class
+ROWS = 32  # of queries and heads in the product whose bits a row always has; fewer are padded
+MORE_ROWS = 256  # of one product where a trial shows the same bits
+KEYS = 256  # of every product, cut at multiples of their position
 
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **given: Any) -> None:
@@ -45,54 +49,61 @@ def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return widen(cache.index_select(0, blocks).flatten(0, 1)[:length]).transpose(0, 1)
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    """q: [n, HK, G, D], the last n positions of k and v: one by one, so that shapes depend on a query's place alone."""
-    length, count = k.shape[1], q.shape[0]
-    found = []
-    for i in range(count):
-        end = length - count + i + 1
-        start = max(0, end - window) if window else 0
-        seen = k[None, :, start:end], v[None, :, start:end]
-        found.append(torch.nn.functional.scaled_dot_product_attention(q[i : i + 1], *seen, scale=scale))
-    return found[0] if count == 1 else torch.cat(found)
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """q: [n, HK, G, D], the last n positions of k and v [HK, length, D]. The same shape."""
+    length, (count, heads, group, dim) = k.shape[1], q.shape
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
+    rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
+    position = (length - count + torch.arange(count, device=q.device)).repeat_interleave(group)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % ROWS))
+    position = torch.nn.functional.pad(position, (0, rows.shape[1] - len(position)), value=length - 1)
+    parts, at = [], 0
+    for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
+        while rows.shape[1] - at >= size:
+            parts.append(_tile(rows[:, at : at + size], k, v, position[at : at + size], window))
+            at += size
+    return torch.cat(parts, 1)[:, : count * group].view(heads, count, group, dim).transpose(0, 1)
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, first: int, window: int) -> Tensor:
-    """q: [QUERY_TILE, HK, G, D] at positions from `first`; k, v: [HK, multiple of KEY_TILE, D].
+def _tile(rows: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> Tensor:
+    """rows: [HK, R, D] of queries at `position` [R]; k, v: [HK, multiple of KEYS, D].
 
-    Softmax runs along blocks of keys that start at multiples of KEY_TILE. A block without visible keys multiplies by
-    one and adds zero, so a query's bits do not depend on its neighbours in the tile.
+    Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by one
+    and adds zero, so a row's bits do not depend on its neighbours in the tile.
     """
-    count, heads, group, dim = q.shape
-    rows = q.permute(1, 2, 0, 3).reshape(heads, group * count, dim)
-    position = (first + torch.arange(count, device=q.device)).repeat(group)[:, None]
-    total = rows.new_zeros(heads, group * count, 1)
-    top = rows.new_full((heads, group * count, 1), -torch.inf)
+    position = position[:, None]
+    total = rows.new_zeros(*rows.shape[:2], 1)
+    top = torch.full_like(total, -torch.inf)
     out = torch.zeros_like(rows)
-    start = max(0, first - window + 1) // KEY_TILE * KEY_TILE if window else 0
-    for block in range(start, min(first + count, k.shape[1]), KEY_TILE):
-        key = block + torch.arange(KEY_TILE, device=q.device)
+    lowest, highest = int(position.min()), int(position.max())
+    start = max(0, lowest - window + 1) // KEYS * KEYS if window else 0
+    for block in range(start, highest + 1, KEYS):
+        key = block + torch.arange(KEYS, device=rows.device)
         hidden = key > position
         if window:
             hidden |= key <= position - window
-        scores = (rows @ k[:, block : block + KEY_TILE].transpose(1, 2)).masked_fill(hidden, -torch.inf)
+        scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         shift = new_top.masked_fill(new_top == -torch.inf, 0)
         weights, keep = torch.exp(scores - shift), torch.exp(top - shift)
         total = total * keep + weights.sum(-1, keepdim=True)
-        out = out * keep + weights @ v[:, block : block + KEY_TILE]
+        out = out * keep + weights @ v[:, block : block + KEYS]
         top = new_top
-    return (out / total).view(heads, group, count, dim).permute(2, 0, 1, 3)
+    return out / total
 
 
-def _prompt(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    """As `_decode`, in tiles of fixed size."""
-    length, count = k.shape[1], q.shape[0]
-    q = q * scale
-    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEY_TILE)) for x in (k, v))
-    q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 0, 0, -count % QUERY_TILE))
-    tiles = [_tile(part, k, v, length - count + QUERY_TILE * i, window) for i, part in enumerate(q.split(QUERY_TILE))]
-    return torch.cat(tiles)[:count]
+@functools.cache
+def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
+    """Rows of a tile in which a row has the bits that it has among ROWS, by trial, the most first; see `linear`."""
+    if device != HOST:
+        return (ROWS,)
+    generator = torch.Generator().manual_seed(0)
+    heads, dim = shape
+    q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
+    position = torch.arange(MORE_ROWS) + KEYS
+    parts = zip(q.split(ROWS, 1), position.split(ROWS), strict=True)
+    expected = torch.cat([_tile(part, k, v, at, 0) for part, at in parts], 1)
+    return (MORE_ROWS, ROWS) if torch.equal(_tile(q, k, v, position, 0), expected) else (ROWS,)
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:
@@ -117,7 +128,6 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    rows: Literal["prompt", "decode", "batch"] = "prompt",
 ) -> Tensor:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
@@ -126,8 +136,8 @@ def paged_attention(
     int32, block i of sequence b; query_starts: [B + 1] int32; context_lens: [B] int32, keys of each sequence; result
     like q, contiguous. Query i of n sits at position context_lens[b] - n + i and sees the keys up to its own, with
     window > 0 only the last `window` of them. HQ is a multiple of HK. Scores, softmax and sums in fp32, one rounding.
-    A query's bits depend on itself, the keys it sees and `rows` alone: not on other sequences, not on how a prompt is
-    cut into chunks. Rows of q past the last query_starts are zero. No gradient.
+    A query's bits depend on itself and the keys it sees alone: not on other sequences, not on how a prompt is cut into
+    chunks, nor on whether it comes as a prompt or is decoded; docs/arithmetic.md says how, and where not. Rows of q past the last query_starts are zero. No gradient.
 
     query_starts begin at 0 and do not fall; a sequence with queries has no more of them than keys, and a row of
     block_tables that holds its keys. What is not so is refused where it can be seen without waiting for a device: on
@@ -136,14 +146,13 @@ def paged_attention(
     """
     heads = k_cache.shape[2]
     wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
-    attend = _prompt if rows == "prompt" else _decode
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     found = []
     for b, length in enumerate(lengths):
         if starts[b + 1] > starts[b]:
             blocks = block_tables[b, : -(-length // k_cache.shape[1])]
             k, v = _gather(k_cache, blocks, length), _gather(v_cache, blocks, length)
-            found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale))
+            found.append(_attend(wide[starts[b] : starts[b + 1]], k, v, window, scale))
     if starts[-1] < len(q):
         found.append(torch.zeros_like(wide[starts[-1] :]))
     out = found[0] if len(found) == 1 else torch.cat(found) if found else wide.clone()
@@ -166,21 +175,21 @@ _HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (5,), "heads": 1, "kv_heads": 1, "dim": 16},
     {"queries": (3, 1, 2), "contexts": (3, 9, 20), **_HEADS},
-    {"queries": (1, 2), "contexts": (30, 7), "rows": "decode", "scale": 0.01, **_HEADS},
-    {"queries": (1, 3), "contexts": (300, 70), "rows": "decode", "heads": 8, "kv_heads": 1, "dim": 64, "sliced": True},
+    {"queries": (1, 2), "contexts": (30, 7), "scale": 0.01, **_HEADS},
+    {"queries": (1, 3), "contexts": (300, 70), "heads": 8, "kv_heads": 1, "dim": 64, "sliced": True},
     {"queries": (0,), "contexts": (0,), **_HEADS},
-    {"queries": (0,), "contexts": (4,), "rows": "decode", **_HEADS},
+    {"queries": (0,), "contexts": (4,), **_HEADS},
     {"queries": (5, 2), "contexts": (40, 2), "window": 4, "sliced": True, **_HEADS},
-    {"queries": (2, 1), "contexts": (300, 20), "window": 150, "rows": "decode", **_HEADS},
+    {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
     {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
     # Blocks that every backend takes.
     {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
-    {"queries": (2, 1), "contexts": (9, 130), "block": 128, "rows": "decode", **_HEADS},
+    {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
 ]
 _QWEN = {"heads": 32, "kv_heads": 4, "dim": 128, "block": 16}
 _BENCH: list[Values] = [
-    {"queries": (1,), "contexts": (4096,), "rows": "decode", **_QWEN},
-    {"queries": (1,) * 64, "contexts": (1024,) * 64, "rows": "decode", **_QWEN},
+    {"queries": (1,), "contexts": (4096,), **_QWEN},
+    {"queries": (1,) * 64, "contexts": (1024,) * 64, **_QWEN},
     {"queries": (8192,), "contexts": (8192,), **_QWEN},
     {"queries": (512,) * 8, "contexts": (4096,) * 8, **_QWEN},
 ]
@@ -194,7 +203,6 @@ def _make(
     dim: int,
     block: int = 8,
     window: int = 0,
-    rows: str = "prompt",
     scale: float = 1.0,
     sliced: bool = False,
     tokens: tuple[int, ...] = (),
@@ -220,7 +228,6 @@ def _make(
         "context_lens": torch.tensor(contexts, dtype=torch.int32).to(device),
         "scale": dim**-0.5,
         "window": window,
-        "rows": rows,
     }
 
 

@@ -1,7 +1,7 @@
 """Paged attention on Ascend, by npu_fused_infer_attention_score, and writing the cache.
 
 The operator wants lengths as integers, so each call reads them back once. Three kinds of mask: none for one query a
-sequence; a mask of our own for the few queries of the decode class; for prompts the compressed causal triangle, with
+sequence; a mask of our own for a few queries, as drafts have; for prompts the compressed causal triangle, with
 a window as a band of it. The device does not promise that a query's bits are independent of the other sequences.
 """
 
@@ -17,6 +17,9 @@ from whorl.contracts import MASK_SIZE, fused_infer_attention_limit, scatter_pa_k
 from .. import _torch_npu
 from .._check import check_lengths
 from .._torch_npu import dtype_name
+
+
+FEW_QUERIES = 16  # of a sequence, for which a mask of our own is small
 
 
 def write_kv_reason(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
@@ -68,7 +71,7 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> Tensor:
     query_starts, context_lens = given["query_starts"], given["context_lens"]
-    scale, window, rows = (given[name] for name in ("scale", "window", "rows"))
+    scale, window = given["scale"], given["window"]
     lengths = _torch_npu.on_host(torch.cat((query_starts, context_lens)))
     starts, contexts = lengths[: len(query_starts)], lengths[len(query_starts) :]
     check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
@@ -89,7 +92,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
     if most == 1 and not 0 < window < max(contexts):
         mask: dict[str, Any] = {"atten_mask": None, "sparse_mode": 0}
-    elif most == 1 or rows != "prompt":
+    elif most <= FEW_QUERIES:
         width = block_tables.shape[1] * k_cache.shape[1]
         mask = {"atten_mask": _own_mask(query_starts, context_lens, most, width, window), "sparse_mode": 0}
     else:

@@ -1,19 +1,17 @@
 """Running the experts of each token at inference."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
 from .._op import Values, operator, widen
-from ..linear import multiply_rows, multiply_tiles
+from ..linear import multiply
 from . import experts_torch_npu
 
-EXPERT_TILE = 16  # rows of an expert's products in the prompt class
 
-
-def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> None:
+def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"experts: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
     count, hidden = x.shape
@@ -43,31 +41,23 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tenso
 def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
     """silu(gate) * up, rounded to `dtype` as what the second product reads. exp, not sigmoid: see `route`."""
     gate, up = both.chunk(2, -1)
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    return widen(hidden.to(dtype))
+    return _rounded(gate / (1 + torch.exp(-gate)) * up, dtype)
 
 
-def _decode(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, K, C], every (token, slot) on its own."""
-    found = []
-    for t, chosen in enumerate(ids.tolist()):
-        for e in chosen:
-            hidden = _activate(multiply_rows(x[t : t + 1], widen(gate_up[e])), dtype)
-            found.append(multiply_rows(hidden, widen(down[e])))
-    return torch.cat(found).view(*ids.shape, -1)
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return widen(x.to(dtype))
 
 
-def _prompt(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, K, C], the tokens of an expert together, in tiles of fixed size."""
+def _results(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, K, C] of each token's experts; the tokens of an expert together."""
     flat = ids.flatten()
     order = torch.sort(flat, stable=True).indices
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
     found = []
     for e, mine in enumerate(order.split(counts)):
         if len(mine):
-            rows = x[mine // ids.shape[1]]
-            hidden = _activate(multiply_tiles(rows, widen(gate_up[e]), EXPERT_TILE), dtype)
-            found.append(multiply_tiles(hidden, widen(down[e]), EXPERT_TILE))
+            both = _rounded(multiply(x[mine // ids.shape[1]], widen(gate_up[e])), dtype)
+            found.append(_rounded(multiply(_activate(both, dtype), widen(down[e])), dtype))
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return torch.cat(found)[back].view(*ids.shape, -1)
 
@@ -89,27 +79,18 @@ def _flops(values: Values) -> int:
 
 
 @operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops)
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    rows: Literal["prompt", "decode", "batch"] = "prompt",
-) -> Tensor:
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
 
     x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], in x's dtype; weights: [T, K]
     and ids: [T, K] int32 or int64, each in [0, E), as `route` gives them: another is an error on the CPU and is not
-    looked for elsewhere; y: like x, contiguous. Sums in fp32;
-    silu(gate) * up is rounded to x's dtype, y once, at the end. The slots are added in their order. A row's bits
-    depend on the row and `rows` alone, as in `linear`. No gradient.
+    looked for elsewhere; y: like x, contiguous. Sums in fp32. gate, up, silu(gate) * up and each expert's result are
+    rounded to x's dtype, as products of whole tensors round them; the slots are added in their order, in fp32, and y is
+    rounded once. A row's bits depend on the row alone, as in `linear`. No gradient.
     """
     if not ids.numel():
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    run = _prompt if rows == "prompt" else _decode
-    parts = run(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
+    parts = _results(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
     scaled = parts * weights.to(parts.dtype).unsqueeze(-1)
     y = scaled[:, 0]
     for slot in range(1, ids.shape[1]):
@@ -127,21 +108,16 @@ experts.impl("torch_npu", "experts_torch_npu:experts", accepts=experts_torch_npu
 
 _CASES: list[Values] = [
     {"tokens": (1,), "hidden": 8, "width": 4, "experts": 2, "k": 1},
-    {"tokens": (3,), "hidden": 24, "width": 20, "experts": 4, "k": 2, "rows": "decode"},
+    {"tokens": (3,), "hidden": 24, "width": 20, "experts": 4, "k": 2},
     {"tokens": (3,), "hidden": 32, "width": 16, "experts": 4, "k": 3, "scale": 0.01},
-    {"tokens": (2,), "hidden": 64, "width": 40, "experts": 8, "k": 8, "rows": "decode", "scale": 0.01},
+    {"tokens": (2,), "hidden": 64, "width": 40, "experts": 8, "k": 8, "scale": 0.01},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2},
-    {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "rows": "decode"},
-    {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True, "rows": "batch"},
+    {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
     {"tokens": (20,), "hidden": 40, "width": 24, "experts": 3, "k": 2, "sliced": True},
-    {"tokens": (5,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True, "rows": "decode"},
+    {"tokens": (5,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
-_BENCH: list[Values] = [
-    *({"tokens": (tokens,), "rows": "decode", **_QWEN} for tokens in (1, 4)),
-    {"tokens": (64,), "rows": "batch", **_QWEN},
-    {"tokens": (8192,), **_QWEN},
-]
+_BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 4, 64, 8192)]
 
 
 def _make(
@@ -152,7 +128,6 @@ def _make(
     k: int,
     scale: float = 1.0,
     sliced: bool = False,
-    rows: str = "prompt",
     *,
     dtype: torch.dtype,
     device: str,
@@ -165,7 +140,7 @@ def _make(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights = torch.rand(count, k, device=device).to(wide) + 0.1
     ids = torch.rand(count, experts, device=device).argsort(-1)[:, :k].int()
-    return {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "ids": ids, "rows": rows}
+    return {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "ids": ids}
 
 
 experts.inputs(cases=_CASES, bench=_BENCH)(_make)

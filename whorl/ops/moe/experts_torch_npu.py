@@ -32,7 +32,7 @@ def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
     )
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> Tensor:
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     count = gate_up.shape[0]
     sorted_rows, where, counts, _ = _torch_npu.call(
         "npu_moe_init_routing_v2",
