@@ -286,7 +286,7 @@ def test_kernels_are_the_formulas_derivative(
 ) -> None:
     """Every size against torch's derivative of the formula in fp64: the loss, dq, dk and dweights."""
     v = inputs(tokens, keys, heads, k=min(k, keys))
-    v["indices"] = select(tokens, keys, k, counts, False, 0.0, "cpu")
+    v["indices"] = select(tokens, keys, k, counts, device="cpu")
     v["main_lse"] = lse_of(v)
     kept = [t for t, count in enumerate(counts) if count]
     some = {n: x if n in ("k", "main_k") else x[kept] for n, x in v.items()}
