@@ -3,18 +3,14 @@
 A fault is one substitution. Where a kernel has changed so that its text is not found, plant the fault anew.
 """
 
-import importlib.util
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from test_ops import Values, arguments, check, few_processors, num_rows, reason_against
+from planted import Fault, faults, first_red, plant
+from test_ops import arguments, check, few_processors, num_rows
 
-from whorl.ops import OPS, Op
-from whorl.ops._impl import Impl
+from whorl.ops import OPS
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
 SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton"
@@ -26,63 +22,102 @@ DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.promp
 CUTS = "whorl.ops.attention.cuts_triton"
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    name: str
-    module: str
-    op: str  # the operator whose cases must notice
-    old: str
-    new: str
-    count: int = 1  # how often `old` stands in the source
-    needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
-
-
 FAULTS = [
-    Fault("wrong sign", ROPE, "rope", "first * cos - second * sin", "first * cos + second * sin"),
-    Fault("wrong sign, other half", ROPE, "rope", "second * cos + first * sin", "second * cos - first * sin"),
-    Fault("sin offset of the padded width", ROPE, "rope", "at + HALF, mask", "at + channels.shape[0], mask"),
-    Fault("rows of the padded width", ROPE, "rope", "row * (2 * HALF)", "row * (2 * channels.shape[0])"),
-    Fault("table looked up by token", ROPE, "rope", "if AXES > 0:", "if AXES > 1:"),
-    Fault("inverse ignored", ROPE, "rope", "sin = -sin", "sin = 1.0 * sin"),
-    Fault("pairs written in reverse", ROPE, "rope", "tl.join(first, second)", "tl.join(second, first)"),
-    Fault("last channel not written", ROPE, "rope", "REST_START + REST)", "REST_START + REST - 1)"),
-    Fault("sequence and batch mixed", ROPE, "rope", "(tokens % S)[:, None]", "(tokens // S)[:, None]"),
-    Fault("k of the first head only", ROPE, "rope", "heads * k_stride_h", "0 * heads * k_stride_h"),
-    Fault("H and W read at each other's stride", ROPE, "mrope", "+ axis * T + tokens", "+ (3 - axis) * T + tokens"),
-    Fault("every axis read at T's stride", ROPE, "mrope", "+ axis * T + tokens", "+ 0 * T + tokens"),
-    Fault("interleaved H and W exchanged", ROPE, "mrope", "channels % 3 == 1", "channels % 3 == 2"),
-    Fault("interleaved W bounded by H", ROPE, "mrope", "channels < 3 * S2", "channels < 3 * S1"),
-    Fault("h and w exchanged in hwt", ROPE, "mrope", "1 + channels % 2", "2 - channels % 2"),
-    Fault("bands one channel off", ROPE, "mrope", "tl.where(channels < S0, 0", "tl.where(channels <= S0, 0"),
-    Fault("fourth axis lost", ROPE, "mrope", "S2, axes, 3)", "S2, axes, 2)"),
-    Fault("in place, wrong sign", ROPE, "rope_", "first * cos - second * sin", "first * cos + second * sin"),
-    Fault("in the gradient, wrong sign", ROPE, "mrope_backward", "second * cos + first", "second * cos - first"),
-    Fault("mean over one too many", NORM, "rms_norm", "total / C + eps", "total / (C + 1) + eps"),
-    Fault("ten times eps", NORM, "rms_norm", "total / C + eps", "total / C + 10 * eps"),
+    *faults(
+        ROPE,
+        "rope",
+        ("wrong sign", "first * cos - second * sin", "first * cos + second * sin"),
+        ("wrong sign, other half", "second * cos + first * sin", "second * cos - first * sin"),
+        ("sin offset of the padded width", "at + HALF, mask", "at + channels.shape[0], mask"),
+        ("rows of the padded width", "row * (2 * HALF)", "row * (2 * channels.shape[0])"),
+        ("table looked up by token", "if AXES > 0:", "if AXES > 1:"),
+        ("inverse ignored", "sin = -sin", "sin = 1.0 * sin"),
+        ("pairs written in reverse", "tl.join(first, second)", "tl.join(second, first)"),
+        ("last channel not written", "REST_START + REST)", "REST_START + REST - 1)"),
+        ("sequence and batch mixed", "(tokens % S)[:, None]", "(tokens // S)[:, None]"),
+        ("k of the first head only", "heads * k_stride_h", "0 * heads * k_stride_h"),
+    ),
+    *faults(
+        ROPE,
+        "mrope",
+        ("H and W read at each other's stride", "+ axis * T + tokens", "+ (3 - axis) * T + tokens"),
+        ("every axis read at T's stride", "+ axis * T + tokens", "+ 0 * T + tokens"),
+        ("interleaved H and W exchanged", "channels % 3 == 1", "channels % 3 == 2"),
+        ("interleaved W bounded by H", "channels < 3 * S2", "channels < 3 * S1"),
+        ("h and w exchanged in hwt", "1 + channels % 2", "2 - channels % 2"),
+        ("bands one channel off", "tl.where(channels < S0, 0", "tl.where(channels <= S0, 0"),
+        ("fourth axis lost", "S2, axes, 3)", "S2, axes, 2)"),
+    ),
+    *faults(
+        ROPE,
+        "rope_",
+        ("in place, wrong sign", "first * cos - second * sin", "first * cos + second * sin"),
+    ),
+    *faults(
+        ROPE,
+        "mrope_backward",
+        ("in the gradient, wrong sign", "second * cos + first", "second * cos - first"),
+    ),
+    *faults(
+        NORM,
+        "rms_norm",
+        ("mean over one too many", "total / C + eps", "total / (C + 1) + eps"),
+        ("ten times eps", "total / C + eps", "total / C + 10 * eps"),
+    ),
     Fault("plus one ignored", NORM, "rms_norm", "weight += 1.0", "weight += 0.0", 2),
     Fault("last element dropped", NORM, "rms_norm", "tl.sum(x * x, 1)", "tl.sum(x * x * (columns < C - 1), 1)", 2),
-    Fault("residual subtracted", NORM, "add_rms_norm", "x += tl.load(residual_ptr", "x -= tl.load(residual_ptr"),
-    Fault("new residual not written", NORM, "add_rms_norm", "total, mask=mask,", "total, mask=mask & (columns > 0),"),
-    Fault("projection forgotten", NORM, "rms_norm_backward", "scaled - unit * (", "scaled - 0 * unit * ("),
-    Fault("first row block lost", NORM, "rms_norm_backward", "+= dy * unit", "+= dy * unit * (block > 0)"),
-    Fault("only the last row block", NORM, "rms_norm_backward", "dweight += dy * unit", "dweight = dy * unit", 1, True),
-    Fault("residual's gradient lost", NORM, "rms_norm_backward", "dx += tl.load(", "dx += 0 * tl.load("),
-    Fault("gate and up exchanged", SWIGLU, "swiglu", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate"),
-    Fault("up one channel early", SWIGLU, "swiglu", "tl.load(x_ptr + F + columns", "tl.load(x_ptr + F - 1 + columns"),
-    Fault("last channel not written", SWIGLU, "swiglu", "mask=columns < F)", "mask=columns < F - 1)"),
-    Fault("second block lost", SWIGLU, "swiglu", "2 * start + tl.arange", "start + tl.arange"),
-    Fault("wrong derivative", SWIGLU, "swiglu_backward", "1 + gate * (1 - sigmoid)", "1 - gate * (1 - sigmoid)"),
-    Fault("gradients exchanged", SWIGLU, "swiglu_backward", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
-    Fault("wrong sign", QK, "qk_norm_rope", "first * cos - second * sin", "first * cos + second * sin"),
-    Fault("mean over one too many", QK, "qk_norm_rope", "total / D + eps", "total / (D + 1) + eps"),
-    Fault("norm of the turned channels", QK, "qk_norm_rope", "total += tl.sum(", "total += 0 * tl.sum("),
-    Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
-    Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
-    Fault("slot without a block", QK, "qk_norm_rope_write", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
-    Fault(
-        "rotation not turned back", QK_BACKWARD, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"
+    *faults(
+        NORM,
+        "add_rms_norm",
+        ("residual subtracted", "x += tl.load(residual_ptr", "x -= tl.load(residual_ptr"),
+        ("new residual not written", "total, mask=mask,", "total, mask=mask & (columns > 0),"),
     ),
-    Fault("projection forgotten", QK_BACKWARD, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
+    *faults(
+        NORM,
+        "rms_norm_backward",
+        ("projection forgotten", "scaled - unit * (", "scaled - 0 * unit * ("),
+        ("first row block lost", "+= dy * unit", "+= dy * unit * (block > 0)"),
+    ),
+    Fault("only the last row block", NORM, "rms_norm_backward", "dweight += dy * unit", "dweight = dy * unit", 1, True),
+    *faults(
+        NORM,
+        "rms_norm_backward",
+        ("residual's gradient lost", "dx += tl.load(", "dx += 0 * tl.load("),
+    ),
+    *faults(
+        SWIGLU,
+        "swiglu",
+        ("gate and up exchanged", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate"),
+        ("up one channel early", "tl.load(x_ptr + F + columns", "tl.load(x_ptr + F - 1 + columns"),
+        ("last channel not written", "mask=columns < F)", "mask=columns < F - 1)"),
+        ("second block lost", "2 * start + tl.arange", "start + tl.arange"),
+    ),
+    *faults(
+        SWIGLU,
+        "swiglu_backward",
+        ("wrong derivative", "1 + gate * (1 - sigmoid)", "1 - gate * (1 - sigmoid)"),
+        ("gradients exchanged", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
+    ),
+    *faults(
+        QK,
+        "qk_norm_rope",
+        ("wrong sign", "first * cos - second * sin", "first * cos + second * sin"),
+        ("mean over one too many", "total / D + eps", "total / (D + 1) + eps"),
+        ("norm of the turned channels", "total += tl.sum(", "total += 0 * tl.sum("),
+        ("k with q's weight", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
+        ("k read as v", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
+    ),
+    *faults(
+        QK,
+        "qk_norm_rope_write",
+        ("slot without a block", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
+    ),
+    *faults(
+        QK_BACKWARD,
+        "qk_norm_rope_backward",
+        ("rotation not turned back", "dy_first * cos + dy", "dy_first * cos - dy"),
+        ("projection forgotten", "mean = (dot / D)", "mean = (0 * dot / D)"),
+    ),
     Fault(
         "only the last block",
         QK_BACKWARD,
@@ -92,152 +127,96 @@ FAULTS = [
         1,
         True,
     ),
-    Fault(
-        "gradient of the weight scaled", QK_BACKWARD, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"
+    *faults(
+        QK_BACKWARD,
+        "qk_norm_rope_backward",
+        ("gradient of the weight scaled", "= d_first * first", "= w_first * first"),
     ),
-    Fault("last column not written", LINEAR, "linear", "mask=columns < N)", "mask=columns < N - 1)"),
-    Fault("every row reads the first", LINEAR, "linear", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
+    *faults(
+        LINEAR,
+        "linear",
+        ("last column not written", "mask=columns < N)", "mask=columns < N - 1)"),
+        ("every row reads the first", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
+    ),
     Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),
-    Fault(
-        "sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN)", "dot(x, weight, total * 0, WIDEN)"
+    *faults(
+        LINEAR,
+        "linear",
+        ("sum of the last block", "dot(x, weight, total, WIDEN)", "dot(x, weight, total * 0, WIDEN)"),
     ),
-    Fault(
-        "gate and up exchanged",
+    *faults(
         EXPERTS,
         "experts",
-        "_silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))",
-        "_silu_mul(tl.sum(up * x, 1), tl.sum(gate * x, 1))",
+        (
+            "gate and up exchanged",
+            "tl.sum(gate * x, 1), tl.sum(up * x, 1))",
+            "tl.sum(up * x, 1), tl.sum(gate * x, 1))",
+        ),
+        ("slots not weighted", "part * tl.load(weights_ptr + pair)", "part"),
+        ("first slot only", "pair = token * K + slot\n        expert", "pair = token * K\n        expert"),
+        ("first expert's gate", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
+        ("first expert's down", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     ),
-    Fault("slots not weighted", EXPERTS, "experts", "part * tl.load(weights_ptr + pair)", "part"),
-    Fault(
-        "first slot only",
-        EXPERTS,
-        "experts",
-        "pair = token * K + slot\n        expert",
-        "pair = token * K\n        expert",
-    ),
-    Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
-    Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
-    Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
-    Fault("not renormalised", ROUTE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
-    Fault(
-        "bias in the weights",
+    *faults(
         ROUTE,
         "route",
-        "tl.where(ids == winner, scores, 0.0)",
-        "tl.where(ids == winner, choice, 0.0)",
+        ("ties to the highest", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
+        ("not renormalised", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
+        ("bias in the weights", "tl.where(ids == winner, scores, 0.0)", "tl.where(ids == winner, choice, 0.0)"),
+        ("group by its best alone", "second if SIZE > 1 else 0.0", "0.0"),
     ),
-    Fault("group by its best alone", ROUTE, "route", "second if SIZE > 1 else 0.0", "0.0"),
-    Fault("sees the next key", DECODE, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"),
-    Fault(
-        "first split only",
+    *faults(
         DECODE,
         "paged_attention",
-        "begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)",
-        "begin, stop = first // SPLIT, first // SPLIT + 1",
+        ("sees the next key", "length - (stop - 1 - token)", "length - (stop - 2 - token)"),
+        (
+            "first split only",
+            "stop = first // SPLIT, tl.cdiv(end, SPLIT)",
+            "stop = first // SPLIT, first // SPLIT + 1",
+        ),
+        (
+            "splits not rescaled",
+            "tl.exp2(tops - new_top)",
+            "tl.exp2(tops - tops)",
+        ),
     ),
-    Fault(
-        "splits not rescaled",
-        DECODE,
-        "paged_attention",
-        "tl.exp2(top - new_top), tl.exp2(tops - new_top)",
-        "tl.exp2(top - new_top), tl.exp2(tops - tops)",
-    ),
-    Fault("no causal mask", PROMPT, "paged_attention", "keys[None, :] <= position[:, None]", "keys[None, :] < length"),
-    Fault(
-        "window one short",
+    *faults(
         PROMPT,
         "paged_attention",
-        "> position[:, None] - window",
-        "> position[:, None] - window + 1",
+        ("no causal mask", "keys[None, :] <= position[:, None]", "keys[None, :] < length"),
+        ("window one short", "> position[:, None] - window", "> position[:, None] - window + 1"),
     ),
-    Fault(
-        "old cuts not rescaled",
+    *faults(
         CUTS,
         "paged_attention",
-        "total = tl.fma(cut_total, add, total * keep)",
-        "total = tl.fma(cut_total, add, total)",
+        (
+            "old cuts not rescaled",
+            "fma(cut_total, add, total * keep)",
+            "fma(cut_total, add, total)",
+        ),
+        (
+            "blocks in a row",
+            "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)",
+            "(keys // BLOCK_SIZE)",
+        ),
     ),
-    Fault(
-        "blocks in a row",
-        CUTS,
-        "paged_attention",
-        "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)",
-        "(keys // BLOCK_SIZE)",
-    ),
-    Fault(
-        "slot of another block",
+    *faults(
         PAGED,
         "write_kv",
-        "slot // BLOCK_SIZE, slot % BLOCK_SIZE",
-        "slot // BLOCK_SIZE, slot % BLOCK_SIZE * 0",
+        ("slot of another block", "slot // BLOCK_SIZE, slot % BLOCK_SIZE", "slot // BLOCK_SIZE, slot % BLOCK_SIZE * 0"),
     ),
-    Fault(
-        "noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32))", "_mix(_mix(low ^ high))"
-    ),
-    Fault(
-        "greedy takes the last of equals",
+    *faults(
         SAMPLE,
         "sample",
-        "chosen = tl.min(tl.where(tops == top",
-        "chosen = tl.max(tl.where(tops == top",
+        ("noise of one step", "_mix(_mix(low ^ high) ^ step.to(tl.uint32))", "_mix(_mix(low ^ high))"),
+        (
+            "greedy takes the last of equals",
+            "chosen = tl.min(tl.where(tops",
+            "chosen = tl.max(tl.where(tops",
+        ),
+        ("min_p ignored", "& (tl.exp(-below) >= least)", "& (tl.exp(-below) >= 0 * least)"),
     ),
-    Fault("min_p ignored", SAMPLE, "sample", "& (tl.exp(-below) >= least)", "& (tl.exp(-below) >= 0 * least)"),
 ]
-
-
-def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the module with a changed source in place of the real one, for operators to import when next called."""
-    real = importlib.import_module(module)  # put back when the test ends
-    source = Path(real.__file__).read_text()
-    assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
-    path = folder / "planted.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(module, path)
-    planted = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(planted)
-    forget_users(module, monkeypatch)
-    forget(module, monkeypatch)
-    sys.modules[module] = planted
-    setattr(*place(module), planted)
-    for op in [op for op in OPS.values() if "triton" in op.impls]:
-        impl = op.impls["triton"]  # anew: the real one may be loaded
-        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
-
-
-def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that hold functions of the real one are imported anew when they are next called."""
-    kernels = {name: found for name, found in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name}
-    for name, found in kernels.items():
-        is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
-        if is_user and name != module and name in sys.modules:
-            forget(name, monkeypatch)
-            forget_users(name, monkeypatch)
-
-
-def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends; `from package import module` would find the attribute, `import_module` the entry."""
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(*place(name), raising=False)
-
-
-def place(name: str) -> tuple[ModuleType, str]:
-    package, _, short = name.rpartition(".")
-    return importlib.import_module(package), short
-
-
-def first_red(op: Op, cases: list[Values]) -> str | None:
-    """What the shared check says of the first case that it rejects."""
-    for case in cases:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(0)
-            values = arguments(op, case, dtype)
-            if reason_against(op, "triton", values) is None:
-                try:
-                    check(op, "triton", values)
-                except AssertionError as error:
-                    return str(error)
-    return None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op}: {f.name}")

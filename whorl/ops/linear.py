@@ -1,7 +1,6 @@
 """The linear layer of models: a row's bits do not depend on what runs beside it."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from . import linear_torch_npu
+from ._draw import Draw
 from ._op import Values, narrow, operator, widen
 
 TILE = 16  # rows of the product whose bits a row always has; fewer are padded
@@ -110,21 +110,15 @@ _BENCH: list[Values] = [
 
 
 def _make(
+    draw: Draw,
     tokens: tuple[int, ...],
     size: tuple[int, int],
     bias: bool = False,
     bias_dtype: torch.dtype | None = None,
-    scale: float = 1.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
 ) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    x = (scale * torch.randn(tokens[0], size[1] + 8 * sliced, **more))[:, : size[1]]
-    weight = (torch.randn(size[0], size[1] + 8 * sliced, **more) / size[1] ** 0.5)[:, : size[1]]
-    wide = torch.float64 if dtype == torch.float64 else bias_dtype or dtype
-    added = torch.randn(size[0], dtype=wide, device=device) if bias else None
+    x, weight = draw.scaled(*tokens, size[1]), draw.weight(*size)
+    wide = torch.float64 if draw.dtype == torch.float64 else bias_dtype or draw.dtype
+    added = torch.randn(size[0], dtype=wide, device=draw.device) if bias else None
     return {"x": x, "weight": weight, "bias": added}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from .._check import check_cache, check_lengths, check_tables
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import paged_torch_npu
@@ -196,6 +197,7 @@ _BENCH: list[Values] = [
 
 
 def _make(
+    draw: Draw,
     queries: tuple[int, ...],
     contexts: tuple[int, ...],
     heads: int,
@@ -203,18 +205,11 @@ def _make(
     dim: int,
     block: int = 8,
     window: int = 0,
-    scale: float = 1.0,
-    sliced: bool = False,
     tokens: tuple[int, ...] = (),
-    *,
-    dtype: torch.dtype,
-    device: str,
 ) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    width = dim + 8 * sliced
     counts = [-(-c // block) for c in contexts]
-    k, v = (scale * torch.randn(sum(counts) + 3, block, kv_heads, width, **more)[..., :dim] for _ in range(2))
-    q = torch.randn(sum(queries), heads, width, **more)[..., :dim]
+    k, v = (draw.scale * draw.normal(sum(counts) + 3, block, kv_heads, dim) for _ in range(2))
+    q, device = draw.normal(sum(queries), heads, dim), draw.device
     tables, free = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
     for b, count in enumerate(counts):
         tables[b, :count], free = free[:count], free[count:]

@@ -33,9 +33,9 @@ _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
 
 
 @gluon.jit
-def _row_pointers(kv_ptr, indices_ptr, kv_stride, start, end):
+def _row_pointers(kv_ptr, indices_ptr, kv_stride, start, end, COUNT: gl.constexpr):
     """Addresses of a block's keys, and which of them exist."""
-    slots = start + gl.arange(0, KEYS, gl.SliceLayout(1, _COPY))
+    slots = start + gl.arange(0, COUNT, gl.SliceLayout(1, _COPY))
     keys = gl.load(indices_ptr + slots, mask=slots < end, other=-1)
     return gl.expand_dims(kv_ptr + gl.maximum(keys, 0).to(gl.int64) * kv_stride, 1), gl.expand_dims(keys >= 0, 1)
 
@@ -47,6 +47,16 @@ def _copy(smem, rows, exists, first: gl.constexpr, width: gl.constexpr):
 
 
 @gluon.jit
+def _copy_half(nope, rope, rows, exists, ready, free, phase, first: gl.constexpr, WITH_REST: gl.constexpr):
+    """Half of a block's value channels into their place once it is free, and the rest channels if they go along."""
+    mbarrier.wait(free, phase)
+    _copy(nope.slice(first, HALF, 1), rows, exists, first, HALF)
+    if WITH_REST:
+        _copy(rope, rows, exists, 2 * HALF, REST)
+    async_copy.mbarrier_arrive(ready, increment_count=False)
+
+
+@gluon.jit
 def _producer(kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free):
     """Halves of blocks in the order in which the consumers need them: even left and right, odd right and left.
 
@@ -55,22 +65,12 @@ def _producer(kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, fre
     """
     for pair in range(pairs):
         phase = (pair & 1) ^ 1
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS), end)
-        mbarrier.wait(free.index(0), phase)
-        _copy(nope.index(0).slice(0, HALF, 1), rows, exists, 0, HALF)
-        async_copy.mbarrier_arrive(ready.index(0), increment_count=False)
-        mbarrier.wait(free.index(1), phase)
-        _copy(nope.index(0).slice(256, HALF, 1), rows, exists, 256, HALF)
-        _copy(rope.index(0), rows, exists, 2 * HALF, REST)
-        async_copy.mbarrier_arrive(ready.index(1), increment_count=False)
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS) + KEYS, end)
-        mbarrier.wait(free.index(2), phase)
-        _copy(nope.index(1).slice(256, HALF, 1), rows, exists, 256, HALF)
-        async_copy.mbarrier_arrive(ready.index(2), increment_count=False)
-        mbarrier.wait(free.index(3), phase)
-        _copy(nope.index(1).slice(0, HALF, 1), rows, exists, 0, HALF)
-        _copy(rope.index(1), rows, exists, 2 * HALF, REST)
-        async_copy.mbarrier_arrive(ready.index(3), increment_count=False)
+        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS), end, KEYS)
+        _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(0), free.index(0), phase, 0, False)
+        _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(1), free.index(1), phase, 256, True)
+        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS) + KEYS, end, KEYS)
+        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(2), free.index(2), phase, 256, False)
+        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(3), free.index(3), phase, 0, True)
 
 
 @gluon.jit
