@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs
-"""Attention of decoded tokens: keys in splits of one size, each a program's, then the splits of a token together."""
+"""Attention of a few tokens of each sequence, by the same cuts of the keys as prompts, and so with the same bits.
+
+Where there are tokens enough to keep the memory busy, each key head of a token walks its keys from first to last. Where
+there are few, every cut is a program's, and a second kernel folds what they give, in order.
+"""
 
 import torch
 import triton
@@ -10,11 +14,11 @@ from whorl.device import is_interpreting
 
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..linear_triton import dot
-from .cuts_triton import load_cut
+from .cuts_triton import cut, cut_of, fold, load_cut
 
-SPLIT = 128  # keys of one program: fixed, so that a token's sums do not depend on the batch
-PROGRAMS = 1024  # of a call; a block table says how long a sequence may be, and few are that long
+WALKERS = 128  # programs that keep the memory busy without cutting their keys
+PROGRAMS = 1024  # of a call that cuts; a block table says how long a sequence may be, and few are that long
+AHEAD = 32  # cuts on their way while one is folded
 
 
 @triton.jit
@@ -28,6 +32,7 @@ def _decode_kernel(
     out_ptr,
     top_ptr,
     total_ptr,
+    y_ptr,
     q_stride_t,
     q_stride_h,
     k_stride_block,
@@ -39,7 +44,7 @@ def _decode_kernel(
     table_stride,
     scale,
     window,
-    splits,
+    cuts,
     B,
     HK: tl.constexpr,
     G: tl.constexpr,
@@ -48,12 +53,13 @@ def _decode_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    KEYS: tl.constexpr,
+    CUT: tl.constexpr,
+    WALKS: tl.constexpr,
+    STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token, one key head and its G queries; every so many splits of the keys, each on its own."""
+    """One token, one key head and its G queries: all cuts in order, or every so many, each on its own."""
     follow(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     b, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -64,37 +70,29 @@ def _decode_kernel(
     mask = (group < G)[:, None] & (channels < D)[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     table = tables_ptr + b.to(tl.int64) * table_stride
-    for split in range(first // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
-        top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_G,), tl.float32)
-        out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        for start in range(split * SPLIT, tl.minimum(end, (split + 1) * SPLIT), KEYS):
-            keys = start + tl.arange(0, KEYS)
-            k, v = load_cut(
-                k_cache_ptr, v_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
-                v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
-            )  # fmt: skip
-            scores = dot(q, tl.trans(k), tl.zeros((BLOCK_G, KEYS), tl.float32), WIDEN) * scale
-            visible = (keys < end) & (keys >= first)
-            top, total, out = _online(scores, visible[None, :], v, top, total, out, WIDEN)
-        row = (token.to(tl.int64) * splits + split) * (HK * G) + head * G + group
-        tl.store(top_ptr + row, top, mask=group < G)
-        tl.store(total_ptr + row, total, mask=group < G)
-        tl.store(out_ptr + row[:, None] * D + channels[None, :], out, mask=mask)
-
-
-@triton.jit
-def _online(scores, visible, v, top, total, out, WIDEN: tl.constexpr):
-    """One step of the running softmax, in powers of two; a block without visible keys changes no bit. None: all are."""
-    if visible is not None:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - shift[:, None])
-    keep = tl.exp2(top - shift)
-    total = total * keep + tl.sum(weights, 1)
-    out = dot(weights.to(v.dtype), v, out * keep[:, None], WIDEN)
-    return new_top, total, out
+    row = token.to(tl.int64) * (HK * G) + head * G + group
+    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for i in tl.range(first // CUT + tl.program_id(2), tl.cdiv(end, CUT), tl.num_programs(2), num_stages=STAGES):
+        keys = i * CUT + tl.arange(0, CUT)
+        k, v = load_cut(
+            k_cache_ptr, v_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
+            v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
+        )  # fmt: skip
+        cut_top, cut_total, cut_out = cut(q, k, v, ((keys < end) & (keys >= first))[None, :], scale, WIDEN)
+        if WALKS:
+            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+        else:
+            at = row * cuts + i
+            tl.store(top_ptr + at, cut_top, mask=group < G)
+            tl.store(total_ptr + at, cut_total, mask=group < G)
+            tl.store(out_ptr + at[:, None] * D + channels[None, :], cut_out, mask=mask)
+    if WALKS:
+        total = tl.broadcast_to(total[:, None], out.shape)
+        tl.store(
+            y_ptr + row[:, None] * D + channels[None, :], _divided(out, total).to(y_ptr.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
@@ -109,7 +107,13 @@ def _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def _combine_kernel(
+def _divided(out, total):
+    """Zero where there were no keys."""
+    return tl.where(total > 0, tl.div_rn(out, tl.where(total > 0, total, 1.0)), 0.0)
+
+
+@triton.jit
+def _fold_kernel(
     out_ptr,
     top_ptr,
     total_ptr,
@@ -117,41 +121,37 @@ def _combine_kernel(
     lengths_ptr,
     y_ptr,
     window,
-    splits,
+    cuts,
     B,
     HQ: tl.constexpr,
     D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    CUT: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The splits of one token and head, so many at a time, in order."""
+    """The cuts of one token and head, in order. AHEAD of them are asked for together; each channel sums for itself."""
     follow(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
-    channels = tl.arange(0, BLOCK_D)
-    token = token.to(tl.int64)
-    top = -float("inf")
-    total = 0.0
-    out = tl.zeros((BLOCK_D,), tl.float32)
-    begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)
-    for start in range(begin // TOGETHER * TOGETHER, stop, TOGETHER):  # from multiples: the batch changes no sum
-        split = start + tl.arange(0, TOGETHER)
-        is_real = (split >= begin) & (split < stop)
-        row = (token * splits + split) * HQ + head
-        tops = tl.load(top_ptr + row, mask=is_real, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        keep, scaled = tl.exp2(top - new_top), tl.exp2(tops - new_top)
-        total = total * keep + tl.sum(tl.load(total_ptr + row, mask=is_real, other=0.0) * scaled, 0)
-        mask = is_real[:, None] & (channels < D)[None, :]
-        parts = tl.load(out_ptr + row[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        out = out * keep + tl.sum(parts * scaled[:, None], 0)
-        top = new_top
-    y = tl.where(total > 0, out / tl.where(total > 0, total, 1.0), 0.0)
-    tl.store(y_ptr + (token * HQ + head) * D + channels, y.to(y_ptr.dtype.element_ty), mask=channels < D)
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    row = token.to(tl.int64) * HQ + head
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    out = tl.zeros((1, BLOCK_D), tl.float32)
+    stop = tl.cdiv(end, CUT)
+    for begin in range(first // CUT, stop, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            at = row * cuts + begin + ahead + tl.zeros((1,), tl.int32)
+            is_real = begin + ahead < stop  # what is past the end adds nothing
+            cut_top = tl.load(top_ptr + at, mask=is_real, other=float("-inf"))
+            cut_total = tl.load(total_ptr + at, mask=is_real, other=0.0)
+            cut_out = tl.load(out_ptr + at[:, None] * D + channels, mask=is_real & (channels < D), other=0.0)
+            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+    y = _divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * D + channels, y, mask=channels < D)
 
 
 def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int) -> Tensor:
@@ -160,34 +160,40 @@ def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not y.numel():
         return y
+    size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
-    splits = max(1, ceil_div(tables.shape[1] * block_size, SPLIT))
-    out = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
-    top, total = (torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    count = lengths.shape[0]
-    sizes = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "SPLIT": SPLIT} | overlap(q)
-    together = min(splits, max(1, PROGRAMS // (tokens * kv_heads)))
-    _decode_kernel[(tokens, kv_heads, together)](
+    cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
+    walks = cuts == 1 or tokens * kv_heads >= WALKERS
+    shared = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "CUT": size}
+    shared |= {"enable_fp_fusion": False, **overlap(q)}
+    scratch = (0,) if walks else (tokens, heads, cuts)
+    out = torch.empty(*scratch, dim, dtype=torch.float32, device=q.device)
+    top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
+    programs = 1 if walks else min(cuts, max(1, PROGRAMS // (tokens * kv_heads)))
+    _decode_kernel[(tokens, kv_heads, programs)](
         *tensors,
         out,
         top,
         total,
+        y,
         *strides,
         scale,
         window,
-        splits,
+        cuts,
         count,
         HK=kv_heads,
         G=heads // kv_heads,
         BLOCK_SIZE=block_size,
         BLOCK_G=max(16, power_of_2(heads // kv_heads)),
-        KEYS=SPLIT,
+        WALKS=walks,
+        STAGES=2 if walks else 1,
         WIDEN=is_interpreting(),
         num_warps=4,
-        num_stages=2,
-        **sizes,
+        **shared,
     )
-    _combine_kernel[(tokens, heads)](
-        out, top, total, starts, lengths, y, window, splits, count, HQ=heads, TOGETHER=8, num_warps=1, **sizes
-    )
+    if not walks:
+        ahead = min(AHEAD, power_of_2(cuts))
+        _fold_kernel[(tokens, heads)](
+            out, top, total, starts, lengths, y, window, cuts, count, HQ=heads, AHEAD=ahead, num_warps=1, **shared
+        )
     return y

@@ -18,7 +18,6 @@ from .. import _torch_npu
 from .._check import check_lengths
 from .._torch_npu import dtype_name
 
-
 FEW_QUERIES = 16  # of a sequence, for which a mask of our own is small
 
 

@@ -78,9 +78,12 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     )
 
 
-def attention(scale: float, window: int, rows: str, **given: Tensor) -> Tensor:
+FEW_QUERIES = 16  # of a sequence on average; up to here a token is a program, beyond a tile of them
+
+
+def attention(scale: float, window: int, **given: Tensor) -> Tensor:
     tensors = [unit_stride(given[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
     tensors += [given["query_starts"].contiguous(), given["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
-    attend = prompt if rows == "prompt" else decode
+    attend = decode if len(given["q"]) <= FEW_QUERIES * len(given["context_lens"]) else prompt
     return attend(tensors, strides, scale * LOG2_E, window)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Experts in Triton: by dot products (decode) or grouped tiles (prompt)."""
+"""Experts in Triton: token by token where there are few, else the tokens of an expert together. Both have the same bits."""
 
 import torch
 import triton
@@ -10,17 +10,22 @@ from whorl.device import is_interpreting
 
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..linear_triton import LARGEST_ROW, dot, unit_stride
+from ..linear_triton import dot, unit_stride
 from .permute_triton import places_of
 
-
-@triton.jit
-def _silu_mul(gate, up):
-    return gate / (1 + tl.exp(-gate)) * up
+FEW_TOKENS = 4  # that read the weights of their experts for themselves
+MANY_TOKENS = 256  # up to which most experts have few tokens
 
 
 @triton.jit
-def _gate_up_decode_kernel(
+def _activate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up of results that are rounded, as a product of whole tensors rounds them; rounded, too."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate / (1 + tl.exp(-gate)) * up).to(dtype)
+
+
+@triton.jit
+def _gate_up_few_kernel(
     x_ptr,
     gate_up_ptr,
     ids_ptr,
@@ -31,27 +36,33 @@ def _gate_up_decode_kernel(
     K,
     C,
     F,
-    BLOCK_F: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One (token, slot), a few rows of its expert: dot products whose order depends on nothing else."""
+    """One (token, slot), some rows of its expert. The weight is the left side, the token one of 16 columns."""
     follow(OVERLAP)
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
-    rows = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    c = tl.arange(0, BLOCK_C)
-    mask = (rows < F)[:, None] & (c < C)[None, :]
-    gate_at = gate_up_ptr + expert * stride_e + rows[:, None] * stride_f + c[None, :]
-    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + F * stride_f, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + (pair // K).to(tl.int64) * x_stride + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    hidden = _silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))
-    tl.store(hidden_ptr + pair.to(tl.int64) * F + rows, hidden.to(hidden_ptr.dtype.element_ty), mask=rows < F)
+    columns, token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 16)[None, :]
+    x_at = x_ptr + (pair // K).to(tl.int64) * x_stride
+    gate_at = gate_up_ptr + expert * stride_e + (columns % F)[:, None] * stride_f
+    gate = tl.zeros((COLUMNS, 16), tl.float32)
+    up = tl.zeros((COLUMNS, 16), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        x = tl.load(x_at + c[:, None], mask=(c < C)[:, None] & (token == 0), other=0.0)
+        mask = (c < C)[None, :]
+        gate = dot(tl.load(gate_at + c[None, :], mask=mask, other=0.0), x, gate, WIDEN)
+        up = dot(tl.load(gate_at + F * stride_f + c[None, :], mask=mask, other=0.0), x, up, WIDEN)
+    to = hidden_ptr + pair.to(tl.int64) * F + columns[:, None] + token
+    mask = (columns < F)[:, None] & (token == 0)
+    tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _down_decode_kernel(
+def _down_few_kernel(
     hidden_ptr,
     down_ptr,
     weights_ptr,
@@ -62,24 +73,36 @@ def _down_decode_kernel(
     C,
     F,
     K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory."""
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    f = tl.arange(0, BLOCK_F)
-    mask = (channels < C)[:, None] & (f < F)[None, :]
-    y = tl.zeros((BLOCK_C,), tl.float32)
-    for slot in tl.static_range(K):  # unrolled: the rows of all experts are on their way at once
-        pair = token * K + slot
+    channels, column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 16)[None, :]
+    row = (channels % C)[:, None] * stride_c
+    steps = tl.cdiv(F, BLOCK_F)
+    y = tl.zeros((COLUMNS, 16), tl.float32)
+    part = tl.zeros((COLUMNS, 16), tl.float32)
+    for i in range(0, K * steps):  # one loop: the next expert's rows are on their way while one ends
+        pair, f = token * K + i // steps, i % steps * BLOCK_F + tl.arange(0, BLOCK_F)
         expert = tl.load(ids_ptr + pair).to(tl.int64)
-        down = tl.load(down_ptr + expert * stride_e + channels[:, None] * stride_c + f[None, :], mask=mask, other=0.0)
-        hidden = tl.load(hidden_ptr + pair * F + f, mask=f < F, other=0.0).to(tl.float32)
-        y += tl.sum(down.to(tl.float32) * hidden[None, :], 1) * tl.load(weights_ptr + pair)
-    tl.store(y_ptr + token * C + channels, y.to(y_ptr.dtype.element_ty), mask=channels < C)
+        down = tl.load(down_ptr + expert * stride_e + row + f[None, :], mask=(f < F)[None, :], other=0.0)
+        hidden = tl.load(hidden_ptr + pair * F + f[:, None], mask=(f < F)[:, None] & (column == 0), other=0.0)
+        part = dot(down, hidden, part, WIDEN)
+        if i % steps == steps - 1:
+            y = _weigh(part.to(y_ptr.dtype.element_ty), tl.load(weights_ptr + pair), y)
+            part = tl.zeros((COLUMNS, 16), tl.float32)
+    to = y_ptr + token * C + channels[:, None] + column
+    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(channels < C)[:, None] & (column == 0))
+
+
+@triton.jit
+def _weigh(part, weight, y):
+    """y + weight * part by one rounding."""
+    return tl.fma(part.to(tl.float32), tl.full(part.shape, weight, tl.float32), y)
 
 
 @triton.jit
@@ -151,7 +174,7 @@ def _gate_up_kernel(
             up = dot(x, tl.load(up_at + c[:, None], mask=mask, other=0.0), up, WIDEN)
         to = hidden_ptr + at.to(tl.int64)[:, None] * F + columns[None, :]
         mask = is_row[:, None] & (columns < F)[None, :]
-        tl.store(to, _silu_mul(gate, up).to(hidden_ptr.dtype.element_ty), mask=mask)
+        tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -188,7 +211,8 @@ def _down_kernel(
             part = dot(hidden, down, part, WIDEN)
         pair = tl.load(order_ptr + at, mask=is_row, other=0).to(tl.int64)
         mask = is_row[:, None] & (columns < C)[None, :]
-        tl.store(parts_ptr + pair[:, None] * C + columns[None, :], part, mask=mask)
+        to = parts_ptr + pair[:, None] * C + columns[None, :]
+        tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -200,11 +224,11 @@ def _combine_kernel(parts_ptr, weights_ptr, y_ptr, K, C, BLOCK_C: tl.constexpr, 
     for slot in range(K):
         pair = token * K + slot
         part = tl.load(parts_ptr + pair * C + channels, mask=channels < C, other=0.0)
-        y += part * tl.load(weights_ptr + pair)
+        y = _weigh(part, tl.load(weights_ptr + pair), y)
     tl.store(y_ptr + token * C + channels, y.to(y_ptr.dtype.element_ty), mask=channels < C)
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, rows: str) -> Tensor:
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
@@ -212,49 +236,59 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
         return y.zero_()
     x, gate_up, down = (unit_stride(t) for t in (x, gate_up, down))
     weights, ids = weights.float().contiguous(), ids.contiguous()
-    if rows == "decode":
+    if len(x) <= FEW_TOKENS and x.element_size() == 2:
         _by_token(x, gate_up, down, weights, ids, y)
     else:
-        _by_expert(x, gate_up, down, weights, ids, y, rows)
+        _by_expert(x, gate_up, down, weights, ids, y)
     return y
 
 
 def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
     (count, slots), (_, channels, width) = ids.shape, down.shape
     hidden = torch.empty(count * slots, width, dtype=x.dtype, device=x.device)
-    inner, outer = decode_plan(channels, width, x.element_size())
-    _gate_up_decode_kernel[(count * slots, ceil_div(width, inner["BLOCK_F"]))](
-        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner, **overlap(x)
+    inner, outer = few_plan()
+    shared = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
+    _gate_up_few_kernel[(count * slots, ceil_div(width, inner["COLUMNS"]))](
+        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner, **shared
     )
-    _down_decode_kernel[(count, ceil_div(channels, outer["BLOCK_C"]))](
-        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer, **overlap(x)
+    _down_few_kernel[(count, ceil_div(channels, outer["COLUMNS"]))](
+        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer, **shared
     )
 
 
-def decode_plan(channels: int, width: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of both products, by the weights alone: how a sum is cut decides its bits."""
-    block_c, block_f = power_of_2(channels), power_of_2(width)
-    inner = {"BLOCK_F": 1, "BLOCK_C": block_c, "num_warps": max(1, min(8, block_c * element_size // 1024))}
-    outer = {"BLOCK_C": 1, "BLOCK_F": block_f, "num_warps": max(1, block_f * element_size // LARGEST_ROW)}
-    return inner, outer
+def few_plan() -> tuple[dict[str, int], dict[str, int]]:
+    if is_interpreting():
+        return {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
+    return (
+        {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 4, "num_stages": 5},
+        {"COLUMNS": 16, "BLOCK_F": 256, "num_warps": 2, "num_stages": 5},
+    )
 
 
 def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
     block = min(1024, power_of_2(y.shape[1]))
     _combine_kernel[(y.shape[0], ceil_div(y.shape[1], block))](
-        parts, weights, y, weights.shape[1], y.shape[1], BLOCK_C=block, num_warps=4, **overlap(y)
+        parts,
+        weights,
+        y,
+        weights.shape[1],
+        y.shape[1],
+        BLOCK_C=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap(y),
     )
 
 
-def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor, rows: str) -> None:
+def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
     pairs, (number, channels, width) = ids.numel(), down.shape
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.empty(number, dtype=torch.int32, device=x.device)
     _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x))
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, channels, dtype=torch.float32, device=x.device)
-    inner, outer = tile_plan(rows, x.element_size())
-    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), **overlap(x)}
+    parts = torch.empty(pairs, channels, dtype=x.dtype, device=x.device)
+    inner, outer = tile_plan(len(x), x.element_size())
+    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
     tiles = min(pairs, ceil_div(pairs, inner["ROWS"]) + number)  # every expert may have one that is not full
     _gate_up_kernel[(tiles, ceil_div(width, inner["COLUMNS"]))](
         x,
@@ -278,14 +312,14 @@ def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: T
     _combine(parts, weights, y)
 
 
-def tile_plan(rows: str, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of both products, by class and dtype alone. Two warps multiply with 16 rows at an instruction, eight with 64."""
+def tile_plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of both products, by speed alone: see `linear_triton.tile_plan`."""
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 32, "BLOCK_C": 32}, {"ROWS": 16, "COLUMNS": 32, "BLOCK_F": 32}
     if element_size == 4:
         small = {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
         return small | {"BLOCK_C": 32}, small | {"BLOCK_F": 32}
-    if rows == "batch":
+    if count <= MANY_TOKENS:
         small = {"ROWS": 16, "COLUMNS": 32, "num_warps": 2, "num_stages": 3}
         return small | {"BLOCK_C": 128}, small | {"BLOCK_F": 256}
     large = {"ROWS": 128, "num_warps": 8, "num_stages": 3}
