@@ -70,24 +70,12 @@ def job(layout: Layout) -> Any:
 
 def build(config: Any, **more: Any) -> Any:
     """The same weights whatever the layout."""
-    from torchtitan.models.moe import MoEArgs
-
-    from whorl.titan.deepseek_v32.args import FLAVOURS
+    from whorl.titan.deepseek_v32.args import FLAVOURS, experts
     from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
-    experts = MoEArgs(
-        num_experts=8,
-        top_k=2,
-        num_expert_groups=4,
-        num_limited_groups=2,
-        num_shared_experts=1,
-        score_func="sigmoid",
-        route_norm=True,
-        route_scale=2.5,
-        score_before_experts=False,
-    )
+    chosen = experts(num_experts=8, top_k=2, num_expert_groups=4, num_limited_groups=2)
     small = {"dim": 32, "inter_dim": 48, "moe_inter_dim": 16, "n_layers": 3, "index_topk": 8, "vocab_size": 64}
-    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=experts, **{**small, **more})
+    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=chosen, **{**small, **more})
     args.update_from_config(config)
     torch.manual_seed(3)
     model = DeepSeekV32Model(args)
