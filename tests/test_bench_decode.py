@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import Result
 from mock_model import ByteTokenizer, MockModel
+from refusals import check_refused
 from typer.testing import CliRunner
 
 from whorl.bench import classify, decode, decode_report, draft_sweep
@@ -137,10 +138,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_refused_with_a_line(arguments: str, message: str) -> None:
-    result = run(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    check_refused(run(*arguments.split()), message)
 
 
 # ---- every mode runs

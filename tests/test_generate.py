@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from default_model import Scripted, default_llm, mock_llm
+from refusals import check_refused
 from typer.testing import CliRunner
 
 import whorl
@@ -64,11 +65,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_refused_with_a_line(arguments: str, message: str) -> None:
-    result = run(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert result.stderr.startswith("whorl: ")
-    assert len(result.stderr.splitlines()) == 1
+    check_refused(run(*arguments.split()), message)
 
 
 @pytest.mark.parametrize(

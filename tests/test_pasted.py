@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from default_model import Scripted
+from refusals import check_refused
 from serving import told
 from typer.testing import CliRunner
 
@@ -185,11 +186,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_what_there_is_not_is_named(arguments: str, message: str) -> None:
-    done = run(f"whorl {arguments}")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("whorl: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    check_refused(run(f"whorl {arguments}"), message)
 
 
 def test_values_are_not_taken_for_options(answered: Made) -> None:

@@ -139,18 +139,9 @@ def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOS
 
 
 def dims(layout: Layout) -> Any:
-    from torchtitan.distributed import ParallelDims
+    from whorl.titan.job_options import parallel_dims
 
-    return ParallelDims(
-        dp_replicate=layout.replicate,
-        dp_shard=-1,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        world_size=dist.get_world_size(),
-    )
+    return parallel_dims(job(layout), dist.get_world_size())
 
 
 def run(layout: Layout, device: str = HOST) -> Result:

@@ -94,7 +94,7 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
     if config.comm.mode != "default":  # one process stands for all, as many as TorchTitan reads from there
         told = os.environ.get("NGPU", "")
         num_ranks = int(told) if told.isdigit() else None
-    dims = None if num_ranks is None else _dims(config, num_ranks)
+    dims = None if num_ranks is None else parallel_dims(config, num_ranks)
     if dims is not None:
         _check_batch(config, dims)
         _check_schedule(config, dims)
@@ -126,7 +126,8 @@ def _one_of(option: str, asked: str, known: Mapping[str, Any]) -> Any:
     return known[asked]
 
 
-def _dims(config: JobConfig, num_ranks: int) -> ParallelDims:
+def parallel_dims(config: JobConfig, num_ranks: int) -> ParallelDims:
+    """TorchTitan's, or a ValueError that says why the degrees do not fit."""
     degrees = config.parallelism
     try:
         dims = ParallelDims(
