@@ -95,9 +95,7 @@ def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(40 if name == "mock" else 6):
-        seen += check(name, seed)[1]
+    seen = sum((check(name, seed)[1] for seed in range(40 if name == "mock" else 6)), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
         assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
 

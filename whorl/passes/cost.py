@@ -141,33 +141,18 @@ class CostModel:
         gathered = sum(self.all_gather_quantized(b * tokens, world) for b in traffic.quantized)
         return reduced + gathered
 
-    def choose(
-        self,
-        tokens: float,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-    ) -> Choice:
+    def choose(self, tokens: float, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES) -> Choice:
         """The cheapest way for `tokens`; on a tie the first of `allowed`, so nothing changes without a gain."""
-        traffic = placements or Traffic.of_norm(hidden, dtype)
         offered = [c for c in allowed if c != "sp_int8" or traffic.quantized is not None]
         return min(offered, key=lambda c: self.seconds(c, tokens, world, traffic))
 
     def ranges(
-        self,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-        most: int = MOST_TOKENS,
+        self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> tuple[Range, ...]:
         """The choice for every token count from 1 on, neighbours that agree merged."""
 
         def chosen(tokens: int) -> Choice:
-            return self.choose(tokens, hidden, dtype, world, placements, allowed)
+            return self.choose(tokens, world, traffic, allowed)
 
         # Costs are lines in the token count, all-reduce the lower of two: a grid finds each change, bisection its
         # place.
@@ -181,17 +166,11 @@ class CostModel:
         return tuple(Range(start=s, end=e, choice=c) for (s, c), e in zip(starts, ends, strict=True))
 
     def threshold(
-        self,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-        most: int = MOST_TOKENS,
+        self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> int | None:
         """min_tokens="auto": from here on an all-reduce is never the cheapest; None: there is no such place."""
         last = None
-        for part in reversed(self.ranges(hidden, dtype, world, placements, allowed, most)):
+        for part in reversed(self.ranges(world, traffic, allowed, most)):
             if part.choice == "all_reduce":
                 break
             last = part.start

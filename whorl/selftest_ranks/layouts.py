@@ -44,6 +44,7 @@ def job(layout: Layout) -> Any:
     from torchtitan.config import JobConfig
 
     from whorl.titan.config import Whorl
+    from whorl.titan.job_options import DEGREES
 
     config: Any = JobConfig()
     config.training.seq_len = LENGTH
@@ -53,16 +54,13 @@ def job(layout: Layout) -> Any:
     config.activation_checkpoint.selective_ac_option = "op"
     parallelism = config.parallelism
     parallelism.disable_loss_parallel = not layout.loss_parallel
-    parallelism.tensor_parallel_degree = layout.tp
-    parallelism.context_parallel_degree = layout.cp
+    for name in ("tp", "cp", "pp", "ep", "etp"):
+        setattr(parallelism, DEGREES[name], getattr(layout, name))
+    parallelism.data_parallel_replicate_degree = layout.replicate
     parallelism.context_parallel_load_balancer = layout.balancer
-    parallelism.pipeline_parallel_degree = layout.pp
     parallelism.pipeline_parallel_schedule = layout.schedule
     parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs streams
     parallelism.fsdp_reshard_after_forward = layout.reshard
-    parallelism.expert_parallel_degree = layout.ep
-    parallelism.expert_tensor_parallel_degree = layout.etp
-    parallelism.data_parallel_replicate_degree = layout.replicate
     config.compile.enable, config.compile.backend = layout.compiled, "aot_eager"
     config.whorl = Whorl(stage=layout.stage)  # type: ignore[arg-type]
     return config
