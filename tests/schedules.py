@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from mock_model import Logits, MockModel
 
@@ -33,6 +34,14 @@ MODELS = {
     "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
 }
 LONGEST = 40
+
+
+def seeded(mock: range, others: range, *marks: Any) -> list[Any]:
+    """Seeds of each model's schedules, for tests that take `name` and `seeds`; the mock model is quick."""
+    return [
+        pytest.param(name, mock if name == "mock" else others, marks=marks, id=f"{name}-{others.start}")
+        for name in MODELS
+    ]
 
 
 def requests(rng: random.Random, vocab_size: int, kinds: Iterable[dict[str, Any]], *, fewest: int) -> Iterator[Request]:

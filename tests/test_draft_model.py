@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mock_model import ByteTokenizer, MockModel, alone, record
-from schedules import LONGEST, MODELS, compare, random_settings, requests, run_at_random
+from schedules import LONGEST, MODELS, compare, random_settings, requests, run_at_random, seeded
 from torch import Tensor
 
 from whorl.engine import sampler
@@ -112,18 +112,14 @@ def check(name: str, seed: int) -> Counter[str]:
     return seen + Counter(num_draft_hits=proposer.pool.num_hit)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_is_the_targets(name: str) -> None:
-    seen = sum((check(name, seed) for seed in range(16 if name == "mock" else 4)), Counter())
+MANY = seeded(range(100, 600), range(100, 160), pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(16), range(4)), *MANY])
+def test_greedy_output_is_the_targets(name: str, seeds: range) -> None:
+    seen = sum((check(name, seed) for seed in seeds), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected", "num_draft_hits"):
         assert seen[event] > 1, f"hardly any {event} in these schedules: {seen}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_is_the_targets_many_times(name: str) -> None:
-    for seed in range(100, 600 if name == "mock" else 160):
-        check(name, seed)
 
 
 # ---- the draft model's own cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mock_model import ByteTokenizer, Logits, Oracle, alone, record
-from schedules import MODELS, compare, random_settings, requests, run_at_random
+from schedules import MODELS, compare, random_settings, requests, run_at_random, seeded
 
 from whorl.engine import batch, runner
 from whorl.engine.blocks import BlockPool
@@ -93,18 +93,14 @@ def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
     return llm, Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
-    seen = sum((check(name, seed)[1] for seed in range(40 if name == "mock" else 6)), Counter())
+MANY = seeded(range(100, 1000), range(100, 200), pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(40), range(6)), *MANY])
+def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
+    seen = sum((check(name, seed)[1] for seed in seeds), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
         assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_many_schedules(name: str) -> None:
-    for seed in range(100, 1000 if name == "mock" else 200):
-        check(name, seed)
 
 
 @pytest.mark.parametrize("name", ["mock", "llama"])
