@@ -1,7 +1,6 @@
 """A chat with memory: which tokens the next turn starts from, and which of them the cache still holds."""
 
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from whorl.engine.llm import LLM
@@ -15,14 +14,13 @@ class _Seen:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    generated: tuple[range, ...] = ()
 
 
 class Conversation:
     """Messages, and one sequence that grows with them.
 
     The next turn goes on from the ids of the last one where its text does, so answers keep the tokens they were
-    generated with, their role and their cached blocks. Where the template rewrites history, as Qwen3's drops earlier
+    generated with and their cached blocks. Where the template rewrites history, as Qwen3's drops earlier
     thinking, ids are reused up to the change. Without `is_chat` each text is a prompt by itself.
     """
 
@@ -40,7 +38,6 @@ class Conversation:
         self.system, self.has_memory, self.enable_thinking = system, has_memory, enable_thinking
         self.messages: list[dict[str, Any]] = []
         self.prompt = ""  # the latest, as the template wrote it
-        self._generated: list[range] = []
         self._seen = _Seen()
 
     def check(self) -> None:
@@ -55,20 +52,19 @@ class Conversation:
         history = self.messages if self.has_memory else []
         question = {"role": "user", "content": text}
         prompt = self._render([*history, question]) if self.is_chat else text
-        token_ids, generated = self._continue(prompt)
+        token_ids = self._continue(prompt)
         room = self.llm.max_model_len - len(token_ids)
         if fit and params.max_tokens is not None and params.max_tokens > room > 0:
             params = replace(params, max_tokens=room)
-        (seq,) = self.llm.add(token_ids, params, generated=generated)
-        self.messages, self.prompt, self._generated = [*history, question], prompt, generated
+        (seq,) = self.llm.add(token_ids, params)
+        self.messages, self.prompt = [*history, question], prompt
         return seq
 
     def record(self, seq: Sequence) -> None:
         """Remember an answer, whole or stopped."""
         self.messages.append({"role": "assistant", "content": seq.text.value})
         answer = self.tokenizer.decode(seq.output_ids, skip_special=False)
-        spans = (*self._generated, range(seq.prompt_len, len(seq.token_ids)))
-        self._seen = _Seen(self.prompt + answer, tuple(seq.token_ids), spans)
+        self._seen = _Seen(self.prompt + answer, tuple(seq.token_ids))
 
     def forget(self) -> None:
         self.messages = []
@@ -77,14 +73,10 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return self.tokenizer.apply_chat_template([*system, *messages], enable_thinking=self.enable_thinking)
 
-    def _continue(self, prompt: str) -> tuple[list[int], list[range]]:
-        """The ids of a prompt and which of them this engine generated."""
+    def _continue(self, prompt: str) -> list[int]:
+        """The ids of a prompt; of an earlier turn those that it was generated with."""
         seen = self._seen
         if seen.text and self.is_chat and prompt.startswith(seen.text):
             rest = self.tokenizer.encode(prompt[len(seen.text) :], add_special=False)
-            return [*seen.token_ids, *rest], list(seen.generated)
-        token_ids = self.tokenizer.encode(prompt, add_special=not self.is_chat)
-        common = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, seen.token_ids, strict=False))
-        )
-        return token_ids, [range(s.start, min(s.stop, common)) for s in seen.generated if s.start < common]
+            return [*seen.token_ids, *rest]
+        return self.tokenizer.encode(prompt, add_special=not self.is_chat)

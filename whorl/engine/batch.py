@@ -1,8 +1,6 @@
 """What one step computes, as the indices of at most two forward calls. The only place that builds indices.
 
-Prompt tokens and generated tokens go through different kernels, so a mixed step makes two calls. Decode kernels take
-up to 16 rows of a sequence; a longer run is laid out as several entries over one block table, which sees the same keys
-because a layer writes every row's keys and values before any row attends.
+A step that decodes and fills makes two calls: the one that decodes may be recorded, the other has any size.
 
 Everything here is on the host. A call's arrays lie side by side in one run of bytes, so that one copy takes them to
 the device.
@@ -14,13 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whorl.nn import Rows
-
 from .scheduler import Chunk
-from .sequence import CLASS, PROMPT
 from .sequence import Sequence as Seq
 
-MAX_DECODE_ROWS = 16  # of one sequence in one entry of a decode call
 UNREAD = -1  # a token that only the device knows: the last one sampled in its lane
 # Name, type, how many: T rows, B entries, S samples. Eight bytes first, so that all are aligned.
 _FIELDS = (
@@ -78,7 +72,7 @@ class Score:
 class Call:
     """One forward call. `samples` and `scores` say what becomes of its rows."""
 
-    rows: Rows
+    is_decode: bool
     arrays: Mapping[str, Sequence[float] | np.ndarray]
     num_keys: int  # that the longest sequence sees
     tables: list[tuple[int, list[int]]]  # lanes that are new, and their blocks
@@ -112,13 +106,12 @@ class Batch:
 
     def calls(self, block_size: int, table_width: int) -> list[Call]:
         """table_width: blocks of one lane in the device's table."""
-        by_role: tuple[list[Chunk], list[Chunk]] = ([], [])
-        for chunk in self.chunks:
-            by_role[chunk.role].append(chunk)
-        return [_call(chunks, role, block_size, table_width) for role, chunks in enumerate(by_role) if chunks]
+        filling = [chunk for chunk in self.chunks if not chunk.is_decode]
+        decoding = [chunk for chunk in self.chunks if chunk.is_decode]
+        return [_call(chunks, block_size, table_width) for chunks in (filling, decoding) if chunks]
 
 
-def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int) -> Call:
+def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     tokens: list[int] = []
     lanes: list[int] = []
     positions: list[int] = []
@@ -136,10 +129,9 @@ def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int)
         positions += range(start, end)
         lanes += [seq.lane] * (end - start)
         blocks += _blocks(seq.block_table, start, end, block_size)
-        for stop in _entry_ends(start, end, role):
-            starts.append(first_row + stop - start)
-            contexts.append(stop)
-            entry_lanes.append(seq.lane)
+        starts.append(len(tokens))
+        contexts.append(end)
+        entry_lanes.append(seq.lane)
         if chunk.is_new:
             tables.append((seq.lane, seq.block_table))
         if chunk.is_last:
@@ -165,7 +157,7 @@ def _call(chunks: Sequence[Chunk], role: int, block_size: int, table_width: int)
         "sample_lanes": lane[sample_rows],
         **_sampling(samples),
     }
-    return Call(CLASS[role], arrays, max(contexts), tables, samples, scores, score_rows)
+    return Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows)
 
 
 def _tokens(chunk: Chunk) -> list[int]:
@@ -194,13 +186,6 @@ def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
         "places": [sample.place for sample in samples],
         **dict(zip(("temperature", "top_k", "top_p", "min_p"), asked, strict=True)),
     }
-
-
-def _entry_ends(start: int, end: int, role: int) -> Sequence[int]:
-    """Where the pieces of a run end that are laid out as entries of their own."""
-    if role == PROMPT or end - start <= MAX_DECODE_ROWS:
-        return (end,)
-    return [*range(start + MAX_DECODE_ROWS, end, MAX_DECODE_ROWS), end]
 
 
 def _scored(chunk: Chunk) -> range:

@@ -1,8 +1,8 @@
 """The cache's blocks: who holds them, and which full ones hold a prefix that another sequence may share.
 
-A full block is known by its tokens, their roles, what stands behind placeholders among them, and the content before it.
-Roles are part of the key because a prompt token's keys and values have other bits than those of the same token
-generated; digests because the placeholders of two pictures are the same tokens.
+A full block is known by its tokens, what stands behind placeholders among them, and the content before it. Whether a
+token came in a prompt or was generated makes no difference: its keys and values have the same bits. Digests are part of
+the key because the placeholders of two pictures are the same tokens.
 """
 
 import bisect
@@ -14,10 +14,10 @@ from .sequence import Sequence
 _ROOT = 0
 # Of what stands behind some of a block's tokens: where they begin in the block, and in it; their number; its digest.
 _Part = tuple[int, int, int, bytes]
-# Name of the content before the block, or the salt where there is none; the block's tokens; their roles; what stands
-# behind them. Keys are compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so
+# Name of the content before the block, or the salt where there is none; the block's tokens; what stands behind them.
+# Keys are compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so
 # the chain before a block is verified too, and with it the salt.
-_Key = tuple[int | str, tuple[int, ...], bytes, tuple[_Part, ...]]
+_Key = tuple[int | str, tuple[int, ...], tuple[_Part, ...]]
 
 
 class BlockPool:
@@ -117,7 +117,7 @@ class BlockPool:
         if index:
             before = seq.chain[index - 1] if parent is None else parent
         first, end = index * self.block_size, (index + 1) * self.block_size
-        return before, tuple(seq.token_ids[first:end]), bytes(seq.roles[first:end]), _parts(seq, first, end)
+        return before, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
 
     def _hold(self, block: int) -> None:
         self._num_holders[block] += 1

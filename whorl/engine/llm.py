@@ -27,7 +27,7 @@ from .memory import memory_left, need_accelerator
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import PROMPT, Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
@@ -82,8 +82,8 @@ class LLM:
     settings: what `EngineSettings` documents; changes: other values of its fields, by name.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
-    What comes out does not depend on the settings, but for dtype, for sp_quantize, which rounds, and for max_num_seqs
-    up to 4, which chooses the kernels of few rows. `sp_report` says what sequence parallelism has done.
+    What comes out does not depend on the settings, but for dtype and for sp_quantize, which rounds. `sp_report` says
+    what sequence parallelism has done.
     """
 
     def __init__(
@@ -186,19 +186,16 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        generated: Iterable[range] = (),
         contents: Iterable[Content] = (),
     ) -> list[Sequence]:
         """Queue a prompt; one sequence for each of `params.n`. Refuses what could never run with a ValueError.
 
-        generated: spans of the prompt that this engine generated, as a chat's earlier answers are. They keep their
-        role, and with it the cached blocks of the earlier turn. contents: what stands behind placeholder tokens; blocks
-        are shared where it is the same.
+        contents: what stands behind placeholder tokens; blocks are shared where it is the same.
         """
         params = params or SamplingParams()
         prompt_ids = self._encode(prompt)
-        spans, behind = list(generated), list(contents)
-        self._check(prompt_ids, params, spans)
+        behind = list(contents)
+        self._check(prompt_ids, params)
         seed = self._seeds.getrandbits(63)
         copies: list[Sequence] = []
         for copy in range(params.n):
@@ -209,7 +206,6 @@ class LLM:
                     max_len=self.max_model_len,
                     seed=seed,
                     copy=copy,
-                    generated=spans,
                     contents=behind,
                     eos_ids=self.eos_ids,
                     detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
@@ -294,13 +290,13 @@ class LLM:
         if self.proposer is not None:
             self._propose(self.proposer, batch)
         self._flights.append((batch, self.sampler.start(self.runner.run(batch))))
-        if num_filled := sum(chunk.length for chunk in chunks if chunk.role == PROMPT):
+        if num_filled := sum(chunk.length for chunk in chunks if not chunk.is_decode):
             self._budget.observe(num_filled, time.perf_counter() - started)
         for chunk in chunks:
             seq = chunk.sequence
             seq.num_computed = chunk.start + chunk.length
             seq.num_unread += chunk.is_last
-            if chunk.role == PROMPT:  # a generated token's block is published when the host knows the token
+            if not chunk.is_decode:  # a generated token's block is published when the host knows the token
                 self.pool.publish(seq)
         self.num_steps += 1
 
@@ -371,7 +367,7 @@ class LLM:
             raise ValueError("prompt is text, and this LLM has no tokenizer: give token ids")
         return self.tokenizer.encode(prompt)
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams, spans: List[range]) -> None:
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         if not prompt_ids:
             raise ValueError("prompt: 0 tokens; at least 1 is needed to predict the next")
         if bad := [i for i in prompt_ids if not 0 <= i < self.model.vocab_size]:
@@ -395,8 +391,6 @@ class LLM:
             raise ValueError(f"logit_bias, stop_token_ids: {bad[:4]} are outside the vocabulary")
         if params.n > 1 and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are the same for every copy: ask for them with n = 1")
-        if any(span.step != 1 or not 0 <= span.start <= span.stop <= length for span in spans):
-            raise ValueError(f"generated: {spans} are not spans of a prompt of {length} tokens")
 
     def _add_all(self, prompts: List[Prompt], params: SamplingParams | List[SamplingParams] | None) -> list[Sequence]:
         each = params if isinstance(params, list | tuple) else [params] * len(prompts)

@@ -20,12 +20,11 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import Model, Rows, Step
+from whorl.nn import Model, Step
 
 from .batch import Batch, Call, Sample, Score, Size, layout
 from .sequence_parallel import PromptForward, Settings
 
-_FEW_SEQS = 4  # up to so many, dot products read weights faster than tensor cores do
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # of the shortest recording; longer ones see four times as many each
 _NUM_STAGES = 4  # two calls a step, and the host is at most one step ahead
@@ -71,8 +70,6 @@ class Runner:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]
-        # A constant of the engine: which kernels run, and so a token's bits, must not depend on who else is there.
-        self._decode: Rows = "decode" if max_num_seqs <= _FEW_SEQS else "batch"
         # The last lane is spare: rows that only fill a recorded call up belong to it.
         width = -(-max_len // block_size)
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -100,7 +97,7 @@ class Runner:
         given = self._inputs.send(call, size, self._padding)
         if graph is None:
             width = -(-call.num_keys // self.block_size)
-            hidden, logits, token_ids = self._compute(given, call.rows, width, is_dense=call.is_dense)
+            hidden, logits, token_ids = self._compute(given, width, is_decode=call.is_decode, is_dense=call.is_dense)
         else:
             graph.replay()
             count = call.size[0]
@@ -108,13 +105,13 @@ class Runner:
         return Result(call.samples, logits, token_ids, call.scores, hidden[call.score_rows] if call.scores else hidden)
 
     def _compute(
-        self, given: dict[str, Tensor], rows: Rows, width: int, *, is_dense: bool
+        self, given: dict[str, Tensor], width: int, *, is_decode: bool, is_dense: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states of the rows, logits and tokens of the samples: everything that a graph records.
 
         width: blocks of a lane that the call may read.
         """
-        if rows == "decode":  # where a row's block is new in its lane; a prompt's were sent when it was admitted
+        if is_decode:  # where a row's block is new in its lane; a prompt's were sent when it was admitted
             self._tables.view(-1).index_copy_(0, given["table_at"], given["blocks"])
         tokens = given["tokens"]
         step = Step(
@@ -124,28 +121,27 @@ class Runner:
             block_tables=self._tables[:, :width].index_select(0, given["entry_lanes"]),
             query_starts=given["query_starts"],
             context_lens=given["context_lens"],
-            rows=self._decode if rows == "decode" else rows,
             max_position=min(width * self.block_size, self.max_len),
         )
-        hidden = self._forward(step)
+        hidden = self._forward(step, is_decode)
         if not len(given["seeds"]):  # in the middle of prompts; not every backend takes empty tensors
             none = hidden.new_empty(0, self.model.vocab_size, dtype=torch.float32)
             return hidden, none, none.new_empty(0, dtype=torch.int64)
-        logits = self.model.logits(hidden if is_dense else hidden[given["sample_rows"]], rows=self._decode)
+        logits = self.model.logits(hidden if is_dense else hidden[given["sample_rows"]])
         sampling = (given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
         token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
         # Of a sequence with a draft it is any of its tokens; the host reads those before it goes on, and sends them.
         self._tokens.index_copy_(0, given["sample_lanes"], token_ids)
         return hidden, logits, token_ids
 
-    def _forward(self, step: Step) -> Tensor:
-        if self.prompts is not None and self.prompts.takes(step):
+    def _forward(self, step: Step, is_decode: bool) -> Tensor:
+        if self.prompts is not None and not is_decode and self.prompts.takes(step):
             return self.prompts(step, self.caches)
         return self.model.forward(step, self.caches)
 
     def _graph(self, call: Call) -> "_Graph | None":
         """The recording that fits a call; None where there is none or the call is not plain decoding."""
-        if not self._use_graphs or call.rows == "prompt" or not call.is_dense:
+        if not self._use_graphs or not call.is_decode or not call.is_dense:
             return None
         rows = next((size for size in _GRAPH_ROWS if size >= call.size[0]), None)
         if rows is None or rows > self._inputs.max_rows:
@@ -163,7 +159,7 @@ class Runner:
         graph, width = _Graph(rows), -(-keys // self.block_size)
 
         def run() -> None:
-            graph.outputs = self._compute(given, "decode", width, is_dense=True)
+            graph.outputs = self._compute(given, width, is_decode=True, is_dense=True)
 
         run()  # kernels are compiled and chosen, and tables built, before recording
         synchronize(self.device)
@@ -195,7 +191,7 @@ class Runner:
         arrays |= {"context_lens": ones, "query_starts": np.arange(rows + 1), "sample_rows": np.arange(rows)}
         # Different tokens: of a mixture of experts they read different weights.
         tokens = np.arange(rows) * _STRIDE % self.vocab_size
-        return Call("decode", arrays | {"tokens": tokens}, num_keys=1, tables=[])
+        return Call(True, arrays | {"tokens": tokens}, num_keys=1, tables=[])
 
 
 class _Graph:

@@ -92,7 +92,7 @@ class Sampler:
     def _score(self, all_scores: List[Score], hidden: Tensor) -> None:
         for start in range(0, len(all_scores), _SCORE_ROWS):
             scores = all_scores[start : start + _SCORE_ROWS]
-            logits = self.model.logits(hidden[start : start + _SCORE_ROWS], rows="prompt")
+            logits = self.model.logits(hidden[start : start + _SCORE_ROWS])
             ids = [score.sequence.token_ids[score.position + 1] for score in scores]
             wanted = [score.sequence.params.prompt_logprobs for score in scores]
             found = self._logprobs(logits, torch.tensor(ids, device=logits.device), wanted)

@@ -8,29 +8,33 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
-from .sequence import GENERATED, PROMPT, Sequence
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Chunk:
-    """`length` tokens of one role from `start` on, and a draft of up to `room` behind them.
+    """`length` tokens from `start` on, and a draft of up to `room` behind them.
 
     is_last: it reaches the sequence's last token, so that its logits give the next one; is_new: the sequence has just
     been admitted. All is said when the chunk is made: later the sequence may be further.
     """
 
-    __slots__ = ("draft", "is_last", "is_new", "length", "probs", "role", "room", "sequence", "start")
+    __slots__ = ("draft", "is_last", "is_new", "length", "probs", "room", "sequence", "start")
 
     def __init__(self, sequence: Sequence, length: int, *, is_new: bool = False) -> None:
         self.sequence, self.length, self.is_new = sequence, length, is_new
         self.start = sequence.num_computed
-        self.role = GENERATED if sequence.is_decoding else PROMPT
         self.is_last = length == sequence.num_pending
         self.room = 0
         self.draft: list[int] = []
         self.probs: Tensor | None = None  # [draft, V] that the draft's tokens were drawn from, see `speculate.Draft`
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes the sequence's last token alone, and what is drafted behind it."""
+        return self.is_last and self.length == 1
 
 
 class Scheduler:
@@ -67,7 +71,7 @@ class Scheduler:
             budget = min(budget, max_prompt_tokens)
         filling: list[Chunk] = []
         for seq in self.running:
-            if seq.num_pending > 1 or not seq.is_decoding:
+            if seq.num_pending > 1:
                 budget -= self._fill(seq, budget, filling)
         self._admit(budget, filling)
         if lookahead:
@@ -90,7 +94,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for seq in list(self.running):
             # One that another has just preempted has no lane. Where the last token it may have is under way, wait.
-            if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
+            if seq.lane < 0 or seq.num_pending != 1 or seq.length >= seq.max_len:
                 continue
             if self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
@@ -133,7 +137,7 @@ class Scheduler:
             budget -= self._fill(seq, budget, chunks, is_new=True)
 
     def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk], *, is_new: bool = False) -> int:
-        length = min(seq.run_len(), budget)
+        length = min(seq.num_pending, budget)
         if length > 0:
             chunks.append(Chunk(seq, length, is_new=is_new))
         return length

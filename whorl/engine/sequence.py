@@ -1,8 +1,4 @@
-"""One request being generated: what was asked, its tokens, their roles, and how far the cache has come.
-
-Every token has a role that fixes its kernel class for life: prompt tokens run through prompt kernels, tokens that the
-engine generated through decode kernels, also when they are computed again.
-"""
+"""One request being generated: what was asked, its tokens, and how far the cache has come."""
 
 import itertools
 import math
@@ -13,8 +9,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from whorl.nn import Rows
-
 from .contents import Content, sorted_contents
 from .stop_strings import StopStrings
 from .token_counts import TokenCounts
@@ -24,8 +18,6 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
-PROMPT, GENERATED = 0, 1
-CLASS: tuple[Rows, Rows] = ("prompt", "decode")  # kernel class by role
 
 
 class FinishReason(StrEnum):
@@ -177,7 +169,7 @@ class Timings:
 
 
 class Sequence:
-    """Tokens, their roles, their blocks. Positions below `num_computed` have their keys and values in the cache."""
+    """Tokens and their blocks. Positions below `num_computed` have their keys and values in the cache."""
 
     def __init__(
         self,
@@ -187,7 +179,6 @@ class Sequence:
         max_len: int,
         seed: int = 0,
         copy: int = 0,
-        generated: Iterable[range] = (),
         contents: Iterable[Content] = (),
         eos_ids: Iterable[int] = (),
         detokenizer: Detokenizer | None = None,
@@ -196,10 +187,6 @@ class Sequence:
         self.id = next(_NUMBERS)
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(self.token_ids)
-        self.roles = bytearray(self.prompt_len)
-        for span in generated:
-            for position in span:
-                self.roles[position] = GENERATED
         self.contents = sorted_contents(contents, self.prompt_len)
         self.params, self.copy, self.after = params, copy, after
         self.is_plain = params.is_plain
@@ -255,25 +242,13 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether the next token to compute is a generated one; those that were not read yet are."""
-        return self.num_computed >= len(self.roles) or self.roles[self.num_computed] == GENERATED
-
-    @property
     def num_unscored(self) -> int:
         """Prompt positions whose logits are still wanted: they must be computed, not found in the cache."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_len - 1 - len(self.prompt_logprobs)
 
-    def run_len(self) -> int:
-        """Pending tokens of one role from `num_computed` on: what one kernel class can take."""
-        role = self.roles[self.num_computed]
-        end = self.roles.find(1 - role, self.num_computed)
-        return (len(self.token_ids) if end < 0 else end) - self.num_computed
-
     def append(self, token_id: int, logprob: Logprob | None = None) -> None:
         """Add a sampled token, and finish where it ends the sequence."""
         self.token_ids.append(token_id)
-        self.roles.append(GENERATED)
         if logprob is not None:
             self.logprobs.append(logprob)
         self.timings.num_tokens += 1

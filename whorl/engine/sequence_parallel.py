@@ -85,7 +85,7 @@ class _Prompt(nn.Module):
         self.model = model
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.model.hidden(token_ids, "prompt", _mix)  # type: ignore[no-any-return]
+        return self.model.hidden(token_ids, _mix)  # type: ignore[no-any-return]
 
 
 def _mix(attention: Any, qkv: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class PromptForward:
         return self._compiled.reports[0]
 
     def takes(self, step: Step) -> bool:
-        return step.rows == "prompt" and step.token_ids.shape[0] >= self.min_tokens
+        return step.token_ids.shape[0] >= self.min_tokens
 
     def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor:
         rotary = self._rope.rows(step)

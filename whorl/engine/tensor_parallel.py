@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from whorl.nn import Model, Ranks, Rows
+from whorl.nn import Model, Ranks
 
 from .batch import Call, layout
 from .caches import cache_memory, token_bytes
 from .launch import Crew, Member, Place, start
 from .runner import Result, Runner
-from .sequence import CLASS
 
 _STOP, _CALL, _LOGITS = range(3)
 _HEADER = 7  # numbers: the kind of message, and up to six about it
@@ -100,11 +99,11 @@ class SharedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         with self._crew.together():
-            _send(self._crew, _LOGITS, *hidden.shape, CLASS.index(rows))
+            _send(self._crew, _LOGITS, *hidden.shape)
             distributed.broadcast(hidden.contiguous(), 0)
-            return self._model.logits(hidden, rows=rows)  # type: ignore[no-any-return]
+            return self._model.logits(hidden)  # type: ignore[no-any-return]
 
 
 class LeadRunner(Runner):
@@ -113,7 +112,7 @@ class LeadRunner(Runner):
     def run_call(self, call: Call) -> Result:
         with self.crew.together():
             arrays, tables = _pack(call)
-            _send(self.crew, _CALL, *call.size, call.num_keys, CLASS.index(call.rows), len(tables))
+            _send(self.crew, _CALL, *call.size, call.num_keys, call.is_decode, len(tables))
             packed = torch.from_numpy(np.concatenate([arrays, tables.view(np.uint8)]))
             distributed.broadcast(packed, 0, group=self.crew.control)
             return super().run_call(call)
@@ -132,13 +131,13 @@ def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return packed, np.array(tables, dtype=np.int64)
 
 
-def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, role: int, num_tables: int) -> Call:
+def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, is_decode: int, num_tables: int) -> Call:
     tables, left = [], packed[len(packed) - 8 * num_tables :].view(np.int64).tolist()
     while left:
         lane, count, *left = left
         tables.append((lane, left[:count]))
         left = left[count:]
-    return Call(CLASS[role], _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+    return Call(bool(is_decode), _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
 
 
 def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarray]:
@@ -177,7 +176,7 @@ class FollowRunner(Runner):
             if kind == _CALL:
                 self.run_call(self._receive(member, *numbers))
             else:
-                self._head(*numbers[:3])
+                self._head(*numbers[:2])
 
     def _receive(self, member: Member, rows: int, entries: int, samples: int, *more: int) -> Call:
         size = rows, entries, samples
@@ -186,7 +185,7 @@ class FollowRunner(Runner):
         distributed.broadcast(packed, 0, group=member.control)
         return _unpack(packed.numpy(), size, *more)
 
-    def _head(self, rows: int, width: int, role: int) -> None:
+    def _head(self, rows: int, width: int) -> None:
         hidden = torch.empty(rows, width, dtype=self.model.dtype, device=self.device)
         distributed.broadcast(hidden, 0)
-        self.model.logits(hidden, rows=CLASS[role])
+        self.model.logits(hidden)

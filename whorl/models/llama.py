@@ -10,7 +10,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.fields import count, flag, number
-from whorl.nn import ONE, KVCache, Linear, PagedKV, Ranks, RMSNorm, Rope, Rows, Step, Vocabulary, attend
+from whorl.nn import ONE, KVCache, Linear, PagedKV, Ranks, RMSNorm, Rope, Step, Vocabulary, attend
 from whorl.rope_config import RopeConfig
 
 # Projections that a checkpoint holds apart and one matrix product computes.
@@ -109,8 +109,8 @@ class Attention(Module):
         q = self.rotate(qkv, rotary, step, cache)
         return attend(q, step, cache, scale=self.scale, window=self.window).flatten(1)
 
-    def forward(self, x: Tensor, rows: Rows, mix: "Mix") -> Tensor:
-        return self.o_proj(mix(self, self.qkv_proj(x, rows)), rows)
+    def forward(self, x: Tensor, mix: "Mix") -> Tensor:
+        return self.o_proj(mix(self, self.qkv_proj(x)))
 
 
 Mix = Callable[[Attention, Tensor], Tensor]  # of a layer's qkv
@@ -124,8 +124,8 @@ class MLP(Module):
         self.gate_up_proj = Linear(width, merged, bias=config.mlp_bias, shard="column", ranks=ranks)
         self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x, rows)), rows)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
 
 
 class Layer(Module):
@@ -142,12 +142,12 @@ class Layer(Module):
     def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Module:
         return MLP(config, layer, ranks)
 
-    def forward(self, x: Tensor, residual: Tensor | None, rows: Rows, mix: Mix) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         """The residual travels beside x and is added by the next norm, which reads both anyway."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rows, mix)
+        x = self.self_attn(x, mix)
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x, rows), residual
+        return self.mlp(x), residual
 
 
 class Decoder(Module):
@@ -198,18 +198,18 @@ class Llama(Module):
         def mix(attention: Attention, qkv: Tensor) -> Tensor:
             return attention.mix(qkv, rotary, step, caches[attention.layer])
 
-        return self.hidden(step.token_ids, step.rows, mix)
+        return self.hidden(step.token_ids, mix)
 
-    def hidden(self, token_ids: Tensor, rows: Rows, mix: Mix) -> Tensor:
+    def hidden(self, token_ids: Tensor, mix: Mix) -> Tensor:
         """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
         x, residual = self.model.embed_tokens(token_ids), None
         for layer in self.model.layers:
-            x, residual = layer(x, residual, rows, mix)
+            x, residual = layer(x, residual, mix)
         return self.model.norm(x, residual)[0]
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return head.logits(hidden, rows)
+        return head.logits(hidden)
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.nn import Module
 from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
-from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Rows, Step
+from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +113,9 @@ class MoE(Module):
         sizes = experts.num_experts, config.hidden_size, experts.moe_intermediate_size
         self.experts = Experts(*sizes, per_token=self.k, ranks=ranks)
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        weights, ids = ops.route(self.gate(x, rows), self.k, renormalize=self.renormalize)
-        return self.experts(x, weights, ids, rows)
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = ops.route(self.gate(x), self.k, renormalize=self.renormalize)
+        return self.experts(x, weights, ids)
 
 
 class Layer(llama.Layer):

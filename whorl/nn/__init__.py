@@ -12,7 +12,7 @@ from .linear import Linear
 from .model import Model
 from .norm import RMSNorm
 from .ranks import ONE, Ranks, Unit
-from .step import Rows, Step
+from .step import Step
 from .vocabulary import Vocabulary
 from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, hold, slots, weighted
 
@@ -32,7 +32,6 @@ __all__ = [
     "RMSNorm",
     "Ranks",
     "Rope",
-    "Rows",
     "Slot",
     "Step",
     "Unit",

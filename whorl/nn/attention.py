@@ -57,5 +57,4 @@ def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int |
         step.context_lens,
         scale=scale,
         window=window or 0,
-        rows=step.rows,
     )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .ranks import ONE, Ranks
-from .step import Rows
 from .weight import Formats, Matrix, Part, Slot, Weighted
 
 
@@ -38,9 +37,9 @@ class Experts(Weighted):
                 f"down in {self.down_proj.format}"
             )
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         product = self.gate_up_proj.format.experts
-        return self.ranks.sum(product(self.gate_up_proj, self.down_proj, x, weights, ids, rows))
+        return self.ranks.sum(product(self.gate_up_proj, self.down_proj, x, weights, ids))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         yield from self.gate_up_proj.slots(f"{name}.gate_up_proj")

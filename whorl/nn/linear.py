@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import ONE, Ranks
-from .step import Rows
 from .weight import Formats, Matrix, Part, Slot
 
 
@@ -52,10 +51,10 @@ class Linear(Matrix):
         if self.has_bias:
             self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.is_summed or self.ranks.size == 1:
-            return self.format.linear(self, x, self.bias, rows)
-        y = self.ranks.sum(self.format.linear(self, x, None, rows))
+            return self.format.linear(self, x, self.bias)
+        y = self.ranks.sum(self.format.linear(self, x, None))
         return y if self.bias is None else y + self.bias
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

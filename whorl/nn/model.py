@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .cache import CacheSpec
-from .step import Rows, Step
+from .step import Step
 
 
 class Model(Protocol):
@@ -28,5 +28,5 @@ class Model(Protocol):
     def attention_flops(self, num_tokens: int) -> float:
         """Of a prompt: what its tokens see of each other, in all layers."""
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[N, V] fp32 from hidden [N, C]."""

@@ -1,18 +1,14 @@
 """The tensors of one forward call."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
-
-Rows = Literal["prompt", "decode", "batch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """The tensors of one forward call: T tokens of B sequences, those of a sequence side by side.
 
-    rows: which class of kernels runs; a token's class is its role (prompt or generated), whatever runs beside it.
     max_position: highest position + 1, known on the host so that nothing waits for the device.
     """
 
@@ -22,5 +18,4 @@ class Step:
     block_tables: Tensor  # [B, MB] int32
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32: keys that the last query of each sequence sees, new tokens included
-    rows: Rows
     max_position: int

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from .ranks import ONE, Ranks
-from .step import Rows
 from .weight import Matrix, Part
 
 
@@ -32,8 +31,8 @@ class Vocabulary(Matrix):
         rows = self.format.lookup(self, (token_ids - self.start) * is_mine)
         return self.ranks.sum(torch.where(is_mine[:, None], rows, 0))
 
-    def logits(self, hidden: Tensor, rows: Rows) -> Tensor:
-        return self.ranks.gather(self.format.linear(self, hidden, None, rows))[:, : self.size].float()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size].float()
 
     def step_bytes(self, batch: int) -> float:
         """As an embedding a row a sequence, as a head all."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from whorl import ops
 
 from .ranks import Unit
-from .step import Rows
 
 Index = tuple[slice, ...]
 
@@ -82,13 +81,13 @@ class Format(ABC):
     def finish(self, matrix: "Matrix") -> None:  # noqa: B027 (most have nothing to do)
         """The checkpoint's tensors are in: parameters may be laid out anew."""
 
-    def linear(self, matrix: "Matrix", x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+    def linear(self, matrix: "Matrix", x: Tensor, bias: Tensor | None) -> Tensor:
         """As `ops.linear`."""
-        return ops.linear.unchecked(x, self.values(matrix), bias, rows=rows)  # type: ignore[no-any-return]
+        return ops.linear.unchecked(x, self.values(matrix), bias)  # type: ignore[no-any-return]
 
-    def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+    def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """As `ops.experts`."""
-        return ops.experts(x, self.values(gate_up), self.values(down), weights, ids, rows=rows)  # type: ignore[no-any-return]
+        return ops.experts(x, self.values(gate_up), self.values(down), weights, ids)  # type: ignore[no-any-return]
 
     def lookup(self, matrix: "Matrix", row_ids: Tensor) -> Tensor:
         """Rows of the matrix, [T, columns]."""

@@ -1,6 +1,4 @@
-"""Forward calls of a draft model. Simpler than the engine's: its bits decide nothing, so every call is waited for and
-prompts and generated tokens differ only in which kernels are faster.
-"""
+"""Forward calls of a draft model. Simpler than the engine's: its bits decide nothing, and every call is waited for."""
 
 import statistics
 import time
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from whorl.device import lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.engine.sequence import CLASS, PROMPT
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model, Step
 
@@ -23,14 +20,10 @@ _STRIDE = 7919  # between the ids of tokens that only cost time: of a mixture of
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` tokens of one role from the sequence's first uncomputed one."""
+    """`length` tokens from the sequence's first uncomputed one."""
 
     sequence: Seq
     length: int
-
-    @property
-    def role(self) -> int:
-        return self.sequence.roles[self.sequence.num_computed]
 
 
 class Forward:
@@ -47,13 +40,7 @@ class Forward:
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
         """[len(spans), C], in the order of the spans."""
-        last: list[Tensor] = [torch.empty(0)] * len(spans)
-        for role in sorted({span.role for span in spans}):
-            mine = [i for i, span in enumerate(spans) if span.role == role]
-            hidden = self._run(self._lay_out([spans[i] for i in mine], role))
-            for i, end in zip(mine, np.cumsum([spans[i].length for i in mine]), strict=True):
-                last[i] = hidden[end - 1]
-        return torch.stack(last)
+        return self._run(self._lay_out(spans))[np.cumsum([span.length for span in spans]) - 1]
 
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int) -> dict[int, float]:
@@ -70,7 +57,7 @@ class Forward:
             found[count] = statistics.median(times[1:])  # the first one warms up
         return found
 
-    def _lay_out(self, spans: Sequence[Span], role: int) -> Step:
+    def _lay_out(self, spans: Sequence[Span]) -> Step:
         tokens, positions, slots, tables = [], [], [], []
         for span in spans:
             seq, start = span.sequence, span.sequence.num_computed
@@ -92,7 +79,6 @@ class Forward:
             block_tables=self._tensor(padded, torch.int32),
             query_starts=self._tensor(starts, torch.int32),
             context_lens=self._tensor(np.array(ends), torch.int32),
-            rows=CLASS[role],
             max_position=max(ends),
         )
 
@@ -101,7 +87,7 @@ class Forward:
 
     def _run(self, step: Step) -> Tensor:
         rows = next((size for size in _GRAPH_ROWS if size >= len(step.token_ids)), None)
-        if step.rows == CLASS[PROMPT] or rows is None:
+        if rows is None:
             return self.model.forward(step, self.caches)
         if rows not in self._graphs:
             self._graphs[rows] = self._record(rows)
@@ -129,7 +115,6 @@ class Forward:
             block_tables=torch.zeros(rows, width, dtype=torch.int32, device=self.device),
             query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self.device),
             context_lens=torch.ones(rows, dtype=torch.int32, device=self.device),
-            rows="decode",
             max_position=num_keys,
         )
 

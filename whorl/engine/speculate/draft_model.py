@@ -18,7 +18,6 @@ from whorl.engine.caches import block_size as cache_block_size
 from whorl.engine.caches import cache_memory, token_bytes
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Chunk
-from whorl.engine.sequence import GENERATED
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model
 
@@ -46,7 +45,7 @@ class _Mirror:
         params = replace(target.params, n=1, logprobs=None, prompt_logprobs=None)
         prompt = target.token_ids[: target.prompt_len]
         own = Seq(prompt, params, max_len=target.max_len, contents=target.contents, eos_ids=target.eos_ids)
-        own.seed, own.roles = target.seed, bytearray(target.roles[: target.prompt_len])
+        own.seed = target.seed
         return cls(target, own, 0)
 
     def sync(self) -> None:
@@ -57,14 +56,13 @@ class _Mirror:
         own.token_ids[agreed:] = known[agreed:]
         if own.counts is not None:
             own.counts.cut(agreed)
-        own.roles[agreed:] = self.target.roles[agreed : len(known)]
         own.num_computed = min(own.num_computed, agreed, len(known) - 1)
         self.num_known = len(known)
 
     @property
     def is_short(self) -> bool:
-        """Whether one decode call takes all that is pending."""
-        return self.own.run_len() == self.own.num_pending and self.own.num_pending <= Forward.max_rows
+        """Whether one short call takes all that is pending."""
+        return self.own.num_pending <= Forward.max_rows
 
 
 class DraftModel(Proposer):
@@ -170,7 +168,7 @@ class DraftModel(Proposer):
         while behind := [mirror.own for mirror in live if not mirror.is_short]:
             budget, spans = self.max_num_batched_tokens, []
             for own in behind:
-                length = min(own.run_len(), own.num_pending - 1, budget)
+                length = min(own.num_pending - 1, budget)
                 if length > 0:
                     spans.append(Span(own, length))
                     budget -= length
@@ -192,7 +190,6 @@ class DraftModel(Proposer):
             if own.num_computed == mirror.num_known:
                 self.pool.publish(own)
             own.token_ids.append(token_id)
-            own.roles.append(GENERATED)
             probs[mirror].append(row)
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.nn.step import Rows
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 
 
@@ -25,8 +24,8 @@ class Dense(Format):
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
         matrix.weight.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
 
-    def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-        return ops.linear.unchecked(x, matrix.weight, bias, rows=rows)  # type: ignore[no-any-return]
+    def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear.unchecked(x, matrix.weight, bias)  # type: ignore[no-any-return]
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Experts in Triton: token by token where there are few, else the tokens of an expert together. Both have the same bits."""
+"""Experts in Triton: token by token where there are few, else an expert's tokens together. Both have the same bits."""
 
 import torch
 import triton
