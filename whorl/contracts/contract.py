@@ -25,7 +25,7 @@ class Parameter:
 class Contract:
     """One vendor operator. `namespace` is its torch.ops namespace, None where it is not a torch operator.
 
-    `changes` says what else later releases changed; which parameters they added is in `Parameter.since`.
+    `changes` are the defaults that later releases changed; which parameters they added is in `Parameter.since`.
     """
 
     name: str

@@ -82,8 +82,8 @@ _TABLE = (
         "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
         added={"2.10": "quant_mode dst_type_max"},
         gradient="silently lost",
-        changes=(("2.10", "dst_type became an int, which takes a torch.dtype too"),),
-        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale.",
+        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale. From "
+        "2.10 on dst_type is an int, which takes a torch.dtype too.",
     ),
     # Products with a collective.
     from_schema(
@@ -226,9 +226,9 @@ _TABLE = (
         "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
         added={"2.10": "x_dtype weight_dtype scale_dtype per_token_scale_dtype"},
         gradient="silently lost",
-        changes=(("2.10", "output_dtype became an int, which takes a torch.dtype too"),),
         note="group_type -1: one product for each pair; 0: rows of x in groups; 2: the sum over grouped rows, for the "
-        "gradient of weight. group_list is cumulative (type 0) or counts (type 1).",
+        "gradient of weight. group_list is cumulative (type 0) or counts (type 1). From 2.10 on output_dtype is an "
+        "int, which takes a torch.dtype too.",
     ),
     from_schema(
         "npu_moe_token_permute",
