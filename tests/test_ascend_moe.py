@@ -8,7 +8,7 @@ import pytest
 import torch
 from npu import attention_kernels, kernels, moe_kernels
 from test_ascend import BEYOND as FIRST_BEYOND
-from test_ascend import DTYPES, randn
+from test_ascend import DTYPES, judge_limit, randn
 from torch import Tensor
 
 from whorl import ascend, ops
@@ -327,11 +327,7 @@ def test_every_name_has_a_limit() -> None:
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_limit_is_an_error_until_it_is_lifted(name: str) -> None:
-    call, says = BEYOND[name]
-    with pytest.raises(ValueError, match=rf"^{name}: .*{says}.*limits\('ignore'\) lifts it"):
-        call()
-    with ascend.limits("ignore"):
-        call()
+    judge_limit(name, *BEYOND[name])
 
 
 LOST: dict[str, Callable[[Tensor], Any]] = {
