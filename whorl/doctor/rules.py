@@ -12,7 +12,8 @@ from whorl.doctor.report import Finding, RotaryPath, Severity, Steps, steps
 class Problem:
     """What a check found; the rule adds its code, and its severity where the problem names none.
 
-    Its place is `where`, or where the launch sets `setting`; a problem without either is one of the path.
+    Its place is `where`, or where the launch sets `setting`; a problem without either is one of the path. Without `fix`
+    the thing to do is what is `expected`.
     """
 
     where: str | None = None
@@ -20,7 +21,7 @@ class Problem:
     found: str
     expected: str
     why: str
-    fix: Steps
+    fix: Steps | None = None
     severity: Severity | None = None
 
     def place(self, launch: Launch, path: RotaryPath) -> str:
@@ -47,7 +48,7 @@ class Rule:
                 found=problem.found,
                 expected=problem.expected,
                 why=problem.why,
-                fix=steps(problem.fix),
+                fix=steps(problem.expected if problem.fix is None else problem.fix),
             )
 
 

@@ -36,6 +36,21 @@ _LOOKUP = (
     r"^(?!.* in \S*(?:get_rope_index|input_positions)).*"
     r"(?:cos_sin_cache|cos_sin\[|(?:cos|sin)_cached?\b|freqs_cis|rope_cache|\b(?:cos|sin)\[\s*position)"
 )
+
+
+def printed(code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error") -> Symptom:
+    """A text on a line of its own, without an exception."""
+    return Symptom(code, text, cause=cause, expected=expected, fix=fix, severity=severity, is_printed=True)
+
+
+def past_the_table(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
+    """What is raised where rows of the table are looked up."""
+    expected = "every position below the number of table rows"
+    return Symptom(
+        "table-too-short", text, cause=cause, expected=expected, fix=fix, severity=severity, raised_in=_LOOKUP
+    )
+
+
 _MROPE_FIX = mrope_settings(list(BRIDGE_SECTIONS), mindspeed=True)
 SYMPTOMS: Final = (
     Symptom(
@@ -81,10 +96,9 @@ SYMPTOMS: Final = (
         expected="apply_rope_fusion=False",
         fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
-    Symptom(
+    printed(
         "mrope-batch-unfused",
         r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
-        is_printed=True,
         cause="TransformerEngine's kernel takes MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
         "code.",
         expected="apply_rope_fusion=False, or packed sequences",
@@ -106,10 +120,9 @@ SYMPTOMS: Final = (
         expected="sections that sum to rotary_dim / 2",
         fix=("take mrope_section from the model's config.json", "check head_dim and partial_rotary_factor"),
     ),
-    Symptom(
+    printed(
         "partial-rotary",
         r"Wrong rotaryCoeff",
-        is_printed=True,
         cause="ATB's _npu_rotary_embedding got a head of which only a part rotates (vllm-project/vllm-ascend#7252).",
         expected="rotary size equal to head size, or a caller that slices",
         fix=(
@@ -159,31 +172,24 @@ SYMPTOMS: Final = (
         expected="npu_rotary_mul, plain torch or whorl.ops",
         fix="rotate with npu_rotary_mul or whorl.ops.rope in training",
     ),
-    Symptom(
+    printed(
         "no-gradient",
         r"npu::npu_mrope: an autograd kernel was not registered",
-        is_printed=True,
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
         fix="whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
     ),
-    Symptom(
-        "table-too-short",
+    past_the_table(
         r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
         r"|^(?:IndexError|RuntimeError): (?:index_select\(\): |gather\(\): )?index .*out of (?:range|bounds)",
-        raised_in=_LOOKUP,
         cause="A position lies past the cos/sin table. For MRoPE the temporal axis can run ahead of the token count "
         "(vllm-project/vllm#47407).",
-        expected="every position below the number of table rows",
         fix=("lower the sequence length or the video length", "or a longer table / rope scaling"),
     ),
-    Symptom(
-        "table-too-short",
+    past_the_table(
         r"device-side assert triggered|illegal memory access",
-        raised_in=_LOOKUP,
         cause="The device failed where rows of the cos/sin table are looked up: likely a position past its end. CUDA "
         "reports late, so an earlier kernel may be the one.",
-        expected="every position below the number of table rows",
         fix=("run once with CUDA_LAUNCH_BLOCKING=1 to see the call that fails", "then lower the sequence length"),
         severity="warning",
     ),
@@ -238,10 +244,9 @@ SYMPTOMS: Final = (
         expected="TransformerEngine installed, or apply_rope_fusion=False",
         fix=("apply_rope_fusion=False (--no-rope-fusion)", "or install transformer-engine"),
     ),
-    Symptom(
+    printed(
         "yarn-factor-ignored",
         r"mscale=\S+ is not supported by TE's fused RoPE",
-        is_printed=True,
         cause="TransformerEngine's kernel cannot multiply by mscale; Megatron runs the unfused code, which does.",
         expected="nothing: the result is right, only slower",
         fix="apply_rope_fusion=False silences it",
@@ -254,19 +259,17 @@ SYMPTOMS: Final = (
         expected="a float32 cos/sin table",
         fix="keep the table in float32: do not call .to(bfloat16) on the whole model",
     ),
-    Symptom(
+    printed(
         "operator-limit",
         r"please do not use RotaryPositionEmbedding fusion operator",
-        is_printed=True,
         cause="npu_rotary_mul in BNSD with a large B*N or a head size that is not 32-byte aligned "
         "(modelscope/ms-swift#9329).",
         expected="BSND or SBND, or plain torch",
         fix=("transpose q and k to BSND before the call", "or use plain torch for this shape"),
     ),
-    Symptom(
+    printed(
         "cos-sin-shape",
         r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
-        is_printed=True,
         cause="cos and sin handed to npu_apply_rotary_pos_emb are of another number of tokens than q and k "
         "(LMCache/LMCache-Ascend#152).",
         expected="cos and sin of the same tokens as q and k",

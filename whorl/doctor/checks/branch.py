@@ -97,7 +97,6 @@ def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Pro
         found="position_embedding_type=mrope for a model without mrope_section in its config",
         expected="position_embedding_type=rope",
         why="The mrope branch wants position_ids of three axes and sections; this model has one axis.",
-        fix="position_embedding_type=rope",
     )
 
 
@@ -206,7 +205,6 @@ def thd_fusion_drops_interleaved(launch: Launch, path: RotaryPath) -> Iterator[P
         expected="apply_rope_fusion=False",
         why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as "
         "halves.",
-        fix="apply_rope_fusion=False",
     )
 
 
@@ -223,7 +221,6 @@ def fusion_with_sparse_attention(launch: Launch, path: RotaryPath) -> Iterator[P
         found="apply_rope_fusion=True with experimental_attention_variant=dsa",
         expected="apply_rope_fusion=False",
         why="Megatron Core asserts that RoPE fusion is off for DSAttention.",
-        fix="apply_rope_fusion=False",
     )
 
 

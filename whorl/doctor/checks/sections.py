@@ -182,7 +182,6 @@ def cache_mode_for_layout(launch: Launch, path: RotaryPath) -> Iterator[Problem]
         expected=f"cache_mode={expected}",
         why="cache_mode=interleave gives H and W every third channel; default gives each axis one contiguous band. "
         "The model was trained with one of them.",
-        fix=f"cache_mode={expected}",
     )
 
 
