@@ -320,6 +320,15 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_a_formula_refuses_what_it_does_not_look_at() -> None:
+    """Or it would agree with a call that it does not compute."""
+    x = randn(2, 8)
+    with pytest.raises(AssertionError, match=r"npu_moe_gating_top_k: input_ids=.* is not looked at"):
+        KERNELS["npu_moe_gating_top_k"](x, 2, input_ids=torch.zeros(2))
+    with pytest.raises(TypeError, match="groups"):
+        KERNELS["npu_moe_gating_top_k"](x, 2, groups=2)
+
+
 def test_every_name_has_a_limit() -> None:
     elsewhere = {contract.name for contract in SPARSE}  # test_ascend_sparse.py
     assert {*FIRST_BEYOND, *BEYOND, *elsewhere, "limits"} == set(ascend.__all__)
