@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 Ints = NDArray[np.int64]
 ArrayLike = torch.Tensor | np.ndarray | Sequence[Any]
-MaybeArray = ArrayLike | None
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
@@ -102,12 +101,12 @@ def multimodal_positions(
     input_ids: Array,
     rule: PositionRule,
     *,
-    image_grid_thw: MaybeArray = None,
-    video_grid_thw: MaybeArray = None,
-    seconds_per_grid: MaybeArray = None,
-    mm_token_type_ids: MaybeArray = None,
-    attention_mask: MaybeArray = None,
-    cu_seqlens: MaybeArray = None,
+    image_grid_thw: ArrayLike | None = None,
+    video_grid_thw: ArrayLike | None = None,
+    seconds_per_grid: ArrayLike | None = None,
+    mm_token_type_ids: ArrayLike | None = None,
+    attention_mask: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Positions and deltas of sequences that mix text, images and videos.
 
@@ -182,13 +181,13 @@ def context_indices(cu_seqlens: Array, rank: int, size: int) -> Array:
     return _like(_ranges(firsts.reshape(-1), np.repeat(chunk, 2)), cu_seqlens)
 
 
-def context_slice(x: Array, rank: int, size: int, *, dim: int, cu_seqlens: MaybeArray = None) -> Array:
+def context_slice(x: Array, rank: int, size: int, *, dim: int, cu_seqlens: ArrayLike | None = None) -> Array:
     """The part of x that context-parallel rank `rank` holds along its token dimension `dim`; differentiable."""
     bounds = _token_bounds("context_slice", x.shape[dim], cu_seqlens)
     return _take(x, context_indices(bounds, rank, size), dim)
 
 
-def context_join(parts: Sequence[Array], *, dim: int, cu_seqlens: MaybeArray = None) -> Array:
+def context_join(parts: Sequence[Array], *, dim: int, cu_seqlens: ArrayLike | None = None) -> Array:
     """Inverse of `context_slice`: the parts of ranks 0, 1, ... put back in token order."""
     size = len(parts)
     bounds = _token_bounds("context_join", sum(part.shape[dim] for part in parts), cu_seqlens)
@@ -211,7 +210,7 @@ class _Blocks:
 
     @classmethod
     def of(
-        cls, name: str, modality: int, types: Ints, grid: Ints, seconds: MaybeArray, rule: PositionRule
+        cls, name: str, modality: int, types: Ints, grid: Ints, seconds: ArrayLike | None, rule: PositionRule
     ) -> "_Blocks":
         tokens = np.flatnonzero(types == modality)
         if modality == VIDEO and rule.split_frames:
@@ -227,7 +226,7 @@ class _Blocks:
         return cls(name, tokens, grid, _seconds(len(grid), seconds, rule), np.float32(rate))
 
 
-def _seconds(count: int, seconds: MaybeArray, rule: PositionRule) -> NDArray[np.float32]:
+def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArray[np.float32]:
     if seconds is None:
         return np.ones(count, np.float32)
     if rule.tokens_per_second is None:
@@ -297,7 +296,9 @@ def _deltas(positions: Ints, starts: Ints) -> Ints:
     return (highest + 1 - lengths)[:, None]
 
 
-def _layout(ids: Ints, attention_mask: MaybeArray, cu_seqlens: MaybeArray) -> tuple[NDArray[np.bool_] | None, Ints]:
+def _layout(
+    ids: Ints, attention_mask: ArrayLike | None, cu_seqlens: ArrayLike | None
+) -> tuple[NDArray[np.bool_] | None, Ints]:
     """Which tokens count (None: all) and where each sequence begins among them."""
     if cu_seqlens is not None:
         if ids.ndim != 1 or attention_mask is not None:
@@ -315,7 +316,7 @@ def _layout(ids: Ints, attention_mask: MaybeArray, cu_seqlens: MaybeArray) -> tu
     return keep, np.concatenate(([0], np.cumsum(keep.sum(axis=1))))
 
 
-def _grids(name: str, grid: MaybeArray, rule: PositionRule) -> Ints:
+def _grids(name: str, grid: ArrayLike | None, rule: PositionRule) -> Ints:
     """Grids in tokens, i.e. height and width divided by the merge size."""
     if grid is None:
         return np.zeros((0, 3), np.int64)
@@ -343,7 +344,7 @@ def _bounds(cu_seqlens: ArrayLike) -> Ints:
     return bounds
 
 
-def _token_bounds(name: str, num_tokens: int, cu_seqlens: MaybeArray) -> Ints:
+def _token_bounds(name: str, num_tokens: int, cu_seqlens: ArrayLike | None) -> Ints:
     bounds = np.array([0, num_tokens]) if cu_seqlens is None else _bounds(cu_seqlens)
     if bounds[-1] != num_tokens:
         raise ValueError(f"{name}: cu_seqlens ends at {bounds[-1]}, there are {num_tokens} tokens.")
