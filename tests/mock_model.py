@@ -14,6 +14,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.runner import Result
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate import Draft, Proposer
 from whorl.nn import KVCache, PagedKV, Rows, Step
 
@@ -165,15 +166,8 @@ def record(llm: LLM) -> dict[int, Logits]:
 
 def alone(model: object, tokenizer: object, prompt: list[int], params: SamplingParams) -> tuple[Seq, Logits]:
     """The plain run: one sequence, its prompt in one piece, one token a step."""
-    llm = LLM(
-        model=model,  # type: ignore[arg-type]
-        tokenizer=tokenizer,  # type: ignore[arg-type]
-        device="cpu",
-        max_num_seqs=1,
-        block_size=16,
-        num_blocks=32,
-        use_prefix_cache=False,
-    )
+    settings = EngineSettings(device="cpu", max_num_seqs=1, block_size=16, num_blocks=32, use_prefix_cache=False)
+    llm = LLM(settings=settings, model=model, tokenizer=tokenizer)  # type: ignore[arg-type]
     logits = record(llm)
     (seq,) = llm.add(prompt, params)
     while llm.has_work:

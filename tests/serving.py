@@ -2,9 +2,15 @@
 
 import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +27,7 @@ from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import create_app
 from whorl.serve.settings import Settings
 
+TESTS = Path(__file__).parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # not special, as in Qwen3
 TEMPLATE = """{% if tools %}<|im_start|>system
@@ -176,6 +183,40 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
     while not is_so():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def own_process(
+    arguments: str, *, first: str = "", output: Any = None
+) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A server in a process of its own, as `whorl serve` makes it but for the model, and its URL.
+
+    arguments: of `openai.run`, beside its port, as they are written. first: what the process does before.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    imports = "import sys; from serving import told; from whorl.serve.openai import run"
+    program = f"{imports}\n{first}\nsys.exit(run('told', port={port}, {arguments}))"
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=output, stderr=output)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(url), seconds=180)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stopped_in_a_stream(
+    process: "subprocess.Popen[bytes]", url: str, number: signal.Signals, body: dict[str, Any]
+) -> list[str]:
+    """The lines of a streamed completion, after the first of which the server gets the signal."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=30) as response:
+        lines = (line for line in response.iter_lines() if line)
+        found = [next(lines)]
+        process.send_signal(number)
+        return found + list(lines)
 
 
 def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:

@@ -14,24 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whorl import ops
 from whorl.adapters.transformers import install
+from whorl.models.llama import Llama
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"]
 QK_NORM = FAMILIES[1:]
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-3,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+MORE = {"head_dim": 16, "rms_norm_eps": 1e-3, "pad_token_id": 0, "tie_word_embeddings": False}
+SIZES = {name: value for name, value in Llama.tiny(**MORE).items() if name not in ("architectures", "model_type")}
 # Every expert is chosen: a rounding error may not send a token elsewhere.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
 VISION = {

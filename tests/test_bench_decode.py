@@ -137,28 +137,6 @@ def test_sweeps() -> None:
             parse_sweep(wrong)
 
 
-REFUSED = {
-    "--classify --verify": "--classify and --verify: say one of them",
-    "--random-config Qwen3-0.6B --classify": "--classify needs a MODEL that speaks",
-    "--random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, and no config.json",
-    "--random-config Qwen3-0.6B some-model": "say one of them",
-    "--peer vllm": "--peer vllm: expected transformers",
-    "--batch x": "--batch x: expected numbers",
-    "--pld-k 3": "--pld-k is about drafting: add --classify or --sweep",
-    "--classify --draft-k 3": "--draft-k needs --draft-model",
-    "--classify --draft-model x --pld-k 3": "--draft-model and --pld options",
-    "--sweep k": "--sweep k: expected lengths",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
-def test_refused_with_a_line(arguments: str, message: str) -> None:
-    result = run(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 # ---- every mode runs
 
 

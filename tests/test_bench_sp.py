@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from whorl import collectives
 from whorl.bench import network, sp, sp_rank
 from whorl.cli import app
-from whorl.passes.cost import TABLE
+from whorl.passes.cost import TABLE, Traffic
 
 # ---- simulated
 
@@ -27,7 +27,8 @@ def test_the_table_is_the_cost_models() -> None:
     found = json.loads(done.output)
     assert [(row["link"], row["ranks"]) for row in found["rows"]] == [(n, p) for n in TABLE for p in (2, 4, 8, 16)]
     for row in found["rows"]:
-        assert row["min_tokens"] == TABLE[row["link"]].threshold(8192, torch.bfloat16, row["ranks"])
+        traffic = Traffic.of_norm(8192, torch.bfloat16)
+        assert row["min_tokens"] == TABLE[row["link"]].threshold(row["ranks"], traffic)
         for way in ("sp", "sp_int8", "sp, MLA"):
             assert len(row["speedup"][way]) == len(found["tokens"])
         assert max(row["speedup"]["sp"]) <= 1, "plain sequence parallelism sends as much as an all-reduce"

@@ -4,13 +4,13 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from mock_model import ByteTokenizer, Logits, MockModel, alone, record
-from test_exactness import LONGEST, MODELS
+from mock_model import ByteTokenizer, MockModel, alone, record
+from schedules import LONGEST, MODELS, compare, random_settings, requests, run_at_random, seeded
 from torch import Tensor
 
 from whorl.engine import sampler
@@ -40,6 +40,9 @@ def disturbed(name: str, amount: float) -> Any:
     return model
 
 
+GREEDY: list[dict[str, Any]] = [{}, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}, {"min_tokens": 3}]
+
+
 class Case:
     """A target, drafts of different quality, greedy requests and what each gives alone."""
 
@@ -48,17 +51,12 @@ class Case:
         self.model = MODELS[name]()
         self.tokenizer = ByteTokenizer() if name == "mock" else None
         self.drafts = [self.model, disturbed(name, 0.03), disturbed(name, 0.3)]
-        self.requests = list(self._requests(random.Random(3), 200 if name == "mock" else self.model.vocab_size))
+        vocab_size = 200 if name == "mock" else self.model.vocab_size
+        kinds = [{"temperature": 0, **kind} for kind in GREEDY * 2]
+        self.requests = list(requests(random.Random(3), vocab_size, kinds, fewest=6))
         self.plain = [alone(self.model, self.tokenizer, *request) for request in self.requests]
         if self.tokenizer is not None:
             self._add_stops()
-
-    def _requests(self, rng: random.Random, vocab_size: int) -> Iterator[tuple[list[int], SamplingParams]]:
-        common = [rng.randrange(vocab_size) for _ in range(12)]
-        for kind in ({}, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}, {"min_tokens": 3}) * 2:
-            own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
-            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 20]
-            yield prompt, SamplingParams(temperature=0, max_tokens=rng.randint(6, 20), **kind)
 
     def _add_stops(self) -> None:
         """Requests that end in the middle of an answer, often in the middle of a draft."""
@@ -81,7 +79,7 @@ def case(name: str) -> Case:
 def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
     """An engine with a draft model, both caches sometimes too small for all."""
     seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
-    least, own_size = -(-LONGEST // block_size), rng.choice((1, 3, 4))
+    own_size = rng.choice((1, 3, 4))
     proposer = DraftModel(
         model=rng.choice(given.drafts),
         tokenizer=given.tokenizer,
@@ -94,46 +92,18 @@ def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
     llm = LLM(
         model=given.model,
         tokenizer=given.tokenizer,
-        device="cpu",
-        max_num_seqs=seqs,
-        max_num_batched_tokens=rng.choice((seqs, seqs + 3, 16, 64)),
-        block_size=block_size,
-        num_blocks=rng.choice((least, least, 8 * least)),
-        max_model_len=LONGEST,
-        use_prefix_cache=rng.random() < 0.8,
+        settings=random_settings(rng, seqs=seqs, block_size=block_size),
         speculate=proposer,
         draft_length="fixed",
     )
     return llm, proposer
 
 
-def run_at_random(rng: random.Random, llm: LLM, given: Case) -> list[tuple[int, Seq]]:
-    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 8))]
-    added: list[tuple[int, Seq]] = []
-    while chosen or llm.has_work:
-        while chosen and rng.random() < 0.8:
-            index = chosen.pop()
-            added.append((index, llm.add(*given.requests[index])[0]))
-        llm.step()
-        if added and rng.random() < 0.03:
-            llm.abort(rng.choice(added)[1])
-    return added
-
-
-def compare(plain: Seq, expected: Logits, seq: Seq, found: Logits) -> None:
-    assert seq.output_ids == plain.output_ids[: seq.num_outputs]
-    assert seq.finish_reason in (plain.finish_reason, "abort")
-    if seq.finish_reason != "abort":
-        assert seq.text.value == plain.text.value
-    for place in range(seq.num_outputs):
-        assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
-
-
 def check(name: str, seed: int) -> Counter[str]:
     rng, given = random.Random(seed), case(name)
     llm, proposer = schedule(rng, given)
     found = record(llm)
-    for index, seq in run_at_random(rng, llm, given):
+    for index, seq in run_at_random(rng, llm, given.requests):
         compare(*given.plain[index], seq, found.get(seq.id, {}))
     assert llm.pool.num_used == 0
     proposer.propose([], 1)
@@ -142,20 +112,14 @@ def check(name: str, seed: int) -> Counter[str]:
     return seen + Counter(num_draft_hits=proposer.pool.num_hit)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_is_the_targets(name: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(16 if name == "mock" else 4):
-        seen += check(name, seed)
+MANY = seeded(range(100, 600), range(100, 160), pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(16), range(4)), *MANY])
+def test_greedy_output_is_the_targets(name: str, seeds: range) -> None:
+    seen = sum((check(name, seed) for seed in seeds), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected", "num_draft_hits"):
         assert seen[event] > 1, f"hardly any {event} in these schedules: {seen}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_is_the_targets_many_times(name: str) -> None:
-    for seed in range(100, 600 if name == "mock" else 160):
-        check(name, seed)
 
 
 # ---- the draft model's own cache

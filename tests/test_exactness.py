@@ -6,13 +6,14 @@ sequence, one token a step. Logits are compared bit by bit: tokens agree by luck
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
+from mock_model import ByteTokenizer, Logits, Oracle, alone, record
+from schedules import MODELS, compare, random_settings, requests, run_at_random, seeded
 
 from whorl.engine import batch, runner
 from whorl.engine.blocks import BlockPool
@@ -22,28 +23,17 @@ from whorl.engine.scheduler import Scheduler
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate import DraftLength
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.weights import random_model
-from whorl.models.llama import Llama
-from whorl.models.qwen3 import Qwen3
 from whorl.nn import Step
 
-
-def tiny(model_class: type[Llama], dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    # Wide enough that torch sums a row alone and a row among others in different orders.
-    sizes = {"hidden_size": 96, "intermediate_size": 160}
-    return random_model(model_class.tiny(**sizes, **changes), device="cpu", dtype=dtype)
-
-
-MODELS = {
-    "mock": MockModel,
-    "llama": lambda: tiny(Llama),
-    "qwen3": lambda: tiny(Qwen3),
-    "qwen3_window": lambda: tiny(Qwen3, use_sliding_window=True, sliding_window=7, max_window_layers=1),
-    "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),
-    "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
-}
-LONGEST = 40
 Plain = list[tuple[Sequence, Logits]]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0},
+    {"temperature": 1.5, "seed": 3},
+    {"temperature": 0.8, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "seed": 9, "min_tokens": 4, "presence_penalty": 0.5},
+]
 
 
 class Setting:
@@ -52,28 +42,13 @@ class Setting:
     def __init__(self, name: str) -> None:
         self.model = MODELS[name]()
         self.tokenizer = ByteTokenizer() if name == "mock" else None
-        self.requests = list(self._requests(random.Random(5), 200 if name == "mock" else self.model.vocab_size))
+        vocab_size = 200 if name == "mock" else self.model.vocab_size
+        self.requests = list(requests(random.Random(5), vocab_size, KINDS * 2, fewest=4))
         self.plain: Plain = [alone(self.model, self.tokenizer, *request) for request in self.requests]
         for seq, _ in self.plain[:4]:  # prompts that resend what was generated
             request = seq.token_ids[:-1], SamplingParams(max_tokens=4, temperature=0)
             self.requests.append(request)
             self.plain.append(alone(self.model, self.tokenizer, *request))
-
-    def _requests(self, rng: random.Random, vocab_size: int) -> Iterator[tuple[list[int], SamplingParams]]:
-        """Prompts that share beginnings, repeat themselves and end anywhere in a block."""
-        common = [rng.randrange(vocab_size) for _ in range(12)]
-        kinds: list[dict[str, Any]] = [
-            {"temperature": 0},
-            {"temperature": 0},
-            {"temperature": 1.5, "seed": 3},
-            {"temperature": 0.8, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-            {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
-            {"temperature": 1.0, "seed": 9, "min_tokens": 4, "presence_penalty": 0.5},
-        ]
-        for kind in kinds * 2:
-            own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
-            prompt = (common[: rng.choice((0, 4, 8, 12))] + own * rng.randint(1, 3))[: LONGEST - 20]
-            yield prompt, SamplingParams(max_tokens=rng.randint(4, 20), **kind)
 
 
 _SETTINGS: dict[str, Setting] = {}
@@ -88,7 +63,6 @@ def setting(name: str) -> Setting:
 
 def random_engine(rng: random.Random, given: Setting) -> LLM:
     seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
-    least = -(-LONGEST // block_size)
     texts = [seq.token_ids for seq, _ in given.plain]
     proposer = rng.choice(
         [
@@ -101,42 +75,11 @@ def random_engine(rng: random.Random, given: Setting) -> LLM:
     return LLM(
         model=given.model,
         tokenizer=given.tokenizer,
-        device="cpu",
-        max_num_seqs=seqs,
-        max_num_batched_tokens=rng.choice((seqs, seqs + 3, 16, 64)),
-        block_size=block_size,
-        num_blocks=rng.choice((least, least, 8 * least)),
-        max_model_len=LONGEST,
-        use_prefix_cache=rng.random() < 0.8,
+        settings=random_settings(rng, seqs=seqs, block_size=block_size),
         speculate=proposer,
         run_ahead=rng.random() < 0.7,
         draft_length=DraftLength({1: 1.0, 8: 1.3, 64: 4.0}) if rng.random() < 0.3 else "fixed",
     )
-
-
-def run_at_random(rng: random.Random, llm: LLM, given: Setting) -> list[tuple[int, Sequence]]:
-    """Requests arrive over time, some twice; some neighbours are aborted."""
-    chosen = [rng.randrange(len(given.requests)) for _ in range(rng.randint(3, 8))]
-    added: list[tuple[int, Sequence]] = []
-    while chosen or llm.has_work:
-        while chosen and rng.random() < 0.8:
-            index = chosen.pop()
-            added.append((index, llm.add(*given.requests[index])[0]))
-        llm.step()
-        for seq in llm.scheduler.running:
-            assert len(seq.block_table) <= llm.pool.blocks_for(seq.length), "a rejected draft keeps its blocks"
-        if added and rng.random() < 0.03:
-            llm.abort(rng.choice(added)[1])
-    return added
-
-
-def compare(given: Setting, index: int, seq: Sequence, found: Logits) -> None:
-    plain, expected = given.plain[index]
-    count = seq.num_outputs
-    assert seq.output_ids == plain.output_ids[:count]
-    assert seq.finish_reason in (plain.finish_reason, "abort")
-    for place in range(count):
-        assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
 
 
 def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
@@ -144,26 +87,20 @@ def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
     rng, given = random.Random(seed), setting(name)
     llm = random_engine(rng, given)
     found = record(llm)
-    for index, seq in run_at_random(rng, llm, given):
-        compare(given, index, seq, found.get(seq.id, {}))
+    for index, seq in run_at_random(rng, llm, given.requests):
+        compare(*given.plain[index], seq, found.get(seq.id, {}))
     assert llm.pool.num_used == 0
     return llm, Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_the_schedule(name: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(40 if name == "mock" else 6):
-        seen += check(name, seed)[1]
+MANY = seeded(range(100, 1000), range(100, 200), pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(40), range(6)), *MANY])
+def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
+    seen = sum((check(name, seed)[1] for seed in seeds), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
         assert seen[event] > 2, f"hardly any {event} in these schedules: {seen}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_many_schedules(name: str) -> None:
-    for seed in range(100, 1000 if name == "mock" else 200):
-        check(name, seed)
 
 
 @pytest.mark.parametrize("name", ["mock", "llama"])

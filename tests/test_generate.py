@@ -38,38 +38,6 @@ def with_llm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # ---- asking wrongly
 
-REFUSED = {
-    "": "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive",
-    "--prompt x --tp-size 10 --device cpu": "query heads: 9 cannot be shared by 10 ranks: take 9 or fewer",
-    "--prompt x --pld-k 4": "--pld-k needs --pld",
-    "--prompt x --draft-k 4": "--draft-k needs --draft-model",
-    "--prompt x --draft-fixed": "--draft-fixed needs --pld or --draft-model",
-    "--prompt x --pld --draft-model y": "--draft-model and --pld: say one of them",
-    "--prompt x --draft-model no-such-model": "no-such-model: no such file or folder",
-    "--prompt x --pld-no-guard": "--pld-no-guard needs --pld",
-    "--prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
-    "--prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
-    "--prompt-file no-such-file": "--prompt-file no-such-file: cannot be read: No such file or directory\n",
-    "--prompt x --interactive": "--prompt and --interactive: say one of them",
-    "--prompt x --system y": "are written by the chat template: add --chat",
-    "--prompt x --no-think": "are written by the chat template: add --chat",
-    "--prompt x --reset": "--reset is about a conversation: add --interactive",
-    "--interactive --json": "--json is for one answer",
-    "a --model-dir b --prompt x": "MODEL a and --model-dir b are the same thing",
-    "no-such-model --prompt x": "no-such-model: no such file or folder",
-    "SmolLM2-135M-Instruct --prompt x": "; leave it out for the default model",
-    "--prompt x --device npu": "device 'npu' was asked for; this machine has",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
-def test_refused_with_a_line(arguments: str, message: str) -> None:
-    result = run(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert result.stderr.startswith("whorl: ")
-    assert len(result.stderr.splitlines()) == 1
-
 
 @pytest.mark.parametrize(
     "arguments", ["--temperature -1", "--top-p 1.5", "--max-tokens 0", "--tp 0", "--device abacus", "--wrong"]

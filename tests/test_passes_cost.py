@@ -14,6 +14,7 @@ from whorl.passes import cost, measure_cost
 from whorl.passes.cost import CHOICES, TABLE, CostModel, Range, Traffic
 
 BF16 = torch.bfloat16
+WIDE = Traffic.of_norm(8192, BF16)
 WIRE = CostModel(name="wire", alpha=0.0, bandwidth=1.0)  # a second a byte: seconds are bytes sent
 
 
@@ -60,14 +61,14 @@ def test_a_mesh_is_as_fast_as_its_links() -> None:
 
 def test_plain_sequence_parallelism_never_wins_by_itself() -> None:
     for model, world in itertools.product(TABLE.values(), (2, 4, 8, 16)):
-        parts = model.ranges(8192, BF16, world, allowed=("all_reduce", "sp"))
+        parts = model.ranges(world, WIDE, allowed=("all_reduce", "sp"))
         assert parts == (Range(start=1, end=None, choice="all_reduce"),)
-        assert model.threshold(8192, BF16, world, allowed=("all_reduce", "sp")) is None
+        assert model.threshold(world, WIDE, allowed=("all_reduce", "sp")) is None
 
 
 def test_the_model_gives_the_threshold_that_ascend_found() -> None:
     """About 1000 tokens, by experience, on servers of eight."""
-    threshold = TABLE["ascend_910_hccs"].threshold(8192, BF16, 8)
+    threshold = TABLE["ascend_910_hccs"].threshold(8, WIDE)
     assert threshold is not None
     assert 500 < threshold < 2000
 
@@ -75,8 +76,8 @@ def test_the_model_gives_the_threshold_that_ascend_found() -> None:
 def test_nvlink_with_summing_switches_needs_more_than_eight_bits() -> None:
     """70B at TP 8 on NVLink was measured at 0.98x (vllm#37489): bytes alone do not pay there, an MLA latent does."""
     model = TABLE["h200_nvlink"]
-    assert model.threshold(8192, BF16, 8) is None
-    assert model.threshold(7168, BF16, 8, Traffic.of_norm(7168, BF16, 2112)) is not None
+    assert model.threshold(8, WIDE) is None
+    assert model.threshold(8, Traffic.of_norm(7168, BF16, 2112)) is not None
 
 
 @given(
@@ -113,7 +114,7 @@ def test_ranges_agree_with_choices(
     )
     traffic = Traffic.of_norm(hidden, BF16, gathered)
     most = 1 << 14
-    parts = model.ranges(hidden, BF16, world, traffic, most=most)
+    parts = model.ranges(world, traffic, most=most)
     assert parts[0].start == 1
     assert parts[-1].end is None
     for part, after in itertools.pairwise(parts):
@@ -124,23 +125,23 @@ def test_ranges_agree_with_choices(
             took = model.seconds(part.choice, tokens, world, traffic)
             best = min(model.seconds(c, tokens, world, traffic) for c in CHOICES)
             assert took <= best * (1 + 1e-9) + 1e-15
-    threshold = model.threshold(hidden, BF16, world, traffic, most=most)
+    threshold = model.threshold(world, traffic, most=most)
     if threshold is None:
         assert parts[-1].choice == "all_reduce"
     else:
-        assert all(model.choose(t, hidden, BF16, world, traffic) != "all_reduce" for t in (threshold, most))
-        assert threshold == 1 or model.choose(threshold - 1, hidden, BF16, world, traffic) == "all_reduce"
+        assert all(model.choose(t, world, traffic) != "all_reduce" for t in (threshold, most))
+        assert threshold == 1 or model.choose(threshold - 1, world, traffic) == "all_reduce"
 
 
 def test_a_tie_changes_nothing() -> None:
-    assert CostModel(name="free", alpha=0, bandwidth=math.inf).choose(4096, 8192, BF16, 8) == "all_reduce"
-    assert TABLE["pcie"].choose(4096, 8192, BF16, 1) == "all_reduce"  # one rank: nothing to send
-    assert TABLE["pcie"].choose(0, 8192, BF16, 8) == "all_reduce"
+    assert CostModel(name="free", alpha=0, bandwidth=math.inf).choose(4096, 8, WIDE) == "all_reduce"
+    assert TABLE["pcie"].choose(4096, 1, WIDE) == "all_reduce"  # one rank: nothing to send
+    assert TABLE["pcie"].choose(0, 8, WIDE) == "all_reduce"
 
 
 def test_what_is_not_on_offer_is_not_chosen() -> None:
     plain = Traffic(reduced=(16384,), gathered=(16384,))
-    assert TABLE["ethernet"].choose(4096, 8192, BF16, 4, plain) == "all_reduce"
+    assert TABLE["ethernet"].choose(4096, 4, plain) == "all_reduce"
     with pytest.raises(ValueError, match="no quantised gathers"):
         TABLE["ethernet"].seconds("sp_int8", 4096, 4, plain)
 

@@ -169,28 +169,6 @@ def test_a_model_behind_a_name_stays_the_model(served: Made) -> None:
 
 # ---- what there is not
 
-REFUSED = {
-    "serve m --quantization fp8": "serve: there is no --quantization: weights are kept in 16 or 32 bits",
-    "serve m --quantization=fp8": "serve: there is no --quantization",
-    "chat m --enable-lora": "chat: there is no --enable-lora: merge the adapter into the weights",
-    "generate m -p x --pipeline_parallel_size 2": "generate: there is no --pipeline-parallel-size: models are shared",
-    "bench decode --tensor-parallel-size 2": "decode: there is no --tensor-parallel-size: decoding is measured on one",
-    "bench decode --tp 2": "decode: there is no --tp: decoding is measured on one rank",
-    "bench decode --max-num-seqs 3": "decode: there is no --max-num-seqs: the measurement sizes the engine for --batch",
-    "chat --interactive": "chat: there is no --interactive: whorl chat always is",
-    "serve --compilation-config 3": "compilation config: expected an object with names and values, got 3",
-    "serve --gpu-memory-utilization 0": "gpu_memory_utilization is 0.0, expected more than 0",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
-def test_what_there_is_not_is_named(arguments: str, message: str) -> None:
-    done = run(f"whorl {arguments}")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("whorl: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
 
 def test_values_are_not_taken_for_options(answered: Made) -> None:
     """A text may look like an option, and so may what stands behind --."""

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,11 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import ALPHABET, MODEL, Served, answers, serving, told, wait_until
+from serving import ALPHABET, MODEL, Served, own_process, serving, stopped_in_a_stream, told, wait_until
 
 from whorl.engine.llm import LLM
 from whorl.serve.settings import DEFAULT_NAME
 
-ROOT = Path(__file__).parents[1]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWERS = {"hi": "Hello there!", "call": CALL, "fruit": '{"name": "fig", "count": 3}'}
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -144,26 +142,12 @@ def test_an_error_in_a_stream_reaches_the_client() -> None:
 
 
 def test_sigterm_lets_running_requests_finish() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    code = f"from whorl.serve.openai import run; run('told', port={port}, llm=told(delay=0.05))"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    process = subprocess.Popen([sys.executable, "-c", f"from serving import told; {code}"], env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: answers(url), seconds=180)
-        body = {"prompt": "a", "max_tokens": 25, "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
-            lines = (line for line in response.iter_lines() if line)
-            text = [next(lines)]
-            process.send_signal(signal.SIGTERM)
-            text += lines
+    with own_process("llm=told(delay=0.05)") as (process, url):
+        body = {"prompt": "a", "max_tokens": 25, "temperature": 0}
+        text = stopped_in_a_stream(process, url, signal.SIGTERM, body)
         assert text[-1] == "data: [DONE]"
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in text[:-1]) == ALPHABET[1:]
         assert process.wait(30) == 0  # stopped as asked
-    finally:
-        process.kill()
-        process.wait()
 
 
 # ---- the real model

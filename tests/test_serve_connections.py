@@ -4,11 +4,8 @@ import asyncio
 import errno
 import json
 import logging
-import os
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Served, answers, byte_tokenizer, serving, told, wait_until
+from serving import Served, answers, byte_tokenizer, own_process, serving, told, wait_until
 
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import connections, openai
@@ -27,7 +24,6 @@ from whorl.serve.http_server import HttpServer
 from whorl.serve.log_limit import LogLimit
 from whorl.serve.running import Running
 
-ROOT = Path(__file__).parents[1]
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -161,29 +157,18 @@ def test_where_files_run_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 def test_more_connections_than_files(tmp_path: Path) -> None:
     """140 idle ones against 128 files: others are answered, and the log stays short."""
-    program = """
-import resource, sys
-from serving import told
-from whorl.serve.openai import run
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-sys.exit(run("told", port=int(sys.argv[1]), llm=told()))
-"""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
     log = tmp_path / "log"
-    with log.open("wb") as out, ExitStack() as stack:
-        process = subprocess.Popen([sys.executable, "-c", program, str(port)], env=environment, stdout=out, stderr=out)
-        try:
-            wait_until(lambda: answers(f"http://127.0.0.1:{port}"), seconds=180)
-            for _ in range(140):
-                stack.enter_context(connect(port))
-            wait_until(lambda: answers(f"http://127.0.0.1:{port}"))
-            process.terminate()
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-            process.wait()
+    with (
+        log.open("wb") as out,
+        ExitStack() as stack,
+        own_process("llm=told()", first=few, output=out) as (process, url),
+    ):
+        for _ in range(140):
+            stack.enter_context(connect(int(url.rsplit(":", 1)[1])))
+        wait_until(lambda: answers(url))
+        process.terminate()
+        assert process.wait(30) == 0
     assert log.stat().st_size < 20_000
     assert b"Traceback" not in log.read_bytes()
 

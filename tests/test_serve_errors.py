@@ -1,26 +1,29 @@
 """Every way in which a request can fail ends in the documented error, as JSON or as the last event of a stream."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served, answers, byte_tokenizer, in_background, serving, told, wait_until
+from serving import (
+    Served,
+    byte_tokenizer,
+    in_background,
+    own_process,
+    serving,
+    stopped_in_a_stream,
+    told,
+    wait_until,
+)
 from tokenizers import Regex, pre_tokenizers
 
 from whorl.engine.llm import LLM
 from whorl.serve.gate import STEERING
 from whorl.serve.worker_pool import Worker
 
-ROOT = Path(__file__).parents[1]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}]},
@@ -204,25 +207,8 @@ def test_a_request_that_is_still_prepared_is_told_too(monkeypatch: pytest.Monkey
 
 
 def test_the_exit_code_says_that_not_all_were_answered() -> None:  # 0: tests/test_serve_clients.py
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    # As `whorl serve` does it, but for the model.
-    work = f"run('told', port={port}, drain_seconds=1, llm=told(delay=0.05))"
-    program = f"import sys; from serving import told; from whorl.serve.openai import run; sys.exit({work})"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), seconds=180)
-        body = {"prompt": "a", "max_tokens": 500, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=30) as response:
-            lines = (line for line in response.iter_lines() if line)
-            found = [next(lines)]
-            process.send_signal(signal.SIGINT)
-            found += lines
+    with own_process("drain_seconds=1, llm=told(delay=0.05)") as (process, url):
+        found = stopped_in_a_stream(process, url, signal.SIGINT, {"prompt": "a", "max_tokens": 500})
         assert found[-1] == "data: [DONE]"
         assert is_documented(json.loads(found[-2].removeprefix("data: ")))
         assert process.wait(30) == 1
-    finally:
-        process.kill()
-        process.wait()

@@ -4,7 +4,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import MODEL, SPECIAL, Served, answers, byte_tokenizer, serving, told, wait_until
+from serving import MODEL, SPECIAL, Served, byte_tokenizer, own_process, serving, told, wait_until
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
 
@@ -88,24 +87,8 @@ def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> Non
         assert int(small.json()["choices"][0]["message"]["content"]) % 7 == 0
 
 
-SERVER = """
-import sys
-sys.path[:0] = sys.argv[2:]
-from serving import told
-from whorl.serve.openai import run
-run(llm=told(), port=int(sys.argv[1]), names=("told",), drain_seconds=1)
-"""
-
-
 def test_a_server_whose_workers_are_all_busy_stops_when_told() -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), *sys.path], stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), seconds=60)
+    with own_process("llm=told(), drain_seconds=1", output=subprocess.DEVNULL) as (process, url):
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(6)]
         threads = [threading.Thread(target=_post, args=(url, body)) for body in bombs]
         for thread in threads:
@@ -115,9 +98,6 @@ def test_a_server_whose_workers_are_all_busy_stops_when_told() -> None:
         process.wait(30)
         for thread in threads:
             thread.join(30)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _post(url: str, body: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from default_model import Scripted
+from refusals import check_refused
 from typer.testing import CliRunner
 
 from whorl.chat import command
@@ -43,9 +44,7 @@ def invoke(*arguments: str, text: bytes | None = None) -> Any:
 def test_refused_with_a_line(llm: Scripted, tmp_path: Path, arguments: Any, text: Any, what: str) -> None:
     (tmp_path / "FILE").write_bytes(LATIN)
     done = invoke(*(str(tmp_path / "FILE") if part == "FILE" else part for part in arguments), text=text)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert what in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    check_refused(done, what)
     assert not llm.asked
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import shared
-from titan_layouts import LENGTH, TIMEOUT, Layout, build, check, collectives, dims, job
+from titan_layouts import LENGTH, TIMEOUT, Layout, build, cases, check, collectives, dims, job
 from torch import Tensor, nn
 
 FOUR_RANKS = {
@@ -26,28 +26,17 @@ MORE_ON_TWO_RANKS = {
     "checkpointing": Layout(cp=2, checkpointing="full"),
     "accumulating": Layout(cp=2, micro_batches=2),
 }
+SLOW = (*cases(2, MORE_ON_TWO_RANKS, pytest.mark.slow), *cases(4, FOUR_RANKS, pytest.mark.slow))
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str) -> None:
-    check(2, TWO_RANKS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_ON_TWO_RANKS)
-def test_more_on_two_ranks(name: str) -> None:
-    check(2, MORE_ON_TWO_RANKS[name])
+@pytest.mark.parametrize(("ranks", "layout"), [*cases(2, TWO_RANKS), *SLOW])
+def test_as_one_rank(ranks: int, layout: Layout) -> None:
+    check(ranks, layout)
 
 
 def test_heads_and_context() -> None:
     """The fused core under tensor parallelism: its target is added up in backward."""
     check(2, Layout(tp=2, core="absorbed"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_products_on_four_ranks(name: str) -> None:
-    check(4, FOUR_RANKS[name])
 
 
 # ---- the base class

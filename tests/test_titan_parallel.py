@@ -15,6 +15,7 @@ from titan_layouts import (
     Result,
     batch,
     build,
+    cases,
     check,
     collect,
     collectives,
@@ -26,13 +27,7 @@ from titan_layouts import (
 from torch import Tensor
 
 CONVERTERS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
-ALONE = {
-    "fsdp": Layout(),
-    "tp": Layout(tp=2),
-    "ep": Layout(ep=2),
-    "pp": Layout(pp=2),
-    "cp": Layout(cp=2),
-}
+ALONE = {"fsdp": Layout(), "tp": Layout(tp=2), "ep": Layout(ep=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}
 TWO_RANKS = {
     "fsdp, accumulating": Layout(micro_batches=2),
     "tp, warm-up": Layout(tp=2, stage="warmup"),
@@ -80,22 +75,12 @@ FOUR_RANKS = {
     "pp x ep, interleaved": Layout(pp=2, ep=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
     "pp x cp": Layout(pp=2, cp=2),
 }
+SLOW = (*cases(2, MORE_ON_TWO_RANKS, pytest.mark.slow), *cases(4, FOUR_RANKS, pytest.mark.slow))
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_each_alone(name: str) -> None:
-    check(2, ALONE[name])
-
-
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str) -> None:
-    check(2, TWO_RANKS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_ON_TWO_RANKS)
-def test_more_on_two_ranks(name: str) -> None:
-    check(2, MORE_ON_TWO_RANKS[name])
+@pytest.mark.parametrize(("ranks", "layout"), [*cases(2, ALONE | TWO_RANKS), *SLOW])
+def test_as_one_rank(ranks: int, layout: Layout) -> None:
+    check(ranks, layout)
 
 
 @pytest.mark.parametrize("name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep", "cp"))])
@@ -105,12 +90,6 @@ def test_in_bfloat16(name: str) -> None:
     assert all(gradient.dtype == torch.float32 for gradient in got["gradients"].values())
     torch.testing.assert_close(got["loss"], want["loss"], rtol=0.01, atol=0)
     torch.testing.assert_close(got["norm"], want["norm"], rtol=0.1, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_products_on_four_ranks(name: str) -> None:
-    check(4, FOUR_RANKS[name])
 
 
 @pytest.mark.slow

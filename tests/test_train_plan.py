@@ -17,6 +17,7 @@ from whorl.plan.hardware import A3, H200, Cluster
 from whorl.plan.layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
 from whorl.plan.memory import GB, Part, masks, memory_of, peak
 from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
+from whorl.plan.options import PlanOptions
 from whorl.plan.search import Plan, make_plan
 from whorl.plan.speed import time_of
 
@@ -342,7 +343,8 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
 
 def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
     """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
-    plans = [prepare("deepseek-v3.2", name, cards=64, seq=4096, dies=2, bandwidths={}) for name in ("a3", "h200")]
+    asked = [PlanOptions(hardware=name, seq=4096, dies=2) for name in ("a3", "h200")]
+    plans = [prepare("deepseek-v3.2", 64, each) for each in asked]
     assert [plan.settings.masked for plan in plans] == [False, True]
     size = {"weight": 2, "gradient": 2, "moment": 2}
     own = [Settings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]

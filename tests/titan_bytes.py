@@ -46,23 +46,14 @@ def of_a_rank(flags: list[str], tell: Callable[..., None]) -> dict[str, Any]:
     """On the meta device, so that any model does; the first flags are the rank and the number of ranks."""
     from titan_job import FLAGS
     from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
     from torchtitan.protocols.train_spec import get_train_spec
+
+    from whorl.titan.job_options import parallel_dims
 
     rank, size, *flags = flags
     config = ConfigManager().parse_args([*FLAGS, *flags])
     dist.init_process_group("fake", rank=int(rank), world_size=int(size))
-    p = config.parallelism
-    dims = ParallelDims(
-        dp_shard=p.data_parallel_shard_degree,
-        dp_replicate=p.data_parallel_replicate_degree,
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        pp=p.pipeline_parallel_degree,
-        ep=p.expert_parallel_degree,
-        etp=p.expert_tensor_parallel_degree,
-        world_size=int(size),
-    )
+    dims = parallel_dims(config, int(size))
     spec = get_train_spec(config.model.name)
     args = spec.model_args[config.model.flavor]
     args.update_from_config(config)

@@ -40,6 +40,7 @@ __all__ = [
     "_update",
     "batch",
     "build",
+    "cases",
     "check",
     "collect",
     "collectives",
@@ -72,6 +73,11 @@ def check(ranks: int, layout: Layout) -> None:
     if "V" in layout.schedule and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 lets a rank of a V-shaped schedule send to itself first, where gloo hangs")
     compare(found(ranks, layout), wanted(ranks, 1, layout.stage, layout.model), layout)
+
+
+def cases(ranks: int, layouts: dict[str, Layout], *marks: Any) -> list[Any]:
+    """For tests that take `ranks` and `layout`."""
+    return [pytest.param(ranks, layout, id=f"{name} on {ranks}", marks=marks) for name, layout in layouts.items()]
 
 
 def collectives(function: Any) -> dict[str, int]:

@@ -269,14 +269,14 @@ def train(
         sys.exit(_plot_training(plot))
     if plan is None or planned.cards is None:
         stop("train --plan: say --cards N")
-    sys.exit(_plan(plan, planned, as_json))
+    sys.exit(_plan(plan, planned.cards, planned, as_json))
 
 
-def _plan(model: str, asked: PlanOptions, as_json: bool) -> int:
+def _plan(model: str, cards: int, asked: PlanOptions, as_json: bool) -> int:
     from whorl.plan import command as plan_command
 
     with asking():
-        made = plan_command.prepare(model, asked.hardware, **asked.settings())
+        made = plan_command.prepare(model, cards, asked)
     if as_json:
         print_json(plan_command.as_dict(made, asked.top))
     else:

@@ -44,12 +44,9 @@ def bench_ops(
     from whorl.device import require
 
     with asking():
+        where = require(device.value) if device else None
         settings = bench_module.Settings.resolve(
-            names=names or (),
-            device=require(device.value) if device else None,
-            dtype=dtype.value,
-            quick=quick,
-            compiled=compiled,
+            names=names or (), device=where, dtype=dtype.value, quick=quick, compiled=compiled
         )
         if plot is not None:
             ops_report.need_plot(plot)

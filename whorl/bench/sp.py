@@ -214,7 +214,7 @@ def simulate(hidden: int = 8192) -> Document:
     rows = []
     for model in TABLE.values():
         for world in WORLDS:
-            threshold = model.threshold(hidden, torch.bfloat16, world)
+            threshold = model.threshold(world, Traffic.of_norm(hidden, torch.bfloat16))
             gains = {way: [_gain(model, way, hidden, t, world) for t in TOKENS] for way in WAYS}
             rows.append({"link": model.name, "ranks": world, "min_tokens": threshold, "speedup": gains})
     return {"hidden": hidden, "dtype": "bfloat16", "tokens": list(TOKENS), "rows": rows}

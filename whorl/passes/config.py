@@ -10,6 +10,14 @@ QUANTIZE = (None, "int8", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRange:
+    """Token counts from `start` to `end`, both included; `end` None: and all above."""
+
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
     """Sequence parallelism over one process group.
 

@@ -20,6 +20,8 @@ import torch
 
 from whorl.collectives import SCALE_BYTES
 
+from .config import TokenRange
+
 Choice = Literal["all_reduce", "sp", "sp_int8"]
 CHOICES: tuple[Choice, ...] = ("all_reduce", "sp", "sp_int8")
 MOST_TOKENS = 1 << 20  # no prefill is longer: past it a threshold is never
@@ -48,11 +50,9 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """Token counts from `start` to `end`, both included, that take one choice; `end` None: and all above."""
+class Range(TokenRange):
+    """Those that take one choice."""
 
-    start: int
-    end: int | None
     choice: Choice
 
 
@@ -141,33 +141,18 @@ class CostModel:
         gathered = sum(self.all_gather_quantized(b * tokens, world) for b in traffic.quantized)
         return reduced + gathered
 
-    def choose(
-        self,
-        tokens: float,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-    ) -> Choice:
+    def choose(self, tokens: float, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES) -> Choice:
         """The cheapest way for `tokens`; on a tie the first of `allowed`, so nothing changes without a gain."""
-        traffic = placements or Traffic.of_norm(hidden, dtype)
         offered = [c for c in allowed if c != "sp_int8" or traffic.quantized is not None]
         return min(offered, key=lambda c: self.seconds(c, tokens, world, traffic))
 
     def ranges(
-        self,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-        most: int = MOST_TOKENS,
+        self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> tuple[Range, ...]:
         """The choice for every token count from 1 on, neighbours that agree merged."""
 
         def chosen(tokens: int) -> Choice:
-            return self.choose(tokens, hidden, dtype, world, placements, allowed)
+            return self.choose(tokens, world, traffic, allowed)
 
         # Costs are lines in the token count, all-reduce the lower of two: a grid finds each change, bisection its
         # place.
@@ -181,17 +166,11 @@ class CostModel:
         return tuple(Range(start=s, end=e, choice=c) for (s, c), e in zip(starts, ends, strict=True))
 
     def threshold(
-        self,
-        hidden: int,
-        dtype: torch.dtype,
-        world: int,
-        placements: Traffic | None = None,
-        allowed: Sequence[Choice] = CHOICES,
-        most: int = MOST_TOKENS,
+        self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> int | None:
         """min_tokens="auto": from here on an all-reduce is never the cheapest; None: there is no such place."""
         last = None
-        for part in reversed(self.ranges(hidden, dtype, world, placements, allowed, most)):
+        for part in reversed(self.ranges(world, traffic, allowed, most)):
             if part.choice == "all_reduce":
                 break
             last = part.start
@@ -213,6 +192,16 @@ def _first_change(chosen: Callable[[int], Choice], low: int, high: int) -> int:
 # 5.7 us over PCIe, 9.6 us over a network.
 _NCCL_LAUNCH = 8.4e-6
 
+
+def _quantize(rate: float) -> float:
+    """Three bytes of traffic for each on the whole, and on a shard of eight, at the rate of a copy."""
+    return 3 * (1 + 1 / 8) / rate
+
+
+def _by_nccl(name: str, *, alpha: float, bandwidth: float) -> CostModel:
+    return CostModel(name=name, alpha=alpha, launch=_NCCL_LAUNCH, bandwidth=bandwidth, quantize=_quantize(2e12))
+
+
 TABLE: dict[str, CostModel] = {
     model.name: model
     for model in (
@@ -226,9 +215,7 @@ TABLE: dict[str, CostModel] = {
             # With NVLink SHARP the switch adds up: bus bandwidth 420, 440, 460 and 480 GB/s at 5 to 8 GPUs, no gain
             # below (NVIDIA/nccl#1455); 475 on H200 (NVIDIA/nccl-tests#272).
             switch_gain={5: 420 / 370, 6: 440 / 370, 7: 460 / 370, 8: 480 / 370},
-            # Three bytes of traffic for each on the whole, and on a shard of eight, at 4.28 TB/s, the rate of a copy
-            # (bench/results/ops_h200.md).
-            quantize=3 * (1 + 1 / 8) / 4.28e12,
+            quantize=_quantize(4.28e12),  # bench/results/ops_h200.md
         ),
         CostModel(
             name="ascend_910_hccs",
@@ -242,26 +229,13 @@ TABLE: dict[str, CostModel] = {
             most_peers=7,
             is_direct=True,
             has_one_shot=True,
-            # HBM of 910B: 1.6 TB/s.
-            quantize=3 * (1 + 1 / 8) / 1.6e12,
+            quantize=_quantize(1.6e12),  # HBM of 910B
         ),
-        CostModel(
-            name="pcie",
-            alpha=5.7e-6,
-            launch=_NCCL_LAUNCH,
-            # PCIe 4.0 x16 is 31.5 GB/s each way; 20 is what Ascend's profiler holds PCIe to (msprof) and what
-            # NVIDIA/nccl-tests#178 reports once a path leaves NVLink.
-            bandwidth=20e9,
-            quantize=3 * (1 + 1 / 8) / 2e12,
-        ),
-        CostModel(
-            name="ethernet",
-            alpha=9.6e-6,
-            launch=_NCCL_LAUNCH,
-            # 100 Gbit/s, one port a rank: 12.5 GB/s, which RDMA reaches (msprof, RDMA_BANDWIDTH_V2_1_0).
-            bandwidth=12.5e9,
-            quantize=3 * (1 + 1 / 8) / 2e12,
-        ),
+        # PCIe 4.0 x16 is 31.5 GB/s each way; 20 is what Ascend's profiler holds PCIe to (msprof) and what
+        # NVIDIA/nccl-tests#178 reports once a path leaves NVLink.
+        _by_nccl("pcie", alpha=5.7e-6, bandwidth=20e9),
+        # 100 Gbit/s, one port a rank: 12.5 GB/s, which RDMA reaches (msprof, RDMA_BANDWIDTH_V2_1_0).
+        _by_nccl("ethernet", alpha=9.6e-6, bandwidth=12.5e9),
     )
 }
 

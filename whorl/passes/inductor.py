@@ -12,7 +12,7 @@ from whorl import collectives
 from .capture import rounding
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
-from .pipeline import order_sums_in_place, rewrite_in_place, tokens_of
+from .pipeline import order_sums_in_place, rewrite, tokens_of
 from .report import Report
 from .rows import same
 from .threshold import least_tokens
@@ -58,7 +58,7 @@ class SequenceParallelPass(CustomGraphPass):
         if self.left_as_is:
             order_sums_in_place(gm, self.config)
             return
-        report = rewrite_in_place(gm, self.config, inputs=name_inputs(gm, self.inputs))
+        report: Report = rewrite(gm, self.config, inputs=name_inputs(gm, self.inputs), in_place=True).meta["report"]
         report.min_tokens = least_tokens(self.config, report)
         self.reports.append(report)
 

@@ -59,27 +59,16 @@ def rewrite(
     inputs: Mapping[str, Layout] | None = None,
     dump: str | Path | None = None,
     pipeline: Sequence[tuple[str, Pass]] = PIPELINE,
+    in_place: bool = False,
 ) -> GraphModule:
     """The graph with sequence parallelism; `meta["report"]` says what was done, `meta["tokens"]` counts the rows.
 
-    gm: of aten, `_c10d_functional` and our own operators, with fake values. It is not changed. inputs: the layout of
-    placeholders by name; those not named are REPLICATED, unless `config.sharded` matches their names. Every rank of
-    the group must call this with the same graph. dump: a folder for the graph before and after each pass.
+    gm: of aten, `_c10d_functional` and our own operators, with fake values. It is not changed, unless `in_place`.
+    inputs: the layout of placeholders by name; those not named are REPLICATED, unless `config.sharded` matches their
+    names. Every rank of the group must call this with the same graph. dump: a folder for the graph before and after
+    each pass.
     """
-    gm = copied(gm)
-    rewrite_in_place(gm, config, inputs=inputs, dump=dump, pipeline=pipeline)
-    return gm
-
-
-def rewrite_in_place(
-    gm: GraphModule,
-    config: SequenceParallel,
-    *,
-    inputs: Mapping[str, Layout] | None = None,
-    dump: str | Path | None = None,
-    pipeline: Sequence[tuple[str, Pass]] = PIPELINE,
-) -> Report:
-    """As `rewrite`, on the graph itself."""
+    gm = gm if in_place else copied(gm)
     _check_skip(config, pipeline)
     group = collectives.group_name(config.group)
     size = collectives.group_size(group)
@@ -89,7 +78,7 @@ def rewrite_in_place(
     report.unproven = [label(n) for n in gm.graph.nodes if n.meta.get("whorl_unproven")]
     gm.meta["report"], gm.meta["tokens"] = report, tokens
     if size == 1:
-        return report
+        return gm
     differing = agree.compare(gm, group, "captured graph")
     report.varying = sorted(differing)
     state = Rewrite(
@@ -112,8 +101,8 @@ def rewrite_in_place(
     agree.compare(gm, group, "rewritten graph")
     report.graph_hash = agree.graph_hash(gm)
     if not report.rewrites:
-        warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=3)
-    return report
+        warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=2)
+    return gm
 
 
 def order_sums(gm: GraphModule, config: SequenceParallel) -> GraphModule:

@@ -14,7 +14,7 @@ from typing import Any
 
 from whorl.device import BACKENDS, default_device
 
-from .config import SequenceParallel
+from .config import SequenceParallel, TokenRange
 
 ASCEND_MIN_TOKENS = 1000  # below, the fixed cost of collectives outweighs what they save, by the vendor's experience
 ASCEND_MIN_TOKENS_MOE = 1  # experts gather anyway
@@ -26,11 +26,9 @@ READ = (*_OF_PASSES, ENDPOINTS, OLD_ENDPOINTS, "pass_config", "mode", "level", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompileRange:
-    """Token counts from `start` to `end`, both included, compiled as one graph; `end` None: and all above."""
+class CompileRange(TokenRange):
+    """Those that are compiled as one graph."""
 
-    start: int
-    end: int | None
     sequence_parallel: bool
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from . import agree
 from .config import SequenceParallel
 from .report import Report
@@ -24,7 +22,7 @@ def least_tokens(config: SequenceParallel, report: Report) -> int:
     report.predicted_gain = plain / new if new else None
     if not is_auto:
         return int(config.min_tokens)
-    found = model.threshold(0, torch.bfloat16, report.size, traffic, ("all_reduce", way))
+    found = model.threshold(report.size, traffic, ("all_reduce", way))
     return NEVER if found is None else found
 
 

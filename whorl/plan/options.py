@@ -1,7 +1,6 @@
 """What `whorl train --plan` takes. No torch here."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from whorl.fields import option
 
@@ -31,12 +30,3 @@ class PlanOptions:
         True, "A layer keeps its input alone for backward.", "--checkpointing/--no-checkpointing", panel=PLAN
     )
     top: int = option(10, "Rows of a table.", panel=PLAN, least=1)
-
-    def settings(self) -> dict[str, Any]:
-        """As the planner takes them, beside the model and the hardware."""
-        names = ("cards", "dies", "memory", "seq", "batch", "imbalance", "efficiency", "states")
-        bandwidths = {"link": self.link, "network": self.network, "host": self.host}
-        return {name: getattr(self, name) for name in names} | {
-            "checkpoint": self.checkpointing,
-            "bandwidths": bandwidths,
-        }

@@ -44,6 +44,7 @@ def job(layout: Layout) -> Any:
     from torchtitan.config import JobConfig
 
     from whorl.titan.config import Whorl
+    from whorl.titan.job_options import DEGREES
 
     config: Any = JobConfig()
     config.training.seq_len = LENGTH
@@ -53,16 +54,13 @@ def job(layout: Layout) -> Any:
     config.activation_checkpoint.selective_ac_option = "op"
     parallelism = config.parallelism
     parallelism.disable_loss_parallel = not layout.loss_parallel
-    parallelism.tensor_parallel_degree = layout.tp
-    parallelism.context_parallel_degree = layout.cp
+    for name in ("tp", "cp", "pp", "ep", "etp"):
+        setattr(parallelism, DEGREES[name], getattr(layout, name))
+    parallelism.data_parallel_replicate_degree = layout.replicate
     parallelism.context_parallel_load_balancer = layout.balancer
-    parallelism.pipeline_parallel_degree = layout.pp
     parallelism.pipeline_parallel_schedule = layout.schedule
     parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs streams
     parallelism.fsdp_reshard_after_forward = layout.reshard
-    parallelism.expert_parallel_degree = layout.ep
-    parallelism.expert_tensor_parallel_degree = layout.etp
-    parallelism.data_parallel_replicate_degree = layout.replicate
     config.compile.enable, config.compile.backend = layout.compiled, "aot_eager"
     config.whorl = Whorl(stage=layout.stage)  # type: ignore[arg-type]
     return config
@@ -70,24 +68,12 @@ def job(layout: Layout) -> Any:
 
 def build(config: Any, **more: Any) -> Any:
     """The same weights whatever the layout."""
-    from torchtitan.models.moe import MoEArgs
-
-    from whorl.titan.deepseek_v32.args import FLAVOURS
+    from whorl.titan.deepseek_v32.args import FLAVOURS, experts
     from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
-    experts = MoEArgs(
-        num_experts=8,
-        top_k=2,
-        num_expert_groups=4,
-        num_limited_groups=2,
-        num_shared_experts=1,
-        score_func="sigmoid",
-        route_norm=True,
-        route_scale=2.5,
-        score_before_experts=False,
-    )
+    chosen = experts(num_experts=8, top_k=2, num_expert_groups=4, num_limited_groups=2)
     small = {"dim": 32, "inter_dim": 48, "moe_inter_dim": 16, "n_layers": 3, "index_topk": 8, "vocab_size": 64}
-    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=experts, **{**small, **more})
+    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=chosen, **{**small, **more})
     args.update_from_config(config)
     torch.manual_seed(3)
     model = DeepSeekV32Model(args)
@@ -151,18 +137,9 @@ def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOS
 
 
 def dims(layout: Layout) -> Any:
-    from torchtitan.distributed import ParallelDims
+    from whorl.titan.job_options import parallel_dims
 
-    return ParallelDims(
-        dp_replicate=layout.replicate,
-        dp_shard=-1,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        world_size=dist.get_world_size(),
-    )
+    return parallel_dims(job(layout), dist.get_world_size())
 
 
 def run(layout: Layout, device: str = HOST) -> Result:

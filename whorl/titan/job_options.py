@@ -26,6 +26,16 @@ OPTIMIZERS = ("Adam", "AdamW")
 DATA = "whorl.data, whorl.data_suffixes and whorl.tokenizer say what is read"
 NO_TORCHFT = "TorchTitan 0.2.2 has TorchFT in a trainer of its own, torchtitan.experiments.ft.train, which this is not"
 QUANTIZE = "quantize."  # so TorchTitan's converters to float8 and MX begin
+# TorchTitan's dimensions, and the options of [parallelism] that say how many ranks each has.
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
     if config.comm.mode != "default":  # one process stands for all, as many as TorchTitan reads from there
         told = os.environ.get("NGPU", "")
         num_ranks = int(told) if told.isdigit() else None
-    dims = None if num_ranks is None else _dims(config, num_ranks)
+    dims = None if num_ranks is None else parallel_dims(config, num_ranks)
     if dims is not None:
         _check_batch(config, dims)
         _check_schedule(config, dims)
@@ -126,19 +136,11 @@ def _one_of(option: str, asked: str, known: Mapping[str, Any]) -> Any:
     return known[asked]
 
 
-def _dims(config: JobConfig, num_ranks: int) -> ParallelDims:
-    degrees = config.parallelism
+def parallel_dims(config: JobConfig, num_ranks: int) -> ParallelDims:
+    """TorchTitan's, or a ValueError that says why the degrees do not fit."""
     try:
-        dims = ParallelDims(
-            dp_replicate=degrees.data_parallel_replicate_degree,
-            dp_shard=degrees.data_parallel_shard_degree,
-            cp=degrees.context_parallel_degree,
-            tp=degrees.tensor_parallel_degree,
-            pp=degrees.pipeline_parallel_degree,
-            ep=degrees.expert_parallel_degree,
-            etp=degrees.expert_tensor_parallel_degree,
-            world_size=num_ranks,
-        )
+        found = {name: getattr(config.parallelism, option) for name, option in DEGREES.items()}
+        dims = ParallelDims(**found, world_size=num_ranks)
     except AssertionError as error:
         raise ValueError(
             f"the degrees of [parallelism] do not fit {num_ranks} ranks (--ranks N times machines): {_degrees(config)}"

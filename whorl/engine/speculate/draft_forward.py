@@ -39,14 +39,7 @@ class Forward:
     max_rows = 16  # of one sequence in a decode call
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_len: int,
-        device: str,
-        use_graphs: bool | None,
+        self, model: Model, *, num_blocks: int, block_size: int, max_len: int, device: str, use_graphs: bool | None
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]

@@ -83,17 +83,11 @@ def build(
 
 
 def random_model(
-    config: Mapping[str, Any],
-    *,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    tp: Ranks | None = None,
-    max_length: int | None = None,
-    seed: int = 0,
+    config: Mapping[str, Any], *, device: str | torch.device, dtype: torch.dtype, max_length: int | None = None
 ) -> Model:
     """A model of the given shape with random weights: what speed is measured with where no checkpoint is at hand."""
-    model = build(config, device=device, dtype=dtype, tp=tp, max_length=max_length)
-    generator = torch.Generator(device).manual_seed(seed)
+    model = build(config, device=device, dtype=dtype, max_length=max_length)
+    generator = torch.Generator(device).manual_seed(0)
     for _, layer in weighted(model):
         layer.randomize(generator)
     return model  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ EXPERTS = {
 }
 
 
-def _experts(**more: Any) -> MoEArgs:
+def experts(**more: Any) -> MoEArgs:
     """Sigmoid scores, normalised, balanced by a bias: what every size of the model has."""
     same = {name: getattr(FULL, EXPERTS[name]) for name in ("num_shared_experts", "route_norm", "route_scale")}
     return MoEArgs(score_func="sigmoid", score_before_experts=False, **same | more)
@@ -54,7 +54,7 @@ def _experts(**more: Any) -> MoEArgs:
 def _experts_of(config: DeepSeekV32Config) -> MoEArgs:
     groups = (config.n_group, config.topk_group) if config.n_group > 1 else (None, None)
     named = {ours: getattr(config, theirs) for ours, theirs in EXPERTS.items()}
-    return _experts(**named, num_expert_groups=groups[0], num_limited_groups=groups[1])
+    return experts(**named, num_expert_groups=groups[0], num_limited_groups=groups[1])
 
 
 @dataclass
@@ -180,48 +180,32 @@ def _global_batch(job_config: Any) -> int:
 
 def _trim(layers: int, top_k: int) -> DeepSeekV32Args:
     """The full width with few layers, the first of them dense, and 8 experts."""
-    return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=_experts(num_experts=8, top_k=top_k))
+    return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=experts(num_experts=8, top_k=top_k))
 
 
+# Of the small models: tiny, debug.
+_SMALL: dict[str, tuple[Any, Any]] = {
+    "vocab_size": (512, 2048),
+    "max_seq_len": (64, 2048),
+    "dim": (64, 256),
+    "inter_dim": (128, 1024),
+    "moe_inter_dim": (64, 256),
+    "n_layers": (3, 6),
+    "n_dense_layers": (1, 1),
+    "n_heads": (4, 16),
+    "moe_args": (experts(num_experts=4, top_k=2), experts(num_experts=8, top_k=3)),
+    "q_lora_rank": (32, 128),
+    "kv_lora_rank": (32, 128),
+    "qk_nope_head_dim": (16, 64),
+    "qk_rope_head_dim": (8, 32),
+    "v_head_dim": (16, 64),
+    "index_n_heads": (4, 8),
+    "index_head_dim": (16, 64),
+    "index_topk": (16, 256),
+}
 FLAVOURS: dict[str, DeepSeekV32Args] = {
-    "tiny": DeepSeekV32Args(
-        vocab_size=512,
-        max_seq_len=64,
-        dim=64,
-        inter_dim=128,
-        moe_inter_dim=64,
-        n_layers=3,
-        n_dense_layers=1,
-        n_heads=4,
-        moe_args=_experts(num_experts=4, top_k=2),
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=16,
-    ),
-    "debug": DeepSeekV32Args(
-        vocab_size=2048,
-        max_seq_len=2048,
-        dim=256,
-        inter_dim=1024,
-        moe_inter_dim=256,
-        n_layers=6,
-        n_dense_layers=1,
-        n_heads=16,
-        moe_args=_experts(num_experts=8, top_k=3),
-        q_lora_rank=128,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        index_n_heads=8,
-        index_head_dim=64,
-        index_topk=256,
-    ),
+    "tiny": DeepSeekV32Args(**{name: tiny for name, (tiny, _) in _SMALL.items()}),
+    "debug": DeepSeekV32Args(**{name: debug for name, (_, debug) in _SMALL.items()}),
     "4l": _trim(4, 2),
     "8l": _trim(8, 2),
     "4l_top8": _trim(4, 8),

@@ -6,7 +6,7 @@ the indexer that chose them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +119,23 @@ def carry(value: Tensor, *sources: Tensor) -> Tensor:
     return _Carry.apply(value.detach(), *sources)
 
 
+class Given(NamedTuple):
+    """What a core is called with, in this order."""
+
+    q_nope: Tensor  # [B, S, H, Dn]
+    q_pe: Tensor  # [B, S, H, Dr]
+    kv: Tensor  # [B, T, Dc]
+    k_pe: Tensor  # [B, T, Dr]
+    wkv_b: Tensor  # [H (Dn + Dv), Dc]
+    index_q: Tensor  # [B, S, HI, D]
+    index_k: Tensor  # [B, T, D]
+    index_weights: Tensor  # [B, S, HI]
+    q_positions: Tensor | None = None  # [B, S]
+    k_positions: Tensor | None = None  # [B, T]
+
+
 class Core(nn.Module):
-    """forward(q_nope [B, S, H, Dn], q_pe [B, S, H, Dr], kv [B, T, Dc], k_pe [B, T, Dr], wkv_b [H (Dn + Dv), Dc],
-    index_q [B, S, HI, D], index_k [B, T, D], index_weights [B, S, HI], q_positions [B, S], k_positions [B, T])
-    -> [B, S, H, Dv].
+    """Called with what `Given` lists; gives [B, S, H, Dv].
 
     A query sees keys at its own position and before; without positions tokens are in order and T = S. Gradients of the
     first five come from the result, in warm-up there are none; those of the indexer's three come from its loss alone.
@@ -135,6 +148,12 @@ class Core(nn.Module):
         self.reduce_target: Callable[[Tensor], Tensor] | None = None
         # Log of this rank's share of the loss. No buffer: casting a model, or moving it, would cut it off.
         self.kl = new_log()
+
+    def forward(self, *given: Any) -> Tensor:
+        return self.attend(Given(*given))
+
+    def attend(self, given: Given) -> Tensor:
+        raise NotImplementedError
 
     def reset(self, device: torch.device | None) -> None:
         self.kl = new_log(device)
@@ -157,19 +176,8 @@ def visible(num_queries: int, q_positions: Tensor | None, k_positions: Tensor | 
 
 
 class SmallOps(Core):
-    def forward(
-        self,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        wkv_b: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, given: Given) -> Tensor:
+        q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, q_positions, k_positions = given
         settings, heads = self.settings, q_nope.shape[2]
         up = nn.functional.linear(kv, wkv_b).unflatten(-1, (heads, -1))
         k_nope, v = up.split((settings.nope, settings.value), -1)

@@ -20,7 +20,7 @@ from whorl.ops.indexer.bounds import chunks
 from whorl.ops.sparse_attention import masked_attention_backward, sparse_attention_backward
 
 from . import warmup
-from .core import Core, count_with
+from .core import Core, Given, count_with
 from .latents import absorbed, bmm_into, by_head, heads_of
 from .visibility import Sees, each
 from .warmup import Dense, Gradients
@@ -44,19 +44,8 @@ def choose(core: Core, sees: Sees, q: Tensor, k: Tensor, weights: Tensor) -> Ten
 
 
 class FusedDSA(Core):
-    def forward(
-        self,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        wkv_b: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, given: Given) -> Tensor:
+        q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, q_positions, k_positions = given
         batch, num_queries, num_keys = q_nope.shape[0], q_nope.shape[1], kv.shape[1]
         sees = Sees.of(batch, q_positions, k_positions)
         main = [x.to(q_nope.dtype) for x in (q_nope, q_pe, kv, k_pe)]  # autocast may leave some wide
@@ -66,7 +55,7 @@ class FusedDSA(Core):
         weight = wkv_b.to(q_nope.dtype)
         if self.settings.stage == "warmup":
             q = torch.cat((q_nope, q_pe), -1).detach()
-            out = Dense.apply(q, kv, k_pe, weight, *index, log, self, sees)
+            out = Dense.apply(self, sees, q, kv, k_pe, weight, *index, log)
         else:
             with torch.no_grad():
                 indices = choose(self, sees, *index)
@@ -74,9 +63,9 @@ class FusedDSA(Core):
                 with torch.no_grad():
                     bits = ops.selection_mask(indices, kv.shape[0])
                 q = torch.cat((q_nope, q_pe), -1)
-                out = _Masked.apply(q, kv, k_pe, weight, *index, log, indices, bits, self, sees)
+                out = _Masked.apply(self, sees, q, kv, k_pe, weight, *index, log, indices, bits)
             else:
-                out = _Absorbed.apply(q_nope, q_pe, kv, k_pe, weight, *index, log, indices, self, sees)
+                out = _Absorbed.apply(self, sees, q_nope, q_pe, kv, k_pe, weight, *index, log, indices)
         return out.unflatten(0, (batch, num_queries))
 
     def _path(self, num_keys: int, device: torch.device | None = None) -> str:
@@ -105,24 +94,11 @@ class _Masked(torch.autograd.Function):
     """Ordinary heads over all keys; keys and values of the heads are made again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        weight: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        log: Tensor,
-        indices: Tensor,
-        bits: Tensor,
-        core: FusedDSA,
-        sees: Sees,
-    ) -> Tensor:
+    def forward(ctx: Any, core: Core, sees: Sees, *given: Tensor) -> Tensor:
+        q, kv, k_pe, weight, *index, _log, indices, bits = given
         k, v = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
         out, lse = ops.masked_attention(q, k, v, bits, core.settings.scale)
-        ctx.save_for_backward(q, kv, k_pe, weight, index_q, index_k, index_weights, indices, bits, out, lse)
+        ctx.save_for_backward(q, kv, k_pe, weight, *index, indices, bits, out, lse)
         ctx.core, ctx.sees = core, sees
         return out
 
@@ -158,28 +134,15 @@ class _Masked(torch.autograd.Function):
             [(g.T @ kv).unflatten(0, (heads, -1)) for g in (dk_nope, dv)],
             1,
         ).flatten(0, 1)
-        return dq, dkv, dk_pe, dweight, *learned, None, None, None, None
+        return None, None, dq, dkv, dk_pe, dweight, *learned, None, None
 
 
 class _Absorbed(torch.autograd.Function):
     """Absorbed queries over chosen latents; the queries are made again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        weight: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        log: Tensor,
-        indices: Tensor,
-        core: FusedDSA,
-        sees: Sees,
-    ) -> Tensor:
+    def forward(ctx: Any, core: Core, sees: Sees, *given: Tensor) -> Tensor:
+        q_nope, q_pe, kv, k_pe, weight, *index, _log, indices = given
         settings = core.settings
         key_weight, value_weight = by_head(weight, q_nope.shape[1], settings.nope)
         keys = torch.cat((kv, k_pe), -1)[:, None]
@@ -187,7 +150,6 @@ class _Absorbed(torch.autograd.Function):
         latent, lse = ops.sparse_attention(q, keys, indices, settings.scale, value_dim=kv.shape[1])
         out = q_nope.new_empty(*q_nope.shape[:2], settings.value)
         bmm_into(out.transpose(0, 1), latent.transpose(0, 1), value_weight.transpose(1, 2))
-        index = (index_q, index_k, index_weights)
         ctx.save_for_backward(q_nope, q_pe, keys, weight, *index, indices, latent, lse)
         ctx.core, ctx.sees = core, sees
         return out
@@ -226,4 +188,4 @@ class _Absorbed(torch.autograd.Function):
         dkey_weight = torch.bmm(q_nope.transpose(0, 1).transpose(1, 2), dabsorbed)
         dweight = torch.cat((dkey_weight, dvalue_weight), 1).flatten(0, 1)
         dkv, dk_pe = dkeys[:, 0].split((rank, keys.shape[2] - rank), -1)
-        return dq_nope, dq[..., rank:], dkv, dk_pe, dweight, *learned, None, None, None
+        return None, None, dq_nope, dq[..., rank:], dkv, dk_pe, dweight, *learned, None

@@ -53,25 +53,17 @@ def dense_gradients(
 
 
 class Dense(torch.autograd.Function):
-    """Ordinary heads over every visible key; their keys are made again in backward."""
+    """Ordinary heads over every visible key; their keys are made again in backward.
+
+    The loss of the indexer is the gradient of the log that stands behind its queries, keys and weights.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        kv: Tensor,
-        k_pe: Tensor,
-        weight: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        log: Tensor,
-        core: Core,
-        sees: Sees,
-    ) -> Tensor:
+    def forward(ctx: Any, core: Core, sees: Sees, *given: Tensor) -> Tensor:
+        q, kv, k_pe, weight, *index, _log = given
         k, v = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
         out, lse = attend_to_all(core, sees, q, k, v)
-        ctx.save_for_backward(q, kv, k_pe, weight, index_q, index_k, index_weights, lse)
+        ctx.save_for_backward(q, kv, k_pe, weight, *index, lse)
         ctx.core, ctx.sees = core, sees
         return out
 
@@ -88,4 +80,4 @@ class Dense(torch.autograd.Function):
             log = log + loss * factor
             parts.append([g.to(x.dtype) for g, x in zip(found, index_one, strict=True)])
         learned = [torch.cat(x) for x in zip(*parts, strict=True)]
-        return None, None, None, None, *learned, log, None, None
+        return *(None,) * 6, *learned, log

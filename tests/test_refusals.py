@@ -1,0 +1,56 @@
+"""What commands refuse: one line each, that says what was asked wrongly."""
+
+import pytest
+from refusals import check_refused
+from typer.testing import CliRunner
+
+from whorl.cli import app
+
+REFUSED = {
+    "generate": "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive",
+    "generate --prompt x --tp-size 10 --device cpu": "query heads: 9 cannot be shared by 10 ranks: take 9 or fewer",
+    "generate --prompt x --pld-k 4": "--pld-k needs --pld",
+    "generate --prompt x --draft-k 4": "--draft-k needs --draft-model",
+    "generate --prompt x --draft-fixed": "--draft-fixed needs --pld or --draft-model",
+    "generate --prompt x --pld --draft-model y": "--draft-model and --pld: say one of them",
+    "generate --prompt x --draft-model no-such-model": "no-such-model: no such file or folder",
+    "generate --prompt x --pld-no-guard": "--pld-no-guard needs --pld",
+    "generate --prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
+    "generate --prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
+    "generate --prompt-file no-such-file": "--prompt-file no-such-file: cannot be read: No such file or directory\n",
+    "generate --prompt x --interactive": "--prompt and --interactive: say one of them",
+    "generate --prompt x --system y": "are written by the chat template: add --chat",
+    "generate --prompt x --no-think": "are written by the chat template: add --chat",
+    "generate --prompt x --reset": "--reset is about a conversation: add --interactive",
+    "generate --interactive --json": "--json is for one answer",
+    "generate a --model-dir b --prompt x": "MODEL a and --model-dir b are the same thing",
+    "generate no-such-model --prompt x": "no-such-model: no such file or folder",
+    "generate SmolLM2-135M-Instruct --prompt x": "; leave it out for the default model",
+    "generate --prompt x --device npu": "device 'npu' was asked for; this machine has",
+    "bench decode --classify --verify": "--classify and --verify: say one of them",
+    "bench decode --random-config Qwen3-0.6B --classify": "--classify needs a MODEL that speaks",
+    "bench decode --random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, and no config.json",
+    "bench decode --random-config Qwen3-0.6B some-model": "say one of them",
+    "bench decode --peer vllm": "--peer vllm: expected transformers",
+    "bench decode --batch x": "--batch x: expected numbers",
+    "bench decode --pld-k 3": "--pld-k is about drafting: add --classify or --sweep",
+    "bench decode --classify --draft-k 3": "--draft-k needs --draft-model",
+    "bench decode --classify --draft-model x --pld-k 3": "--draft-model and --pld options",
+    "bench decode --sweep k": "--sweep k: expected lengths",
+    # Options of vLLM and of others that there are not.
+    "serve m --quantization fp8": "serve: there is no --quantization: weights are kept in 16 or 32 bits",
+    "serve m --quantization=fp8": "serve: there is no --quantization",
+    "chat m --enable-lora": "chat: there is no --enable-lora: merge the adapter into the weights",
+    "generate m -p x --pipeline_parallel_size 2": "generate: there is no --pipeline-parallel-size: models are shared",
+    "bench decode --tensor-parallel-size 2": "decode: there is no --tensor-parallel-size: decoding is measured on one",
+    "bench decode --tp 2": "decode: there is no --tp: decoding is measured on one rank",
+    "bench decode --max-num-seqs 3": "decode: there is no --max-num-seqs: the measurement sizes the engine for --batch",
+    "chat --interactive": "chat: there is no --interactive: whorl chat always is",
+    "serve --compilation-config 3": "compilation config: expected an object with names and values, got 3",
+    "serve --gpu-memory-utilization 0": "gpu_memory_utilization is 0.0, expected more than 0",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
+def test_refused_with_a_line(arguments: str, message: str) -> None:
+    check_refused(CliRunner().invoke(app, arguments.split()), message)
