@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from . import linear_torch_npu
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 
 TILE = 32  # rows of every matrix product in the prompt class: always as many, so that a row's bits are its own
@@ -131,7 +131,7 @@ _BENCH: list[Values] = [
 
 def _make(
     draw: Draw,
-    tokens: tuple[int, ...],
+    tokens: Sizes,
     size: tuple[int, int],
     bias: bool = False,
     bias_dtype: torch.dtype | None = None,

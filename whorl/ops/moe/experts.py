@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..linear import multiply_rows, multiply_tiles
 from . import experts_torch_npu
@@ -145,9 +145,7 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw, tokens: tuple[int, ...], hidden: int, width: int, experts: int, k: int, rows: str = "prompt"
-) -> Values:
+def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, rows: str = "prompt") -> Values:
     count = tokens[0]
     x, gate_up = draw.scaled(count, hidden), draw.weight(experts, 2 * width, hidden)
     down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5
