@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from planted import plant
 from test_ops import DEVICE, backends_here, check
-from test_planted_faults import plant
 from torch import Tensor
 
 from whorl.device import is_interpreting

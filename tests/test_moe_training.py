@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from planted import Fault, first_red, plant
 from test_ops import DEVICE, assert_close, num_rows
-from test_planted_faults import Fault, first_red, plant
 from torch import Tensor
 
 from whorl.ops import OPS, grouped_matmul, permute, route, swiglu, unpermute
@@ -271,17 +271,12 @@ def test_errors(name: str) -> None:
 PERMUTE, GROUPED = "whorl.ops.moe.permute_triton", "whorl.ops.moe.grouped_matmul_triton"
 ROUTE = "whorl.ops.moe.route_triton"
 CUMSUM = "tl.cumsum(is_mine.to(tl.int32), 0)"
+SLOTS = "where(experts == expert, tl.sum(tl.where(slots"
 FAULTS = [
     Fault("last token first", PERMUTE, "permute", f"{CUMSUM} - 1", f"tl.sum(is_mine.to(tl.int32), 0) - {CUMSUM}"),
     # Not "<=": rows behind their own would lie past the end, and an interpreted kernel writes there.
     Fault("last expert first", PERMUTE, "permute", "other=expert) < expert", "other=expert) > expert"),
-    Fault(
-        "rows not weighted",
-        PERMUTE,
-        "permute",
-        "row = x.to(tl.float32) * tl.load(",
-        "row = x.to(tl.float32) + 0 * tl.load(",
-    ),
+    Fault("rows not weighted", PERMUTE, "permute", "row = x.to(tl.float32) * tl.", "row = x.to(tl.float32) + 0 * tl."),
     Fault("only the last slot", PERMUTE, "unpermute", "y += row", "y = row"),
     Fault("slots not weighted", PERMUTE, "unpermute", "row *= tl.load(probs", "row *= 1 + 0 * tl.load(probs"),
     Fault("only the last channels", PERMUTE, "unpermute_backward", "total += tl.load(", "total = tl.load("),
@@ -291,24 +286,12 @@ FAULTS = [
     Fault("last row lost", GROUPED, "grouped_matmul", "rows < end, columns", "rows < end - 1, columns"),
     Fault("only the last sums", GROUPED, "grouped_matmul", "dot(x, weight, y,", "dot(x, weight, 0 * y,"),
     Fault("tiles of one group", GROUPED, "grouped_matmul", "0), 0), group * GROUP + inside", "0), 0), inside"),
-    Fault(
-        "rows of the next expert",
-        GROUPED,
-        "grouped_matmul_backward",
-        "where(index < expert, c",
-        "where(index <= expert, c",
-    ),
+    Fault("rows of the next expert", GROUPED, "grouped_matmul_backward", "(index < expert, c", "(index <= expert, c"),
     Fault("only the last rows", GROUPED, "grouped_matmul_backward", "dot(dy, x, dweight,", "dot(dy, x, 0 * dweight,"),
     Fault("sum not taken out", ROUTE, "route_backward", "tl.where(found >= 1e-20, apart, grads)", "grads"),
     Fault("softmax not taken out", ROUTE, "route_backward", "scores * (dscores - inner)", "scores * dscores"),
     Fault("scale forgotten", ROUTE, "route_backward", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
-    Fault(
-        "first slot everywhere",
-        ROUTE,
-        "route_backward",
-        "where(experts == expert, tl.sum(tl.where(slots == slot",
-        "where(experts == expert, tl.sum(tl.where(slots == 0",
-    ),
+    Fault("first slot everywhere", ROUTE, "route_backward", f"{SLOTS} == slot", f"{SLOTS} == 0"),
 ]
 
 

@@ -3,18 +3,14 @@
 A fault is one substitution. Where a kernel has changed so that its text is not found, plant the fault anew.
 """
 
-import importlib.util
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from test_ops import Values, arguments, check, few_processors, num_rows, reason_against
+from planted import Fault, first_red, plant
+from test_ops import arguments, check, few_processors, num_rows
 
-from whorl.ops import OPS, Op
-from whorl.ops._impl import Impl
+from whorl.ops import OPS
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
 SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton"
@@ -24,17 +20,7 @@ ROUTE = "whorl.ops.moe.route_triton"
 PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
 DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
 CUTS = "whorl.ops.attention.cuts_triton"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    name: str
-    module: str
-    op: str  # the operator whose cases must notice
-    old: str
-    new: str
-    count: int = 1  # how often `old` stands in the source
-    needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
+TABLE = "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)"
 
 
 FAULTS = [
@@ -79,165 +65,37 @@ FAULTS = [
     Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
     Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
     Fault("slot without a block", QK, "qk_norm_rope_write", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
-    Fault(
-        "rotation not turned back", QK_BACKWARD, "qk_norm_rope_backward", "dy_first * cos + dy", "dy_first * cos - dy"
-    ),
+    Fault("rotation not turned back", QK_BACKWARD, "qk_norm_rope_backward", "dy_first * cos +", "dy_first * cos -"),
     Fault("projection forgotten", QK_BACKWARD, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
-    Fault(
-        "only the last block",
-        QK_BACKWARD,
-        "qk_norm_rope_backward",
-        "_first += more_first",
-        "_first = more_first",
-        1,
-        True,
-    ),
+    Fault("only the last block", QK_BACKWARD, "qk_norm_rope_backward", "+= more_first", "= more_first", 1, True),
     Fault(
         "gradient of the weight scaled", QK_BACKWARD, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"
     ),
     Fault("last column not written", LINEAR, "linear", "mask=columns < N)", "mask=columns < N - 1)"),
     Fault("every row reads the first", LINEAR, "linear", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
     Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),
-    Fault(
-        "sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN)", "dot(x, weight, total * 0, WIDEN)"
-    ),
-    Fault(
-        "gate and up exchanged",
-        EXPERTS,
-        "experts",
-        "_silu_mul(tl.sum(gate * x, 1), tl.sum(up * x, 1))",
-        "_silu_mul(tl.sum(up * x, 1), tl.sum(gate * x, 1))",
-    ),
+    Fault("sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN", "dot(x, weight, total * 0, WIDEN"),
+    Fault("gate and up exchanged", EXPERTS, "experts", ".sum(gate * x, 1), tl.sum(up", ".sum(up * x, 1), tl.sum(gate"),
     Fault("slots not weighted", EXPERTS, "experts", "part * tl.load(weights_ptr + pair)", "part"),
-    Fault(
-        "first slot only",
-        EXPERTS,
-        "experts",
-        "pair = token * K + slot\n        expert",
-        "pair = token * K\n        expert",
-    ),
+    Fault("first slot only", EXPERTS, "experts", "= token * K + slot\n        expert", "= token * K\n        expert"),
     Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
     Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
     Fault("not renormalised", ROUTE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
-    Fault(
-        "bias in the weights",
-        ROUTE,
-        "route",
-        "tl.where(ids == winner, scores, 0.0)",
-        "tl.where(ids == winner, choice, 0.0)",
-    ),
+    Fault("bias in the weights", ROUTE, "route", "tl.where(ids == winner, scores,", "tl.where(ids == winner, choice,"),
     Fault("group by its best alone", ROUTE, "route", "second if SIZE > 1 else 0.0", "0.0"),
     Fault("sees the next key", DECODE, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"),
-    Fault(
-        "first split only",
-        DECODE,
-        "paged_attention",
-        "begin, stop = first // SPLIT, tl.cdiv(end, SPLIT)",
-        "begin, stop = first // SPLIT, first // SPLIT + 1",
-    ),
-    Fault(
-        "splits not rescaled",
-        DECODE,
-        "paged_attention",
-        "tl.exp2(top - new_top), tl.exp2(tops - new_top)",
-        "tl.exp2(top - new_top), tl.exp2(tops - tops)",
-    ),
+    Fault("first split only", DECODE, "paged_attention", "/ SPLIT, tl.cdiv(end, SPLIT)", "/ SPLIT, first // SPLIT + 1"),
+    Fault("splits not rescaled", DECODE, "paged_attention", "), tl.exp2(tops - new_top)", "), tl.exp2(tops - tops)"),
     Fault("no causal mask", PROMPT, "paged_attention", "keys[None, :] <= position[:, None]", "keys[None, :] < length"),
-    Fault(
-        "window one short",
-        PROMPT,
-        "paged_attention",
-        "> position[:, None] - window",
-        "> position[:, None] - window + 1",
-    ),
-    Fault(
-        "old cuts not rescaled",
-        CUTS,
-        "paged_attention",
-        "total = tl.fma(cut_total, add, total * keep)",
-        "total = tl.fma(cut_total, add, total)",
-    ),
-    Fault(
-        "blocks in a row",
-        CUTS,
-        "paged_attention",
-        "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)",
-        "(keys // BLOCK_SIZE)",
-    ),
-    Fault(
-        "slot of another block",
-        PAGED,
-        "write_kv",
-        "slot // BLOCK_SIZE, slot % BLOCK_SIZE",
-        "slot // BLOCK_SIZE, slot % BLOCK_SIZE * 0",
-    ),
-    Fault(
-        "noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32))", "_mix(_mix(low ^ high))"
-    ),
-    Fault(
-        "greedy takes the last of equals",
-        SAMPLE,
-        "sample",
-        "chosen = tl.min(tl.where(tops == top",
-        "chosen = tl.max(tl.where(tops == top",
-    ),
+    Fault("window one short", PROMPT, "paged_attention", "[:, None] - window", "[:, None] - window + 1"),
+    Fault("old cuts not rescaled", CUTS, "paged_attention", "(cut_total, add, total * keep", "(cut_total, add, total"),
+    Fault("blocks in a row", CUTS, "paged_attention", TABLE, "(keys // BLOCK_SIZE)"),
+    Fault("slot of another block", PAGED, "write_kv", ", slot % BLOCK_SIZE", ", slot % BLOCK_SIZE * 0"),
+    Fault("noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32)", "_mix(_mix(low ^ high)"),
+    Fault("greedy takes the last of equals", SAMPLE, "sample", "= tl.min(tl.where(tops =", "= tl.max(tl.where(tops ="),
     Fault("min_p ignored", SAMPLE, "sample", "& (tl.exp(-below) >= least)", "& (tl.exp(-below) >= 0 * least)"),
 ]
-
-
-def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the module with a changed source in place of the real one, for operators to import when next called."""
-    real = importlib.import_module(module)  # put back when the test ends
-    source = Path(real.__file__).read_text()
-    assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
-    path = folder / "planted.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(module, path)
-    planted = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(planted)
-    forget_users(module, monkeypatch)
-    forget(module, monkeypatch)
-    sys.modules[module] = planted
-    setattr(*place(module), planted)
-    for op in [op for op in OPS.values() if "triton" in op.impls]:
-        impl = op.impls["triton"]  # anew: the real one may be loaded
-        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
-
-
-def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that hold functions of the real one are imported anew when they are next called."""
-    kernels = {name: found for name, found in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name}
-    for name, found in kernels.items():
-        is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
-        if is_user and name != module and name in sys.modules:
-            forget(name, monkeypatch)
-            forget_users(name, monkeypatch)
-
-
-def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends; `from package import module` would find the attribute, `import_module` the entry."""
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(*place(name), raising=False)
-
-
-def place(name: str) -> tuple[ModuleType, str]:
-    package, _, short = name.rpartition(".")
-    return importlib.import_module(package), short
-
-
-def first_red(op: Op, cases: list[Values]) -> str | None:
-    """What the shared check says of the first case that it rejects."""
-    for case in cases:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(0)
-            values = arguments(op, case, dtype)
-            if reason_against(op, "triton", values) is None:
-                try:
-                    check(op, "triton", values)
-                except AssertionError as error:
-                    return str(error)
-    return None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op}: {f.name}")

@@ -33,7 +33,7 @@ def inputs(name: str, queries: int, keys: int, device: str = "cpu") -> Values:
         "main_lse": 2 + torch.rand(queries, 32, device=device),
     }
     if not is_dense and device == "cpu":
-        found["indices"] = select(queries, keys, 17, (), True, 0.0, device)
+        found["indices"] = select(queries, keys, 17, causal=True, device=device)
     elif not is_dense:
         found["indices"] = torch.zeros(queries, 17, dtype=torch.int32, device=device)
     return found

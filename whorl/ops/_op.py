@@ -16,6 +16,7 @@ from torch.library import Library, register_autograd, register_fake
 
 from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 
+from ._draw import Draw
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
 from ._impl import Accepts, Choice, Impl, Named, check_signature, takes_all
@@ -61,7 +62,7 @@ class Op:
         self.impls: dict[str, Impl] = {}
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
-        self.make: Callable[..., Values] = _no_cases
+        self._drawn: Callable[..., Values] = _no_cases
         self.bytes = bytes or all_bytes
         self.flops = flops
         self._fake = fake or reference
@@ -134,13 +135,20 @@ class Op:
         return add
 
     def inputs(self, *, cases: Sequence[Values], bench: Sequence[Values] = ()) -> Callable[..., Any]:
-        """Sizes, and the function that makes arguments from them; tests, selftest and benchmarks walk these."""
+        """Sizes, and the function that makes arguments from them; tests, selftest and benchmarks walk these.
+
+        It is called as `fn(draw, **case)`: draw makes tensors, and knows `scale` and `sliced` of the case.
+        """
 
         def add(function: Callable[..., Values]) -> Callable[..., Values]:
-            self.cases, self.bench_cases, self.make = tuple(cases), tuple(bench), function
+            self.cases, self.bench_cases, self._drawn = tuple(cases), tuple(bench), function
             return function
 
         return add
+
+    def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: bool = False, **case: Any) -> Values:
+        """The arguments of a case."""
+        return self._drawn(Draw(dtype, device, scale, sliced), **case)
 
     # ---- choosing
 
@@ -386,5 +394,5 @@ def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _no_cases(**_: Any) -> Values:
+def _no_cases(draw: Draw, **_: Any) -> Values:
     raise RuntimeError("this operator has no cases: state them with @op.inputs(cases=[...])")

@@ -1,7 +1,7 @@
 """The linear layer of inference, in two classes of rows whose bits do not depend on what runs beside them."""
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from . import linear_torch_npu
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 
 TILE = 32  # rows of every matrix product in the prompt class: always as many, so that a row's bits are its own
@@ -129,22 +130,16 @@ _BENCH: list[Values] = [
 
 
 def _make(
-    tokens: tuple[int, ...],
+    draw: Draw,
+    tokens: Sizes,
     size: tuple[int, int],
     bias: bool = False,
     bias_dtype: torch.dtype | None = None,
-    scale: float = 1.0,
-    sliced: bool = False,
     rows: str = "prompt",
-    *,
-    dtype: torch.dtype,
-    device: str,
 ) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    x = (scale * torch.randn(tokens[0], size[1] + 8 * sliced, **more))[:, : size[1]]
-    weight = (torch.randn(size[0], size[1] + 8 * sliced, **more) / size[1] ** 0.5)[:, : size[1]]
-    wide = torch.float64 if dtype == torch.float64 else bias_dtype or dtype
-    added = torch.randn(size[0], dtype=wide, device=device) if bias else None
+    x, weight = draw.scaled(*tokens, size[1]), draw.weight(*size)
+    wide = torch.float64 if draw.dtype == torch.float64 else bias_dtype or draw.dtype
+    added = torch.randn(size[0], dtype=wide, device=draw.device) if bias else None
     return {"x": x, "weight": weight, "bias": added, "rows": rows}
 
 

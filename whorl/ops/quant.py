@@ -1,5 +1,6 @@
 """Per-token quantisation: what a gather sends instead of bf16, and the way back."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from whorl.contracts import dynamic_quant_limit
 
 from . import _torch_npu
+from ._draw import Draw, Sizes
 from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
@@ -124,36 +126,20 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    shape: tuple[int, ...],
-    scale: float = 1.0,
-    format: str = "int8",
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    x = scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device)
-    if shape[0] > 2 and device != "meta":
+def _make(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
+    x = draw.scaled(*shape, gap=6)
+    if shape[0] > 2 and not x.is_meta:
         x[1] = 0
-    return {"x": x[..., : shape[-1]], "format": format}
+    return {"x": x, "format": format}
 
 
-def _make_dequantize(
-    shape: tuple[int, ...],
-    scale: float = 1.0,
-    format: str = "int8",
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    values = _make(shape, scale, format, dtype=torch.float32, device=device)
+def _make_dequantize(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
+    values = _make(replace(draw, dtype=torch.float32, sliced=False), shape, format)
     q, scales = dynamic_quant.reference(**values)
-    if sliced:
+    if draw.sliced:
         q = torch.cat((q, q[..., :6]), -1)[..., : shape[-1]]
-    scales = scales.double() if dtype == torch.float64 else scales
-    return {"q": q, "scale": scales, "dtype": dtype}
+    scales = scales.double() if draw.dtype == torch.float64 else scales
+    return {"q": q, "scale": scales, "dtype": draw.dtype}
 
 
 dynamic_quant.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -9,6 +9,7 @@ from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
 from ._check import check_like
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
@@ -212,29 +213,20 @@ _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 7168), (16384, 409
 
 
 def _make(
-    shape: tuple[int, ...],
-    scale: float = 1.0,
-    plus_one: bool = False,
-    weight_dtype: torch.dtype | None = None,
-    sliced: bool = False,
-    eps: float = 1e-6,
-    *,
-    dtype: torch.dtype,
-    device: str,
+    draw: Draw, shape: Sizes, plus_one: bool = False, weight_dtype: torch.dtype | None = None, eps: float = 1e-6
 ) -> Values:
-    wide = torch.float64 if dtype == torch.float64 else weight_dtype or dtype
-    weight = 0.1 * torch.randn(shape[-1], dtype=wide, device=device) + (0 if plus_one else 1)
-    x = (scale * torch.randn(*shape[:-1], shape[-1] + 5 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
-    return {"x": x, "weight": weight, "eps": eps, "plus_one": plus_one}
+    wide = torch.float64 if draw.dtype == torch.float64 else weight_dtype or draw.dtype
+    weight = 0.1 * torch.randn(shape[-1], dtype=wide, device=draw.device) + (0 if plus_one else 1)
+    return {"x": draw.scaled(*shape, gap=5), "weight": weight, "eps": eps, "plus_one": plus_one}
 
 
-def _make_add(**case: Any) -> Values:
-    args = _make(**case)
-    return {"x": args.pop("x"), "residual": _make(**case)["x"], **args}
+def _make_add(draw: Draw, **case: Any) -> Values:
+    args = _make(draw, **case)
+    return {"x": args.pop("x"), "residual": _make(draw, **case)["x"], **args}
 
 
-def _make_backward(with_residual: bool = False, **case: Any) -> Values:
-    args = _make(**case)
+def _make_backward(draw: Draw, with_residual: bool = False, **case: Any) -> Values:
+    args = _make(draw, **case)
     dy, other = (torch.randn_like(args["x"]) for _ in range(2))
     return {"dy": dy, "x": args["x"], "weight": args["weight"], "residual_grad": other if with_residual else None} | {
         n: args[n] for n in ("eps", "plus_one")

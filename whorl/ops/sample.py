@@ -5,6 +5,7 @@ from torch import Tensor
 
 from . import sample_torch_npu
 from ._check import check_like, check_range
+from ._draw import Draw, Sizes
 from ._op import Values, operator
 from ._tracing import is_readable
 
@@ -201,21 +202,16 @@ _BENCH: list[Values] = [
 
 
 def _make(
-    tokens: tuple[int, ...],
+    draw: Draw,
+    tokens: Sizes,
     vocab: int,
-    scale: float = 1.0,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
 ) -> Values:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    count = tokens[0]
-    logits = (scale * torch.randn(count, vocab + 3 * sliced, device=device)).to(wide)[:, :vocab]
+    count, wide, device = tokens[0], draw.wide, draw.device
+    logits = (draw.scale * torch.randn(count, vocab + 3 * draw.sliced, device=device)).to(wide)[:, :vocab]
 
     def full(value: float, kind: torch.dtype) -> Tensor:
         return torch.full((count,), value, dtype=kind, device=device)

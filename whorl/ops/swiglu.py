@@ -1,7 +1,5 @@
 """SwiGLU: the gated activation of every model here."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,7 @@ from whorl.contracts import swiglu_limit
 
 from . import _torch_npu
 from ._check import check_like
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
@@ -106,23 +105,13 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [{"shape": (16384, 2 * 8192)}, {"shape": (4096, 2 * 18432)}, {"shape": (1, 2 * 12288)}]
 
 
-def _make(
-    shape: tuple[int, ...],
-    scale: float = 1.0,
-    interleaved: bool = False,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    x = (scale * torch.randn(*shape[:-1], shape[-1] + 6 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
-    return {"x": x, "interleaved": interleaved}
+def _make(draw: Draw, shape: Sizes, interleaved: bool = False) -> Values:
+    return {"x": draw.scaled(*shape, gap=6), "interleaved": interleaved}
 
 
-def _make_backward(**case: Any) -> Values:
-    args = _make(**case)
-    dy = torch.randn(*args["x"].shape[:-1], args["x"].shape[-1] // 2, dtype=args["x"].dtype, device=args["x"].device)
-    return {"dy": dy, **args}
+def _make_backward(draw: Draw, shape: Sizes, interleaved: bool = False) -> Values:
+    args = _make(draw, shape, interleaved)
+    return {"dy": torch.randn(*shape[:-1], shape[-1] // 2, **draw.kind), **args}
 
 
 swiglu.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -34,6 +34,21 @@ def load_keys(
 
 
 @triton.jit
+def load_cut(
+    k_cache_ptr, v_cache_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
+    v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys and their values."""
+    k = load_keys(
+        k_cache_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D, BLOCK_D
+    )
+    v = load_keys(
+        v_cache_ptr, table_ptr, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D
+    )
+    return k, v
+
+
+@triton.jit
 def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
     """One cut from nothing: its highest score, the sum of its weights, and the values so weighted.
 

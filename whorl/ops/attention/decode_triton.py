@@ -11,7 +11,7 @@ from whorl.device import is_interpreting
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot
-from .cuts_triton import load_keys
+from .cuts_triton import load_cut
 
 SPLIT = 128  # keys of one program: fixed, so that a token's sums do not depend on the batch
 PROGRAMS = 1024  # of a call; a block table says how long a sequence may be, and few are that long
@@ -70,13 +70,9 @@ def _decode_kernel(
         out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         for start in range(split * SPLIT, tl.minimum(end, (split + 1) * SPLIT), KEYS):
             keys = start + tl.arange(0, KEYS)
-            k = load_keys(
-                k_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D,
-                BLOCK_D,
-            )  # fmt: skip
-            v = load_keys(
-                v_cache_ptr, table, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D,
-                BLOCK_D,
+            k, v = load_cut(
+                k_cache_ptr, v_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
+                v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             scores = dot(q, tl.trans(k), tl.zeros((BLOCK_G, KEYS), tl.float32), WIDEN) * scale
             visible = (keys < end) & (keys >= first)

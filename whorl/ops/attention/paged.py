@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_cache, check_lengths, check_tables
+from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import paged_torch_npu
@@ -187,26 +188,20 @@ _BENCH: list[Values] = [
 
 
 def _make(
-    queries: tuple[int, ...],
-    contexts: tuple[int, ...],
+    draw: Draw,
+    queries: Sizes,
+    contexts: Sizes,
     heads: int,
     kv_heads: int,
     dim: int,
     block: int = 8,
     window: int = 0,
     rows: str = "prompt",
-    scale: float = 1.0,
-    sliced: bool = False,
-    tokens: tuple[int, ...] = (),
-    *,
-    dtype: torch.dtype,
-    device: str,
+    tokens: Sizes = (),
 ) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    width = dim + 8 * sliced
     counts = [-(-c // block) for c in contexts]
-    k, v = (scale * torch.randn(sum(counts) + 3, block, kv_heads, width, **more)[..., :dim] for _ in range(2))
-    q = torch.randn(sum(queries), heads, width, **more)[..., :dim]
+    k, v = (draw.scale * draw.normal(sum(counts) + 3, block, kv_heads, dim) for _ in range(2))
+    q, device = draw.normal(sum(queries), heads, dim), draw.device
     tables, free = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
     for b, count in enumerate(counts):
         tables[b, :count], free = free[:count], free[count:]

@@ -10,7 +10,7 @@ from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
 from .._rows import ceil_div, power_of_2
-from .cuts_triton import cut, cut_of, fold, load_keys
+from .cuts_triton import cut, cut_of, fold, load_cut
 
 _HOPPER_QUERIES = 128
 
@@ -72,25 +72,17 @@ def _prompt_kernel(
         middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
         for at in range(first, middle, CUT):
             keys = at + tl.arange(0, CUT)
-            k = load_keys(
-                k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
-                BLOCK_SIZE, D, BLOCK_D,
-            )  # fmt: skip
-            v = load_keys(
-                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
-                BLOCK_SIZE, D, BLOCK_D,
+            k, v = load_cut(
+                k_cache_ptr, v_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
+                k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             cut_top, cut_total, cut_out = cut(q, k, v, None, scale, WIDEN)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
             keys = at + tl.arange(0, CUT)
-            k = load_keys(
-                k_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset, k_stride_head,
-                BLOCK_SIZE, D, BLOCK_D,
-            )  # fmt: skip
-            v = load_keys(
-                v_cache_ptr, table, keys, length, head // G, v_stride_block, v_stride_offset, v_stride_head,
-                BLOCK_SIZE, D, BLOCK_D,
+            k, v = load_cut(
+                k_cache_ptr, v_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
+                k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             visible = keys[None, :] <= position[:, None]
             if window > 0:

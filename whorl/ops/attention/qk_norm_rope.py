@@ -1,6 +1,7 @@
 """What stands between a Qwen3 qkv projection and attention: per-head RMSNorm of q and k, then the rotation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from whorl.device import REFERENCE
 
 from .._check import check_like
+from .._draw import Draw
 from .._op import Op, Values, operator
 from ..rms_norm import rms_norm, rms_norm_backward
 from ..rope import cases as rope_cases
@@ -241,35 +243,31 @@ _BENCH: list[Values] = [
 
 
 def make_case(
+    draw: Draw,
     heads: int,
     kv_heads: int,
     dim: int,
-    scale: float = 1.0,
     plus_one: bool = False,
-    sliced: bool = False,
     sections: list[int] | None = None,
     layout: str = "chunked",
     style: str = "half",
     with_v: bool = True,
     eps: float = 1e-6,
-    *,
-    dtype: torch.dtype,
-    device: str,
     **case: Any,
 ) -> Values:
     axes = None if sections is None else len(sections)
-    rotary = rope_cases.make(heads=1, kv_heads=None, dim=dim, axes=axes, dtype=dtype, device=device, **case)
-    width = (heads + 2 * kv_heads) * dim
-    qkv = (scale * torch.randn(*rotary["q"].shape[:-2], width + 7 * sliced, dtype=dtype, device=device))[..., :width]
-    weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, dtype=dtype, device=device) for n in "qk"}
+    plain = replace(draw, scale=1.0, sliced=False)
+    rotary = rope_cases.make(plain, heads=1, kv_heads=None, dim=dim, axes=axes, **case)
+    qkv = draw.scaled(*rotary["q"].shape[:-2], (heads + 2 * kv_heads) * dim, gap=7)
+    weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, **draw.kind) for n in "qk"}
     tables = {n: rotary[n] for n in ("cos_sin", "positions")}
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": eps, "plus_one": plus_one}
     how = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
     return {"qkv": qkv, **weights, **tables, **sizes, **how}
 
 
-def _make_backward(**case: Any) -> Values:
-    args = make_case(**case)
+def _make_backward(draw: Draw, **case: Any) -> Values:
+    args = make_case(draw, **case)
     dq, dk, dv = (torch.randn_like(h) for h in split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"]))
     return {"dq": dq, "dk": dk, "dv": dv if args.pop("with_v") else None} | args
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_cache, check_slots
+from .._draw import Draw
 from .._op import Values, operator
 from ..rope.tables import Style
 from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
@@ -129,30 +130,18 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    tokens: tuple[int, ...],
-    kv_heads: int,
-    dim: int,
-    block: int = 4,
-    skipped: bool = False,
-    short: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    **case: Any,
-) -> Values:
+def _make(draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, **case: Any) -> Values:
     """Slots in no order, some tokens without one; blocks with a gap between them where strides are asked for."""
-    more: Values = {"dtype": dtype, "device": device}
-    values = make_case(tokens=tokens, kv_heads=kv_heads, dim=dim, looked_up=True, **more, **case)
-    count = tokens[0]
+    values = make_case(draw, looked_up=True, **case)
+    (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
     blocks = -(-count // block) + 1
-    gap = 2 if case.get("sliced") else 0
-    caches = {n: torch.randn(blocks, block + gap, kv_heads, dim, **more)[:, :block] for n in ("k_cache", "v_cache")}
+    shape = (blocks, block + 2 * draw.sliced, kv_heads, dim)
+    caches = {n: torch.randn(*shape, **draw.kind)[:, :block] for n in ("k_cache", "v_cache")}
     slots = torch.randperm(blocks * block, device=device)[:count]
     if skipped:
         slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
     slots = slots.int() if short else slots
-    q = torch.zeros(count, values["num_heads"], dim, **more)
+    q = torch.zeros(count, values["num_heads"], dim, **draw.kind)
     kept = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
     return kept | {"q": q, **caches, "slots": slots}
 

@@ -1,11 +1,10 @@
 """Writing keys and values into the pages of a cache."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._check import check_cache, check_slots
+from .._draw import Draw, Sizes
 from .._op import Values, operator
 from . import paged_torch_npu
 
@@ -65,26 +64,16 @@ _BENCH: list[Values] = [{"tokens": (tokens,), "kv_heads": 4, "dim": 128, "block"
 
 
 def _make(
-    tokens: tuple[int, ...],
-    kv_heads: int,
-    dim: int,
-    block: int = 4,
-    skipped: int = 0,
-    scale: float = 1.0,
-    sliced: bool = False,
-    short: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
+    draw: Draw, tokens: Sizes, kv_heads: int, dim: int, block: int = 4, skipped: int = 0, short: bool = False
 ) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
     count, blocks = tokens[0], -(-tokens[0] // block) + 3
-    k, v = (scale * torch.randn(count, kv_heads, dim + 3 * sliced, **more)[..., :dim] for _ in range(2))
-    k_cache, v_cache = (torch.randn(blocks, block, kv_heads + sliced, dim, **more)[:, :, :kv_heads] for _ in range(2))
+    k, v = (draw.scale * draw.normal(count, kv_heads, dim, gap=3) for _ in range(2))
+    shape = (blocks, block, kv_heads + draw.sliced, dim)
+    k_cache, v_cache = (torch.randn(*shape, **draw.kind)[:, :, :kv_heads] for _ in range(2))
     slots = torch.randperm(blocks * block)[:count]
     slots[:skipped] = -1
     slots = slots.int() if short else slots
-    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots.to(device)}
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots.to(draw.device)}
 
 
 write_kv.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from .._draw import Draw, Sizes
 from .._op import Values
 from .bounds import causal_bounds
 from .lightning import lightning_indexer
@@ -24,24 +25,13 @@ _BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys 
 
 
 def _make(
-    tokens: tuple[int, ...],
-    keys: int,
-    heads: int,
-    dim: int,
-    topk: int,
-    packed: tuple[int, ...] = (),
-    shuffled: bool = False,
-    scale: float = 1.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, topk: int, packed: Sizes = (), shuffled: bool = False
 ) -> Values:
     """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
-    more: dict[str, Any] = {"device": device}
-    q = torch.randint(-2, 3, (*tokens, heads, dim + 8 * sliced), **more)[..., :dim].to(dtype)
-    k = torch.randint(-2, 3, (keys, dim + 8 * sliced), **more).to(dtype)[:, :dim]
-    weights = scale * torch.randint(-3, 5, (*tokens, heads), **more).to(dtype) / 8
+    device, dtype, wider = draw.device, draw.dtype, 8 * draw.sliced
+    q = torch.randint(-2, 3, (*tokens, heads, dim + wider), device=device)[..., :dim].to(dtype)
+    k = torch.randint(-2, 3, (keys, dim + wider), device=device).to(dtype)[:, :dim]
+    weights = draw.scale * torch.randint(-3, 5, (*tokens, heads), device=device).to(dtype) / 8
     values: Values = {"q": q, "k": k, "weights": weights, "topk": topk}
     if packed:
         ends = torch.tensor([0, *packed]).cumsum(0)
@@ -55,29 +45,29 @@ def _make(
     return values
 
 
-def _make_lightning(with_scores: bool = True, **case: Any) -> Values:
-    return _make(**case) | ({} if with_scores else {"with_scores": False})
+def _make_lightning(draw: Draw, with_scores: bool = True, **case: Any) -> Values:
+    return _make(draw, **case) | ({} if with_scores else {"with_scores": False})
 
 
-def _make_scores(**case: Any) -> Values:
+def _make_scores(draw: Draw, **case: Any) -> Values:
     """Ordinary numbers: here rounding shows."""
-    values = _make(**case)
+    values = _make(draw, **case)
     del values["topk"]
-    scale = case.get("scale", 1.0)
-    factors = {"q": scale, "k": 1.0, "weights": scale}
+    factors = {"q": draw.scale, "k": 1.0, "weights": draw.scale}
     if values["q"].device.type == "meta":
         return values
     return values | {n: (values[n] + torch.randn_like(values[n])) * f for n, f in factors.items()}
 
 
-def _make_top_k(normal: bool = False, **case: Any) -> Values:
+def _make_top_k(draw: Draw, normal: bool = False, **case: Any) -> Values:
     """`normal` numbers hardly tie; otherwise nearly all do."""
-    values = _make(**case)
-    shape = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * case.get("sliced", False))
+    values = _make(draw, **case)
+    shape, wide = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * draw.sliced), draw.wide
     values.pop("weights")
-    wide = torch.float64 if case["dtype"] == torch.float64 else torch.float32
-    more = {"device": case["device"]}
-    scores = torch.randn(shape, **more, dtype=wide) if normal else torch.randint(-9, 9, shape, **more).to(wide) / 4
+    if normal:
+        scores = torch.randn(shape, device=draw.device, dtype=wide)
+    else:
+        scores = torch.randint(-9, 9, shape, device=draw.device).to(wide) / 4
     return {"scores": scores[:, : case["keys"]], **values}
 
 

@@ -5,7 +5,17 @@ from torch import Tensor
 
 from .._op import Values, operator
 from .bounds import check_bounds, visible_keys, wide_dtype
-from .kl import ONE_CALL, check_attention, check_main_key, fake_kl, rounded, row_divergence, triton_target_reason
+from .kl import (
+    ONE_CALL,
+    check_attention,
+    check_main_key,
+    check_target,
+    fake_kl,
+    kl_flops,
+    rounded,
+    row_divergence,
+    triton_target_reason,
+)
 from .scores import check_indexer, index_scores, triton_reason
 
 
@@ -56,20 +66,11 @@ def _check_kl(
     q: Tensor, k: Tensor, weights: Tensor, target: Tensor, grad_scale: float, **bounds: Tensor | None
 ) -> None:
     check_indexer("dense_indexer_kl", q, k, weights)
-    expected = (q.shape[0], k.shape[0])
-    if target.shape != expected or target.dtype != wide_dtype(q):
-        raise ValueError(
-            f"dense_indexer_kl: target is {list(target.shape)} {target.dtype}, "
-            f"expected {list(expected)} {wide_dtype(q)}"
-        )
+    check_target("dense_indexer_kl", target, (q.shape[0], k.shape[0]), q)
     check_bounds("dense_indexer_kl", q.shape[0], k.shape[0], **bounds)
 
 
-def _kl_flops(values: Values) -> int:
-    return 6 * values["target"].numel() * values["q"].shape[1] * values["q"].shape[2]
-
-
-@operator(check=_check_kl, forward_only=True, without={"torch_npu": ONE_CALL}, fake=fake_kl, flops=_kl_flops)
+@operator(check=_check_kl, forward_only=True, without={"torch_npu": ONE_CALL}, fake=fake_kl, flops=kl_flops)
 def dense_indexer_kl(
     q: Tensor,
     k: Tensor,

@@ -11,7 +11,7 @@ from whorl.device import is_interpreting
 from .._rows import ceil_div
 from ..linear_triton import dot, unit_stride
 from .bounds import full_bounds
-from .key_gradient_triton import add_dk, gradient_plan, lift, split_dim
+from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import key_block, row_strides, scores_into
 
 
@@ -204,10 +204,9 @@ def _dense_dq_kernel(
     if not HAS_POSITIONS:
         first = tl.maximum(tl.load(starts_ptr + token), 0) // BLOCK_S * BLOCK_S
         stop = tl.minimum(tl.load(ends_ptr + token), S)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (heads < HI)[:, None] & (channels < D)[None, :]
-    q = tl.load(q_ptr + token * q_stride_t + heads[:, None] * q_stride_h + channels[None, :], mask=inside, other=0.0)
-    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=heads < HI, other=0.0).to(tl.float32)
+    heads, channels, inside, q, weights = load_query(
+        q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D
+    )
     dq = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     dweights = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     for start in tl.range(first, stop, BLOCK_S):
@@ -219,12 +218,7 @@ def _dense_dq_kernel(
         dweights += dscores[:, None] * tl.maximum(dots, 0.0)
         ddots = tl.where(dots > 0, (dscores * LIFT)[:, None] * weights[None, :], 0.0).to(q.dtype)
         dq = dot(tl.trans(ddots), k, dq, WIDEN)
-    dq *= grad_scale / LIFT
-    tl.store(
-        dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside
-    )
-    sums = tl.sum(dweights, 0) * grad_scale
-    tl.store(dweights_ptr + token * HI + heads, sums.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
+    store_query_gradients(dq_ptr, dweights_ptr, dq, dweights, token, heads, channels, inside, grad_scale, HI, D, LIFT)
 
 
 def kl(
@@ -241,7 +235,7 @@ def kl(
     q, k, weights, target = unit_stride(q), unit_stride(k), unit_stride(weights), target.contiguous()
     starts, ends = starts.contiguous(), ends.contiguous()
     positions = None if key_positions is None else key_positions.contiguous()
-    (num_queries, heads, dim), num_keys = q.shape, k.shape[0]
+    num_queries, num_keys = q.shape[0], k.shape[0]
     loss = torch.zeros(num_queries, dtype=torch.float32, device=q.device)
     dq, dweights = torch.zeros_like(q, memory_format=torch.contiguous_format), weights.new_zeros(weights.shape)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
@@ -274,12 +268,8 @@ def kl(
         *row_strides(q, k, weights),
         grad_scale,
         num_keys,
-        HI=heads,
-        D=dim,
         HAS_POSITIONS=positions is not None,
-        LIFT=lift(q.dtype),
-        WIDEN=is_interpreting(),
-        **gradient_plan("BLOCK_S", heads, dim, q.element_size(), stages=2),
+        **gradient_plan("BLOCK_S", q, stages=2),
     )
     add_dk(q, k, weights, scores, (starts, ends, positions), dk, grad_scale)
     return loss, dq, dk, dweights

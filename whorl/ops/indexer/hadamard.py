@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 
 _WITHOUT = {"torch_npu": "torch_npu has none"}
@@ -66,22 +67,12 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [{"shape": (4096, 64, 128)}, {"shape": (4096, 128)}]
 
 
-def _make(
-    shape: tuple[int, ...],
-    scale: float = 1.0,
-    factor: float | None = None,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    x = (scale * torch.randn(*shape[:-1], shape[-1] + 8 * sliced, dtype=dtype, device=device))[..., : shape[-1]]
-    return {"x": x, "scale": factor}
+def _make(draw: Draw, shape: Sizes, factor: float | None = None) -> Values:
+    return {"x": draw.scaled(*shape), "scale": factor}
 
 
-def _make_backward(**case: object) -> Values:
-    values = _make(**case)  # type: ignore[arg-type]
-    return {"dy": values["x"], "scale": values["scale"]}
+def _make_backward(draw: Draw, shape: Sizes, factor: float | None = None) -> Values:
+    return {"dy": draw.scaled(*shape), "scale": factor}
 
 
 hadamard.inputs(cases=_CASES, bench=_BENCH)(_make)

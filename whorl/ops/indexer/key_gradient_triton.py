@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """The gradient of the indexer's keys, added in a fixed order; and what all kernels of its loss are planned by."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,14 +26,42 @@ def lift(dtype: torch.dtype) -> float:
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
-def gradient_plan(tile: str, heads: int, dim: int, element_size: int, *, stages: int) -> dict[str, int]:
-    """How many keys (`tile` is the kernel's name for them) a program multiplies at a time, and by how many threads."""
-    sizes = {"BLOCK_H": max(16, power_of_2(heads)), "BLOCK_D": max(16, power_of_2(dim))}
+def gradient_plan(tile: str, q: Tensor, *, stages: int) -> dict[str, Any]:
+    """A head's sizes, how many keys (`tile` is their name) a program multiplies at a time, and by how many threads."""
+    heads, dim = q.shape[1:]
+    sizes: dict[str, Any] = {"HI": heads, "D": dim, "LIFT": lift(q.dtype), "WIDEN": is_interpreting()}
+    sizes |= {"BLOCK_H": max(16, power_of_2(heads)), "BLOCK_D": max(16, power_of_2(dim))}
     if is_interpreting():
         return {**sizes, tile: 16}
-    if element_size == 4 or sizes["BLOCK_H"] * sizes["BLOCK_D"] > 64 * 128:
+    if q.element_size() == 4 or sizes["BLOCK_H"] * sizes["BLOCK_D"] > 64 * 128:
         return {**sizes, tile: 16, "num_warps": 8, "num_stages": 1}
     return {**sizes, tile: 64, "num_warps": 4, "num_stages": stages}
+
+
+@triton.jit
+def load_query(
+    q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One query: its heads, their channels, which of them exist, and its weights."""
+    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    inside = (heads < HI)[:, None] & (channels < D)[None, :]
+    q = tl.load(q_ptr + token * q_stride_t + heads[:, None] * q_stride_h + channels[None, :], mask=inside, other=0.0)
+    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=heads < HI, other=0.0).to(tl.float32)
+    return heads, channels, inside, q, weights
+
+
+@triton.jit
+def store_query_gradients(
+    dq_ptr, dweights_ptr, dq, dweights, token, heads, channels, inside, grad_scale, HI: tl.constexpr, D: tl.constexpr,
+    LIFT: tl.constexpr,
+):  # fmt: skip
+    """dq: LIFT times its sums; dweights: [keys, heads], to be summed over the keys."""
+    dq *= grad_scale / LIFT
+    dq_at = dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :]
+    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    sums = tl.sum(dweights, 0) * grad_scale
+    tl.store(dweights_ptr + token * HI + heads, sums.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
 
 
 @triton.jit
@@ -103,7 +133,7 @@ def add_dk(
 ) -> None:
     """dk [S, D] fp32 += of these queries, whose derivatives by the scores are `dscores` [T, S]."""
     starts, ends, positions = bounds or (dscores, dscores, None)
-    plan = gradient_plan("BLOCK_S", q.shape[1], q.shape[2], q.element_size(), stages=2)
+    plan = gradient_plan("BLOCK_S", q, stages=2)
     _dense_dk_kernel[(ceil_div(k.shape[0], plan["BLOCK_S"]),)](
         q,
         k,
@@ -118,12 +148,8 @@ def add_dk(
         grad_scale,
         q.shape[0],
         k.shape[0],
-        HI=q.shape[1],
-        D=q.shape[2],
         HAS_BOUNDS=bounds is not None,
         HAS_POSITIONS=positions is not None,
         GROUP=16,
-        LIFT=lift(q.dtype),
-        WIDEN=is_interpreting(),
         **plan,
     )

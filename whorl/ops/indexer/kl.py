@@ -7,6 +7,8 @@
 and gradients in one call; `kl_gradients.py` joins it with its target, `loss.py` ties them to autograd.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -123,13 +125,17 @@ def rounded(ddots: Tensor, dtype: torch.dtype) -> Tensor:
     return (ddots * lift).to(dtype).to(ddots.dtype) / lift
 
 
+def check_target(name: str, target: Tensor, shape: Sequence[int], q: Tensor) -> None:
+    if target.shape != tuple(shape) or target.dtype != wide_dtype(q):
+        raise ValueError(
+            f"{name}: target is {list(target.shape)} {target.dtype}, expected {list(shape)} {wide_dtype(q)}"
+        )
+
+
 def _check_kl(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor, **_: object) -> None:
     check_indexer("indexer_kl", q, k, weights)
     check_kl_indices("indexer_kl", indices, q.shape[0], k.shape[0])
-    if target.shape != indices.shape or target.dtype != wide_dtype(q):
-        raise ValueError(
-            f"indexer_kl: target is {list(target.shape)} {target.dtype}, expected {list(indices.shape)} {wide_dtype(q)}"
-        )
+    check_target("indexer_kl", target, indices.shape, q)
 
 
 def fake_kl(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,12 +144,12 @@ def fake_kl(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> tuple[Tensor,
     return loss, q.new_empty(q.shape), dk, weights.new_empty(weights.shape)
 
 
-def _kl_flops(values: Values) -> int:
+def kl_flops(values: Values) -> int:
     """Scores, dq and dk; the scores are computed twice and counted once."""
-    return 6 * values["indices"].numel() * values["q"].shape[1] * values["q"].shape[2]
+    return 6 * values["target"].numel() * values["q"].shape[1] * values["q"].shape[2]
 
 
-@operator(check=_check_kl, forward_only=True, without={"torch_npu": ONE_CALL}, fake=fake_kl, flops=_kl_flops)
+@operator(check=_check_kl, forward_only=True, without={"torch_npu": ONE_CALL}, fake=fake_kl, flops=kl_flops)
 def indexer_kl(
     q: Tensor,
     k: Tensor,

@@ -1,10 +1,12 @@
 """Sizes of the indexer's targets, losses and gradients for tests and benchmarks."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._draw import Draw, Sizes
 from .._op import Values
 from .bounds import visible_keys
 from .dense_kl import dense_indexer_kl, dense_indexer_target
@@ -37,11 +39,6 @@ _DENSE_BENCH: list[Values] = [{"tokens": (1024,), "keys": keys, "heads": 128, "d
 _DENSE_KL_BENCH: list[Values] = [case | {"heads": 64, "dim": 128} for case in _DENSE_BENCH]
 
 
-def _normal(*shape: int, scale: float, sliced: bool, dtype: torch.dtype, device: str) -> Tensor:
-    x = torch.randn(*shape[:-1], shape[-1] + 8 * sliced, dtype=dtype, device=device)[..., : shape[-1]]
-    return scale * x if scale != 1 else x
-
-
 def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> Tensor:
     """Ascending, one query with fewer than the others, and, if asked, one with none."""
     chosen = torch.rand(tokens, keys, device=device).topk(min(k, keys)).indices.sort(-1).values.int()
@@ -53,49 +50,43 @@ def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> T
     return indices
 
 
-def make_target(
-    tokens: tuple[int, ...],
-    keys: int,
-    heads: int,
-    dim: int,
-    k: int,
-    empty: bool = False,
-    scale: float = 1.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    more: dict[str, Any] = {"scale": scale, "sliced": sliced, "dtype": dtype, "device": device}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+def make_target(draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, k: int, empty: bool = False) -> Values:
     return {
-        "q": _normal(*tokens, heads, dim, **more),
-        "k": _normal(keys, 1, dim, **more),
-        "indices": _make_indices(tokens[0], keys, k, empty, device),
-        "lse": 2 + torch.rand(*tokens, heads, device=device).to(wide),
+        "q": draw.scaled(*tokens, heads, dim),
+        "k": draw.scaled(keys, 1, dim),
+        "indices": _make_indices(tokens[0], keys, k, empty, draw.device),
+        "lse": 2 + torch.rand(*tokens, heads, device=draw.device).to(draw.wide),
         "scale": dim**-0.5,
     }
 
 
-def make_kl(grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
-    values = make_target(**case)
-    tokens, heads = values["q"].shape[:2]
-    weights = torch.randn(tokens, heads, device=case["device"]).to(case["dtype"]) * heads**-0.5
-    target = torch.rand(values["indices"].shape, device=case["device"]).to(values["lse"].dtype).square()
-    target = target.masked_fill(values["indices"] < 0, 0)
-    options = {"grad_scale": grad_scale, "deterministic": deterministic}
+def _weights(draw: Draw, tokens: int, heads: int) -> Tensor:
+    return torch.randn(tokens, heads, device=draw.device).to(draw.dtype) * heads**-0.5
+
+
+def _target(draw: Draw, is_hidden: Tensor) -> Tensor:
+    return torch.rand(is_hidden.shape, device=draw.device).to(draw.wide).square().masked_fill(is_hidden, 0)
+
+
+def make_kl(draw: Draw, grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
+    values = make_target(draw, **case)
+    q, indices = values["q"], values["indices"]
     return {
-        "q": values["q"],
+        "q": q,
         "k": values["k"][:, 0],
-        "weights": weights,
-        "indices": values["indices"],
-        "target": target,
-    } | options
+        "weights": _weights(draw, *q.shape[:2]),
+        "indices": indices,
+        "target": _target(draw, indices < 0),
+        "grad_scale": grad_scale,
+        "deterministic": deterministic,
+    }
 
 
-def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any) -> tuple[Values, Values]:
-    values = make_target(k=1, **case)
-    tokens, keys, device = values["q"].shape[0], values["k"].shape[0], case["device"]
+def _make_dense(
+    draw: Draw, empty: bool = False, shuffled: bool = False, k: int = 1, **case: Any
+) -> tuple[Values, Values]:
+    values = make_target(draw, k=1, **case)
+    tokens, keys, device = values["q"].shape[0], values["k"].shape[0], draw.device
     bounds: Values = {"starts": None, "ends": None, "key_positions": None}
     if empty or shuffled:
         ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(
@@ -107,21 +98,19 @@ def _make_dense(empty: bool = False, shuffled: bool = False, k: int = 1, **case:
     return values, bounds
 
 
-def make_dense_target(key_heads: int = 1, **case: Any) -> Values:
-    values, bounds = _make_dense(**case)
+def make_dense_target(draw: Draw, key_heads: int = 1, **case: Any) -> Values:
+    values, bounds = _make_dense(draw, **case)
     heads = values["q"].shape[1]
     shape = (values["k"].shape[0], heads // max(1, heads // key_heads) if heads % key_heads == 0 else 1, case["dim"])
-    k = values["k"].expand(shape) + torch.arange(shape[1], device=case["device"]).to(case["dtype"])[:, None] / 8
+    k = values["k"].expand(shape) + torch.arange(shape[1], device=draw.device).to(draw.dtype)[:, None] / 8
     return {"q": values["q"], "k": k, "lse": values["lse"], "scale": values["scale"], **bounds}
 
 
-def make_dense_kl(grad_scale: float = 1.0, **case: Any) -> Values:
-    values, bounds = _make_dense(**case)
+def make_dense_kl(draw: Draw, grad_scale: float = 1.0, **case: Any) -> Values:
+    values, bounds = _make_dense(draw, **case)
     q, k = values["q"], values["k"][:, 0]
-    weights = torch.randn(q.shape[:2], device=case["device"]).to(case["dtype"]) * q.shape[1] ** -0.5
-    target = torch.rand(q.shape[0], k.shape[0], device=case["device"]).to(values["lse"].dtype).square()
-    visible = visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
-    target = target.masked_fill(~visible, 0)
+    weights = _weights(draw, *q.shape[:2])
+    target = _target(draw, ~visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device))
     return {"q": q, "k": k, "weights": weights, "target": target, **bounds, "grad_scale": grad_scale}
 
 
@@ -143,10 +132,11 @@ dense_indexer_kl.inputs(cases=_DENSE_CASES, bench=_DENSE_KL_BENCH)(make_dense_kl
 # ---- loss and gradients straight from the attention
 
 
-def _main_case(case: Values, heads: int, dim: int) -> Values:
+def _main_case(draw: Draw, case: Values, heads: int, dim: int) -> Values:
     """What the attention's tensors are made by: ordinary numbers, whatever the indexer's are."""
-    own = ("grad_scale", "deterministic", "scale")
-    return {name: value for name, value in case.items() if name not in own} | {"heads": heads, "dim": dim}
+    own = ("grad_scale", "deterministic")
+    kept = {name: value for name, value in case.items() if name not in own}
+    return {"draw": replace(draw, scale=1.0), **kept, "heads": heads, "dim": dim}
 
 
 def _beside(values: Values, main: Values) -> Values:
@@ -156,8 +146,8 @@ def _beside(values: Values, main: Values) -> Values:
     return values | named
 
 
-def _make_gradients(main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
-    values = _beside(make_kl(**case), make_target(**_main_case(case, main_heads, main_dim)))
+def _make_gradients(draw: Draw, main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
+    values = _beside(make_kl(draw, **case), make_target(**_main_case(draw, case, main_heads, main_dim)))
     if causal:
         values["indices"] = _causal_choice(values["indices"], values["k"].shape[0])
     return values | {"causal": causal}
@@ -170,9 +160,11 @@ def _causal_choice(indices: Tensor, num_keys: int) -> Tensor:
     return torch.where(first <= own, first, -1).int()
 
 
-def _make_dense_gradients(main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **case: Any) -> Values:
-    main = make_dense_target(**_main_case(case, main_heads, main_dim), key_heads=key_heads)
-    return _beside(make_dense_kl(**case), main)
+def _make_dense_gradients(
+    draw: Draw, main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **case: Any
+) -> Values:
+    main = make_dense_target(**_main_case(draw, case, main_heads, main_dim), key_heads=key_heads)
+    return _beside(make_dense_kl(draw, **case), main)
 
 
 # The halves have the awkward cases; these have queries and keys enough for errors to be compared.

@@ -10,20 +10,10 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
+from ..sparse_attention.triton import end_of
 from .bounds import chunks
-from .key_gradient_triton import add_dk, gradient_plan, lift, split_dim
+from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import row_strides
-
-
-@triton.jit
-def _num_slots(indices_ptr, K, BLOCK_K: tl.constexpr):
-    """One past the last slot that holds a key."""
-    length = tl.zeros((), tl.int32)
-    for start in range(0, K, BLOCK_K):
-        slots = start + tl.arange(0, BLOCK_K)
-        indices = tl.load(indices_ptr + slots, mask=slots < K, other=-1)
-        length = tl.maximum(length, tl.max(tl.where(indices >= 0, slots + 1, 0), 0))
-    return length
 
 
 @triton.jit
@@ -53,7 +43,7 @@ def _target_kernel(
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = _num_slots(indices_ptr, K, 1024)
+    length = end_of(indices_ptr, K, 1024)
     main, rest = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
     for first_head in tl.range(0, H, BLOCK_H, num_stages=1):
         heads = first_head + tl.arange(0, BLOCK_H)
@@ -164,11 +154,10 @@ def _kl_kernel(
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = _num_slots(indices_ptr, K, 1024)
-    heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (heads < HI)[:, None] & (channels < D)[None, :]
-    q = tl.load(q_ptr + token * q_stride_t + heads[:, None] * q_stride_h + channels[None, :], mask=inside, other=0.0)
-    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=heads < HI, other=0.0).to(tl.float32)
+    length = end_of(indices_ptr, K, 1024)
+    heads, channels, inside, q, weights = load_query(
+        q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D
+    )
 
     top = tl.full((), float("-inf"), tl.float32)
     total, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
@@ -209,12 +198,7 @@ def _kl_kernel(
             dk_at = dk_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * D + channels[None, :]
             tl.atomic_add(dk_at, dk, mask=valid[:, None] & (channels < D)[None, :], sem="relaxed")
     tl.store(loss_ptr + token, loss)
-    dq *= grad_scale / LIFT
-    tl.store(
-        dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside
-    )
-    dweights = tl.sum(dweights, 0) * grad_scale
-    tl.store(dweights_ptr + token * HI + heads, dweights.to(dweights_ptr.dtype.element_ty), mask=heads < HI)
+    store_query_gradients(dq_ptr, dweights_ptr, dq, dweights, token, heads, channels, inside, grad_scale, HI, D, LIFT)
 
 
 def kl(
@@ -244,12 +228,8 @@ def kl(
         *row_strides(q, k, weights),
         grad_scale,
         indices.shape[1],
-        HI=q.shape[1],
-        D=q.shape[2],
-        LIFT=lift(q.dtype),
         KEEP=deterministic,
-        WIDEN=is_interpreting(),
-        **gradient_plan("BLOCK_K", q.shape[1], q.shape[2], q.element_size(), stages=1),
+        **gradient_plan("BLOCK_K", q, stages=1),
     )
     if deterministic:
         _add_dk(q, k, weights, indices, dscores, dk, grad_scale)

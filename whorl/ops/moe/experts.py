@@ -1,11 +1,12 @@
 """Running the experts of each token at inference."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..linear import multiply_rows, multiply_tiles
 from . import experts_torch_npu
@@ -144,27 +145,12 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    tokens: tuple[int, ...],
-    hidden: int,
-    width: int,
-    experts: int,
-    k: int,
-    scale: float = 1.0,
-    sliced: bool = False,
-    rows: str = "prompt",
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
+def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, rows: str = "prompt") -> Values:
     count = tokens[0]
-    x = (scale * torch.randn(count, hidden + 8 * sliced, **more))[:, :hidden]
-    gate_up = (torch.randn(experts, 2 * width, hidden + 8 * sliced, **more) / hidden**0.5)[..., :hidden]
-    down = torch.randn(experts, hidden, width, **more) / width**0.5
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.rand(count, k, device=device).to(wide) + 0.1
-    ids = torch.rand(count, experts, device=device).argsort(-1)[:, :k].int()
+    x, gate_up = draw.scaled(count, hidden), draw.weight(experts, 2 * width, hidden)
+    down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5
+    weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
+    ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
     return {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "ids": ids, "rows": rows}
 
 

@@ -11,6 +11,7 @@ from whorl.device import is_interpreting
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import LARGEST_ROW, dot, unit_stride
+from .permute_triton import places_of
 
 
 @triton.jit
@@ -91,9 +92,7 @@ def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERL
         pair = start + tl.arange(0, BLOCK_P)
         first += tl.sum((tl.load(ids_ptr + pair, mask=pair < P, other=expert) < expert).to(tl.int32), 0)
     for start in range(0, P, BLOCK_P):
-        pair = start + tl.arange(0, BLOCK_P)
-        is_mine = tl.load(ids_ptr + pair, mask=pair < P, other=-1) == expert
-        place = first + count + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        pair, is_mine, place = places_of(ids_ptr, start, P, expert, first + count, BLOCK_P)
         tl.store(order_ptr + place, pair, mask=is_mine)
         count += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(counts_ptr + expert, count)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from whorl.device import compute_capability
 
+from .._draw import Draw, Sizes
 from .._hopper import HOPPER
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
@@ -148,32 +149,20 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    tokens: tuple[int, ...],
-    size: tuple[int, int],
-    counts: tuple[int, ...],
-    scale: float = 1.0,
-    sliced: bool = False,
-    swapped: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
+def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], counts: Sizes, swapped: bool = False) -> Values:
     width, channels = size
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    x = (scale * torch.randn(tokens[0], channels + 8 * sliced, **more))[:, :channels]
-    shape = (channels, width + 8 * sliced) if swapped else (width, channels + 8 * sliced)
-    weight = torch.randn(len(counts), *shape, **more) / channels**0.5
-    weight = weight.transpose(1, 2)[:, :width] if swapped else weight[..., :channels]
-    return {"x": x, "weight": weight, "counts": torch.tensor(counts, dtype=torch.int32, device=device)}
+    x = draw.scaled(tokens[0], channels)
+    if swapped:
+        shape = (len(counts), channels, width + 8 * draw.sliced)
+        weight = (torch.randn(*shape, **draw.kind) / channels**0.5).transpose(1, 2)[:, :width]
+    else:
+        weight = draw.weight(len(counts), width, channels)
+    return {"x": x, "weight": weight, "counts": torch.tensor(counts, dtype=torch.int32, device=draw.device)}
 
 
-def _make_backward(**case: Any) -> Values:
-    values = _make(**case)
-    x, width = values["x"], values["weight"].shape[1]
-    padded = width + 8 * case.get("sliced", False)
-    dy = torch.randn(x.shape[0], padded, dtype=x.dtype, device=x.device)[:, :width]
-    return {"dy": dy, **values}
+def _make_backward(draw: Draw, **case: Any) -> Values:
+    values = _make(draw, **case)
+    return {"dy": draw.normal(values["x"].shape[0], values["weight"].shape[1]), **values}
 
 
 grouped_matmul.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -130,20 +130,9 @@ def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return y
     plan = product_plan(count // experts, x.element_size())
     tiles = min(count, ceil_div(count, plan["ROWS"]) + experts)  # every expert may have one that is not full
-    _product_kernel[(tiles * ceil_div(width, plan["COLUMNS"]),)](
-        x,
-        weight,
-        counts.contiguous(),
-        y,
-        x.stride(0),
-        *weight.stride(),
-        width,
-        inner,
-        experts,
-        BLOCK_E=power_of_2(experts),
-        WIDEN=is_interpreting(),
-        **plan,
-    )
+    tensors, strides = (x, weight, counts.contiguous(), y), (x.stride(0), *weight.stride())
+    grid = (tiles * ceil_div(width, plan["COLUMNS"]),)
+    _product_kernel[grid](*tensors, *strides, width, inner, experts, **_common(experts), **plan)
     return y
 
 
@@ -157,21 +146,14 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> T
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     if dweight.numel():
         plan = weight_plan(x.element_size())
-        _weight_kernel[(ceil_div(width, plan["ROWS"]) * ceil_div(inner, plan["COLUMNS"]), experts)](
-            dy,
-            x,
-            counts.contiguous(),
-            dweight,
-            dy.stride(0),
-            x.stride(0),
-            width,
-            inner,
-            experts,
-            BLOCK_E=power_of_2(experts),
-            WIDEN=is_interpreting(),
-            **plan,
-        )
+        tensors, strides = (dy, x, counts.contiguous(), dweight), (dy.stride(0), x.stride(0))
+        grid = (ceil_div(width, plan["ROWS"]) * ceil_div(inner, plan["COLUMNS"]), experts)
+        _weight_kernel[grid](*tensors, *strides, width, inner, experts, **_common(experts), **plan)
     return dweight
+
+
+def _common(experts: int) -> dict[str, Any]:
+    return {"BLOCK_E": power_of_2(experts), "WIDEN": is_interpreting()}
 
 
 def product_plan(rows: int, element_size: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_like, check_range
+from .._draw import Draw, Sizes
 from .._op import Values, all_bytes, narrow, operator, widen
 from . import permute_torch_npu
 
@@ -202,47 +203,35 @@ _DEEPSEEK = {"tokens": (4096,), "hidden": 7168, "experts": 64, "k": 8}
 _BENCH: list[Values] = [_DEEPSEEK, _DEEPSEEK | {"probs": True}, {**_DEEPSEEK, "experts": 8, "k": 2}]
 
 
-def _make(
-    tokens: tuple[int, ...],
-    hidden: int,
-    experts: int,
-    k: int,
-    probs: bool = False,
-    scale: float = 1.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
+def _make(draw: Draw, tokens: Sizes, hidden: int, experts: int, k: int, probs: bool = False) -> Values:
     count = tokens[0]
-    x = (scale * torch.randn(count, hidden + 8 * sliced, dtype=dtype, device=device))[:, :hidden]
-    ids = torch.rand(count, experts, device=device).argsort(-1)[:, :k].int()
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    found = (torch.rand(count, k + 3 * sliced, device=device).to(wide) + 0.1)[:, :k] if probs else None
+    x = draw.scaled(count, hidden)
+    ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
+    width = k + 3 * draw.sliced
+    found = (torch.rand(count, width, device=draw.device).to(draw.wide) + 0.1)[:, :k] if probs else None
     return {"x": x, "ids": ids, "num_experts": experts, "probs": found}
 
 
-def _make_rows(**case: Any) -> Values:
-    values = _make(**case)
+def _make_rows(draw: Draw, **case: Any) -> Values:
+    values = _make(draw, **case)
     x, ids, probs = values["x"], values["ids"], values["probs"]
-    width = x.shape[1] + 8 * case.get("sliced", False)
-    rows = case.get("scale", 1.0) * torch.randn(ids.numel(), width, dtype=x.dtype, device=x.device)
+    rows = draw.scaled(ids.numel(), x.shape[1])
     places = torch.randperm(ids.numel(), device=x.device).view(ids.shape).int()
-    return {"x": x, "rows": rows[:, : x.shape[1]], "places": places, "probs": probs}
+    return {"x": x, "rows": rows, "places": places, "probs": probs}
 
 
-def _make_unpermute(**case: Any) -> Values:
-    values = _make_rows(**case)
+def _make_unpermute(draw: Draw, **case: Any) -> Values:
+    values = _make_rows(draw, **case)
     return {n: values[n] for n in ("rows", "places", "probs")}
 
 
-def _make_unpermute_backward(**case: Any) -> Values:
-    values = _make_rows(**case)
+def _make_unpermute_backward(draw: Draw, **case: Any) -> Values:
+    values = _make_rows(draw, **case)
     return {"dy": values["x"]} | {n: values[n] for n in ("rows", "places", "probs")}
 
 
-def _make_permute_backward(**case: Any) -> Values:
-    values = _make_rows(**case)
+def _make_permute_backward(draw: Draw, **case: Any) -> Values:
+    values = _make_rows(draw, **case)
     x = values["x"] if values["probs"] is not None else None
     return {"drows": values["rows"], "places": values["places"], "x": x, "probs": values["probs"]}
 

@@ -14,6 +14,14 @@ DOT_ELEMENTS = 4096  # of all slots of a token, for the gradient of probs
 
 
 @triton.jit
+def places_of(ids_ptr, start, P, expert, taken, BLOCK_P: tl.constexpr):
+    """A block of pairs, which of them are the expert's, and their places, behind those that are taken."""
+    pair = start + tl.arange(0, BLOCK_P)
+    is_mine = tl.load(ids_ptr + pair, mask=pair < P, other=-1) == expert
+    return pair, is_mine, taken + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+
+
+@triton.jit
 def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
     """The pairs of one expert, in order, behind those of the experts before it."""
     expert = tl.program_id(0)
@@ -23,9 +31,7 @@ def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
         before += (tl.load(ids_ptr + pair, mask=pair < P, other=expert) < expert).to(tl.int32)
     first, count = tl.sum(before, 0), 0
     for start in range(0, P, BLOCK_P):
-        pair = start + tl.arange(0, BLOCK_P)
-        is_mine = tl.load(ids_ptr + pair, mask=pair < P, other=-1) == expert
-        place = first + count + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        pair, is_mine, place = places_of(ids_ptr, start, P, expert, first + count, BLOCK_P)
         tl.store(places_ptr + pair, place, mask=is_mine)
         count += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(counts_ptr + expert, count)
@@ -66,16 +72,7 @@ def _collect_kernel(
 
 @triton.jit
 def _dots_kernel(
-    x_ptr,
-    rows_ptr,
-    places_ptr,
-    dprobs_ptr,
-    x_stride,
-    rows_stride,
-    C,
-    K,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    x_ptr, rows_ptr, places_ptr, dprobs_ptr, x_stride, rows_stride, C, K, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """A token's row times the rows of all its slots."""
     token = tl.program_id(0).to(tl.int64)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from . import route_torch_npu
 
@@ -166,31 +167,20 @@ _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens
 
 
 def _make(
-    tokens: tuple[int, ...],
-    experts: int,
-    k: int,
-    bias: bool = False,
-    scale: float = 1.0,
-    sliced: bool = False,
-    weight_scale: float = 1.0,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    **options: Any,
+    draw: Draw, tokens: Sizes, experts: int, k: int, bias: bool = False, weight_scale: float = 1.0, **options: Any
 ) -> Values:
     # Logits a multiple of 1/64 apart are exact in every dtype, so all of them choose the same experts.
-    steps = torch.stack([torch.randperm(experts + 4 * sliced) for _ in range(tokens[0] or 1)])[: tokens[0]]
-    logits = (scale * (steps - experts / 2) / 16).to(dtype).to(device)[:, :experts]
-    offsets = torch.arange(experts, device=device).to(dtype) / 64 if bias else None
+    steps = torch.stack([torch.randperm(experts + 4 * draw.sliced) for _ in range(tokens[0] or 1)])[: tokens[0]]
+    logits = (draw.scale * (steps - experts / 2) / 16).to(draw.dtype).to(draw.device)[:, :experts]
+    offsets = torch.arange(experts, device=draw.device).to(draw.dtype) / 64 if bias else None
     return {"logits": logits, "k": k, "bias": offsets, "scale": weight_scale, **options}
 
 
-def _make_backward(**case: Any) -> Values:
-    values = _make(**case)
+def _make_backward(draw: Draw, **case: Any) -> Values:
+    values = _make(draw, **case)
     logits, k = values["logits"], values["k"]
     how: Values = {name: values[name] for name in ("scoring", "renormalize", "scale") if name in values}
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    dweights = torch.randn(logits.shape[0], k, device=logits.device).to(wide)
+    dweights = torch.randn(logits.shape[0], k, device=logits.device).to(draw.wide)
     ids = torch.rand(logits.shape, device=logits.device).argsort(-1)[:, :k].int()
     return {"dweights": dweights, "logits": logits, "ids": ids, **how}
 

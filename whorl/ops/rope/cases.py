@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._draw import Draw, Sizes
 from .._op import Values
 from .contract import mrope, mrope_, mrope_backward, rope, rope_, rope_backward
 
@@ -94,59 +95,53 @@ _BENCH: list[Values] = [
 ]
 
 
-def _table(rows: int, rotary: int, dtype: torch.dtype, device: str) -> Tensor:
-    inv_freq = 1e4 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float64) / rotary)
-    angles = torch.outer(torch.arange(rows, device=device, dtype=torch.float64), inv_freq)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(wide)
+def _table(draw: Draw, rows: int, rotary: int) -> Tensor:
+    inv_freq = 1e4 ** (-torch.arange(0, rotary, 2, device=draw.device, dtype=torch.float64) / rotary)
+    angles = torch.outer(torch.arange(rows, device=draw.device, dtype=torch.float64), inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(draw.wide)
 
 
-def _heads(scale: float, tokens: tuple[int, ...], heads: int, dim: int, order: str, sliced: bool, **how: Any) -> Tensor:
+def _heads(draw: Draw, tokens: Sizes, heads: int, dim: int, order: str) -> Tensor:
     """Random heads in one of the memory layouts that a model hands over."""
-    if sliced:  # a slice of a packed projection: rows further apart than they are long
-        return (scale * torch.randn(*tokens, heads + 3, dim, **how))[..., 1 : heads + 1, :]
+    if draw.sliced:  # a slice of a packed projection: rows further apart than they are long
+        return (draw.scale * torch.randn(*tokens, heads + 3, dim, **draw.kind))[..., 1 : heads + 1, :]
     if order == "bhsd":
-        return (scale * torch.randn(tokens[0], heads, tokens[1], dim, **how)).transpose(1, 2)
-    return scale * torch.randn(*tokens, heads, dim, **how)
+        return draw.scaled(tokens[0], heads, tokens[1], dim).transpose(1, 2)
+    return draw.scaled(*tokens, heads, dim)
 
 
 def make(
-    tokens: tuple[int, ...],
+    draw: Draw,
+    tokens: Sizes,
     heads: int,
     kv_heads: int | None,
     dim: int,
     rotary: int | None = None,
-    scale: float = 1.0,
     order: str = "thd",
-    sliced: bool = False,
     looked_up: bool = False,
     index: torch.dtype = torch.int64,
     axes: int | None = None,
-    *,
-    dtype: torch.dtype,
-    device: str,
     **how: Any,
 ) -> Values:
     """Arguments of `rope`, and of `mrope` with `axes`."""
-    how_made = {"dtype": dtype, "device": device}
-    q = _heads(scale, tokens, heads, dim, order, sliced, **how_made)
-    k = None if kv_heads is None else _heads(scale, tokens, kv_heads, dim, order, sliced, **how_made)
+    q = _heads(draw, tokens, heads, dim, order)
+    k = None if kv_heads is None else _heads(draw, tokens, kv_heads, dim, order)
     rows = max(64, torch.Size(tokens).numel())
-    table = _table(rows, rotary or dim, dtype, device)
+    table = _table(draw, rows, rotary or dim)
     shape = tokens if axes is None else (axes, *tokens)
-    positions = torch.randint(0, rows, shape, device=device, dtype=index)
+    positions = torch.randint(0, rows, shape, device=draw.device, dtype=index)
     if looked_up:
         return {"q": q, "k": k, "cos_sin": table[positions], "positions": None, **how}
     return {"q": q, "k": k, "cos_sin": table, "positions": positions, **how}
 
 
-def _make_mrope(sections: list[int], layout: str, **case: Any) -> Values:
-    return make(axes=len(sections), **case) | {"sections": sections, "layout": layout}
+def _make_mrope(draw: Draw, sections: list[int], layout: str, **case: Any) -> Values:
+    return make(draw, axes=len(sections), **case) | {"sections": sections, "layout": layout}
 
 
 def _renamed(make: Callable[..., Values]) -> Callable[..., Values]:
     """A backward takes gradients of q's and k's shapes in their place."""
-    return lambda **case: {{"q": "dq", "k": "dk"}.get(n, n): v for n, v in make(**case).items()}
+    return lambda draw, **case: {{"q": "dq", "k": "dk"}.get(n, n): v for n, v in make(draw, **case).items()}
 
 
 _MROPE_BENCH = [{**case, "sections": [24, 20, 20], "layout": "interleaved"} for case in _BENCH]

@@ -14,16 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import async_load, barriers, sync
+from .._gluon_triton import async_load, barriers, sync, tell
 from .forward_gluon_triton import (
     _COPY,
     _TILE,
     HALF,
     HEADS,
     REST,
-    _copy,
     _end_of,
     _load_rows,
+    _producer,
 )
 
 FEW = gl.constexpr(32)  # keys of a block in the first pass
@@ -35,66 +35,24 @@ _WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _NARROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE.value, 2))
 _NARROW_LEFT = gl.constexpr(gl.DotOperandLayout(0, _NARROW.value, 2))
+
+
+def _lines(registers: list[list[int]], lanes: list[list[int]], columns: int) -> gl.DistributedLinearLayout:
+    """Of [64, columns] in four warps, 16 rows each."""
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], block_bases=[], shape=[64, columns])
+
+
 # What a warp stores at once: whole lines of 128 bytes for shares, 64 bytes of a row for P and dS. As the tensor cores
 # hold them a warp would touch 8 rows with every store, a sector or half of one each.
+_SHARE_LANES = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
 _SHARE_LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [4, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
+    _lines([[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [4, 0], [8, 0]], _SHARE_LANES, columns=256)
 )
-_REST_LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 32], [4, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
+_REST_LINES = gl.constexpr(_lines([[0, 1], [0, 2], [0, 32], [4, 0], [8, 0]], _SHARE_LANES, columns=64))
 _SCORE_LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 32],
-    )
+    _lines([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], columns=32)
 )
 _FEW_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-
-
-@gluon.jit
-def _key_rows(kv_ptr, indices_ptr, kv_stride, start, end):
-    slots = start + gl.arange(0, FEW, gl.SliceLayout(1, _COPY))
-    keys = gl.load(indices_ptr + slots, mask=slots < end, other=-1)
-    return gl.expand_dims(kv_ptr + gl.maximum(keys, 0).to(gl.int64) * kv_stride, 1), gl.expand_dims(keys >= 0, 1)
-
-
-@gluon.jit
-def _key_producer(kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free):
-    """Blocks of keys in halves: left 0, right 0, right 1, left 1. The rest channels travel with the right half."""
-    for pair in range(pairs):
-        phase = (pair & 1) ^ 1
-        rows, exists = _key_rows(kv_ptr, indices_ptr, kv_stride, pair * (2 * FEW), end)
-        mbarrier.wait(free.index(0), phase)
-        _copy(nope.index(0).slice(0, HALF, 1), rows, exists, 0, HALF)
-        async_copy.mbarrier_arrive(ready.index(0), increment_count=False)
-        mbarrier.wait(free.index(1), phase)
-        _copy(nope.index(0).slice(HALF, HALF, 1), rows, exists, HALF, HALF)
-        _copy(rope.index(0), rows, exists, 2 * HALF, REST)
-        async_copy.mbarrier_arrive(ready.index(1), increment_count=False)
-        rows, exists = _key_rows(kv_ptr, indices_ptr, kv_stride, pair * (2 * FEW) + FEW, end)
-        mbarrier.wait(free.index(2), phase)
-        _copy(nope.index(1).slice(HALF, HALF, 1), rows, exists, HALF, HALF)
-        _copy(rope.index(1), rows, exists, 2 * HALF, REST)
-        async_copy.mbarrier_arrive(ready.index(2), increment_count=False)
-        mbarrier.wait(free.index(3), phase)
-        _copy(nope.index(1).slice(0, HALF, 1), rows, exists, 0, HALF)
-        async_copy.mbarrier_arrive(ready.index(3), increment_count=False)
 
 
 @gluon.jit
@@ -164,18 +122,15 @@ def _left_consumer(
         )  # fmt: skip
         shared_ds.index(0).store(ds)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(0))
+        tell(told.index(0))
         dq = warpgroup_mma(gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        sync()
-        mbarrier.arrive(free.index(0))
+        tell(free.index(0))
         mbarrier.wait(told.index(1), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(1), nope.index(zero + 1).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        sync()
-        mbarrier.arrive(free.index(3))
+        tell(free.index(3))
     _store_tile(dq_ptr, dq, 2 * HALF + REST, _WIDE)
 
 
@@ -198,22 +153,19 @@ def _right_consumer(
         )  # fmt: skip
         shared_ds.index(1).store(ds)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(1))
+        tell(told.index(1))
         dq = warpgroup_mma(
             gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero + 1).slice(HALF, HALF, 1), dq, is_async=True
         )
         dq_rest = warpgroup_mma(gl.convert_layout(ds, _NARROW_LEFT), rope.index(zero + 1), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        sync()
-        mbarrier.arrive(free.index(2))
+        tell(free.index(2))
         mbarrier.wait(told.index(0), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(0), nope.index(zero).slice(HALF, HALF, 1), dq, is_async=True)
         dq_rest = warpgroup_mma(shared_ds.index(0), rope.index(zero), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        sync()
-        mbarrier.arrive(free.index(1))
+        tell(free.index(1))
     _store_tile(dq_ptr + HALF, dq, 2 * HALF + REST, _WIDE)
     _store_tile(dq_ptr + 2 * HALF, dq_rest, 2 * HALF + REST, _NARROW)
 
@@ -261,7 +213,7 @@ def _sparse_dq_gluon_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_key_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free)),
+            (_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, FEW, False)),
             (_left_consumer, shared),
             (_right_consumer, shared),
         ],
@@ -304,8 +256,7 @@ def _share_consumer(
             rest = warpgroup_mma_wait(0, [rest])
             _hand_out(dkv_ptr + HALF, indices_ptr, rest, block * KEYS, end, ADD, _REST_LINES)
         share = warpgroup_mma_wait(0, [share])
-        sync()
-        mbarrier.arrive(free.index(OWN))
+        tell(free.index(OWN))
         _hand_out(dkv_ptr, indices_ptr, share, block * KEYS, end, ADD, _SHARE_LINES)
 
 

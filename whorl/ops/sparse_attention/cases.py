@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._draw import Draw, Sizes
 from .._op import Values
 from .contract import sparse_attention, sparse_attention_backward
 from .masked import masked_attention, masked_attention_backward, selection_mask
@@ -32,7 +33,14 @@ _BENCH: list[Values] = [
 
 
 def select(
-    count: int, keys: int, topk: int, counts: tuple[int, ...], causal: bool, locality: float, device: str
+    count: int,
+    keys: int,
+    topk: int,
+    counts: Sizes = (),
+    causal: bool = False,
+    locality: float = 0.0,
+    *,
+    device: str,
 ) -> Tensor:
     """[count, topk] int32: random keys in ascending order, -1 after the last.
 
@@ -58,46 +66,34 @@ def select(
     return indices
 
 
-def _make(
-    tokens: tuple[int, ...],
-    keys: int,
-    topk: int,
-    heads: int,
-    dim: int,
-    value_dim: int = 0,
-    counts: tuple[int, ...] = (),
-    causal: bool = False,
-    locality: float = 0.0,
-    scale: float = 1.0,
-    deterministic: bool = False,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    q = torch.randn(tokens[0], heads, dim + 8 * sliced, **more)[..., :dim]
-    kv = (scale * torch.randn(keys, 1, dim + 8 * sliced, **more))[..., :dim]
+def _attention(draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, value_dim: int = 0, **chosen: Any) -> Values:
     return {
-        "q": q,
-        "kv": kv,
-        "indices": select(tokens[0], keys, topk, counts, causal, locality, device),
+        "q": draw.normal(tokens[0], heads, dim),
+        "kv": draw.scaled(keys, 1, dim),
+        "indices": select(tokens[0], keys, **chosen, device=draw.device),
         "scale": MLA_SCALE if dim == 576 else dim**-0.5,
         "value_dim": value_dim,
-        "deterministic": deterministic,
     }
 
 
-def _make_backward(with_dlse: bool = False, **case: Any) -> Values:
-    args = _make(**case)
+def _make(draw: Draw, deterministic: bool = False, **case: Any) -> Values:
+    return _attention(draw, **case) | {"deterministic": deterministic}
+
+
+def _gradients(out: Tensor, lse: Tensor, with_dlse: bool) -> Values:
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if with_dlse else None
+    return {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+
+
+def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
+    args = _make(draw, **case)
     q, value_dim = args["q"], args.pop("value_dim")
     if q.is_meta:
         out, lse = q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
     else:
         with torch.no_grad():
             out, lse = sparse_attention(q, args["kv"], args["indices"], args["scale"], value_dim=value_dim)
-    dout = torch.randn_like(out)
-    return {"dout": dout, "out": out, "lse": lse, "dlse": torch.randn_like(lse) if with_dlse else None, **args}
+    return _gradients(out, lse, with_dlse) | args
 
 
 sparse_attention.inputs(cases=_CASES, bench=_BENCH)(_make)
@@ -128,53 +124,34 @@ _MASKED_BENCH: list[Values] = [
 ]
 
 
-def _make_masked(
-    tokens: tuple[int, ...],
-    keys: int,
-    topk: int,
-    heads: int,
-    dim: int,
-    kv_heads: int = 0,
-    value_dim: int = 0,
-    counts: tuple[int, ...] = (),
-    causal: bool = False,
-    dense: bool = False,
-    scale: float = 1.0,
-    sliced: bool = False,
-    *,
-    dtype: torch.dtype,
-    device: str,
+def _masked(
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, kv_heads: int = 0, value_dim: int = 0, **chosen: Any
 ) -> Values:
-    """`dense`: no bits, causal."""
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    wider, kv_heads, value_dim = 8 * sliced, kv_heads or heads, value_dim or dim
-    indices = select(tokens[0], keys, topk, counts, causal, 0.0, device)
+    kv_heads, value_dim = kv_heads or heads, value_dim or dim
+    indices = select(tokens[0], keys, **chosen, device=draw.device)
     bits = selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32))
     return {
-        "q": torch.randn(tokens[0], heads, dim + wider, **more)[..., :dim],
-        "k": (scale * torch.randn(keys, kv_heads, dim + wider, **more))[..., :dim],
-        "v": (scale * torch.randn(keys, kv_heads, value_dim + wider, **more))[..., :value_dim],
-        "bits": None if dense else bits,
+        "q": draw.normal(tokens[0], heads, dim),
+        "k": draw.scaled(keys, kv_heads, dim),
+        "v": draw.scaled(keys, kv_heads, value_dim),
+        "bits": bits,
         "scale": dim**-0.5,
     }
 
 
-def _make_masked_backward(with_dlse: bool = False, **case: Any) -> Values:
-    args = _make_masked(**case)
-    if args["q"].is_meta:
-        out, lse = (
-            args["v"].new_empty(*args["q"].shape[:2], args["v"].shape[2]),
-            args["q"].new_empty(args["q"].shape[:2], dtype=torch.float32),
-        )
+def _make_masked(draw: Draw, dense: bool = False, **case: Any) -> Values:
+    """`dense`: no bits, causal."""
+    return _masked(draw, **case) | ({"bits": None} if dense else {})
+
+
+def _make_masked_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
+    args = _make_masked(draw, **case)
+    q, v = args["q"], args["v"]
+    if q.is_meta:
+        out, lse = v.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
     else:
         out, lse = masked_attention(**args)
-    return {
-        "dout": torch.randn_like(out),
-        "out": out,
-        "lse": lse,
-        "dlse": torch.randn_like(lse) if with_dlse else None,
-        **args,
-    }
+    return _gradients(out, lse, with_dlse) | args
 
 
 masked_attention.inputs(cases=_MASKED, bench=_MASKED_BENCH)(_make_masked)
@@ -183,20 +160,10 @@ masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "with_dlse": Tr
 )
 
 
-def _make_selection(
-    tokens: tuple[int, ...],
-    keys: int,
-    topk: int,
-    counts: tuple[int, ...] = (),
-    sliced: bool = False,
-    scale: float = 1.0,
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> Values:
+def _make_selection(draw: Draw, tokens: Sizes, keys: int, topk: int, counts: Sizes = ()) -> Values:
     """Has no floating point tensors: `scale` changes nothing."""
-    indices = select(tokens[0], keys, topk, counts, False, 0.0, device)
-    return {"indices": torch.stack((indices, indices), -1)[..., 0] if sliced else indices, "num_keys": keys}
+    indices = select(tokens[0], keys, topk, counts, device=draw.device)
+    return {"indices": torch.stack((indices, indices), -1)[..., 0] if draw.sliced else indices, "num_keys": keys}
 
 
 selection_mask.inputs(

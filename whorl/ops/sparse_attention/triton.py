@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(-1e30)  # of the running maximum: finite, so that a block 
 
 
 @triton.jit
-def _end_of(indices_ptr, K, BLOCK: tl.constexpr):
+def end_of(indices_ptr, K, BLOCK: tl.constexpr):
     """One past the last selected key of a row."""
     end = 0
     for start in range(0, K, BLOCK):
@@ -84,7 +84,7 @@ def _sparse_forward_kernel(
     top = tl.full((BLOCK_H,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     out = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
-    for start in range(0, _end_of(indices_ptr, K, 1024), BLOCK_K):
+    for start in range(0, end_of(indices_ptr, K, 1024), BLOCK_K):
         slots = start + tl.arange(0, BLOCK_K)
         keys = tl.load(indices_ptr + slots, mask=slots < K, other=-1)
         v = _gather(kv_ptr, keys, kv_stride, 0, DV, BLOCK_DV)
@@ -161,7 +161,7 @@ def _sparse_dq_kernel(
     delta = tl.load(delta_ptr + token * H + heads, mask=is_head, other=0.0)
     lse = tl.load(lse_ptr + token * H + heads, mask=is_head, other=0.0) * LOG2_E
     dq = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
-    for start in range(0, _end_of(indices_ptr, K, 1024), BLOCK_K):
+    for start in range(0, end_of(indices_ptr, K, 1024), BLOCK_K):
         slots = start + tl.arange(0, BLOCK_K)
         keys = tl.load(indices_ptr + slots, mask=slots < K, other=-1)
         v = _gather(kv_ptr, keys, kv_stride, 0, DV, BLOCK_DV)
@@ -220,7 +220,7 @@ def _sparse_dkv_kernel(
     q = tl.load(q_ptr + token * (H * D) + heads[:, None] * D + columns[None, :], mask=mask, other=0.0)
     if WITH_V:
         dout = tl.load(dout_ptr + token * (H * DV) + heads[:, None] * DV + columns[None, :], mask=mask, other=0.0)
-    for start in range(0, _end_of(indices_ptr, K, 1024), BLOCK_K):
+    for start in range(0, end_of(indices_ptr, K, 1024), BLOCK_K):
         slots = start + tl.arange(0, BLOCK_K)
         keys = tl.load(indices_ptr + slots, mask=slots < K, other=-1)
         at = (place * H + heads)[:, None] * pitch + slots[None, :]

@@ -1,0 +1,79 @@
+"""Faults planted in a kernel's source, and whether the shared check of an operator notices them."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from test_ops import Values, arguments, check, reason_against
+
+from whorl.ops import OPS, Op
+from whorl.ops._impl import Impl
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    module: str
+    op: str  # the operator whose cases must notice
+    old: str
+    new: str
+    count: int = 1  # how often `old` stands in the source
+    needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
+
+
+def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the module with a changed source in place of the real one, for operators to import when next called."""
+    real = importlib.import_module(module)  # put back when the test ends
+    source = Path(real.__file__).read_text()
+    assert source.count(old) == count, f"{old!r} stands {source.count(old)} times in {module}, expected {count}"
+    path = folder / "planted.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(module, path)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    forget_users(module, monkeypatch)
+    forget(module, monkeypatch)
+    sys.modules[module] = planted
+    setattr(*place(module), planted)
+    for op in [op for op in OPS.values() if "triton" in op.impls]:
+        impl = op.impls["triton"]  # anew: the real one may be loaded
+        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
+
+
+def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that hold functions of the real one are imported anew when they are next called."""
+    kernels = {name: found for name, found in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name}
+    for name, found in kernels.items():
+        is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
+        if is_user and name != module and name in sys.modules:
+            forget(name, monkeypatch)
+            forget_users(name, monkeypatch)
+
+
+def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends; `from package import module` would find the attribute, `import_module` the entry."""
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(*place(name), raising=False)
+
+
+def place(name: str) -> tuple[ModuleType, str]:
+    package, _, short = name.rpartition(".")
+    return importlib.import_module(package), short
+
+
+def first_red(op: Op, cases: list[Values]) -> str | None:
+    """What the shared check says of the first case that it rejects."""
+    for case in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            values = arguments(op, case, dtype)
+            if reason_against(op, "triton", values) is None:
+                try:
+                    check(op, "triton", values)
+                except AssertionError as error:
+                    return str(error)
+    return None
