@@ -25,11 +25,6 @@ class Fault:
     needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
 
 
-def faults(module: str, op: str, *rows: tuple[str, str, str]) -> list[Fault]:
-    """Of one module, noticed by one operator: a row is what is wrong, the text in the source, and what replaces it."""
-    return [Fault(name, module, op, old, new) for name, old, new in rows]
-
-
 def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the module with a changed source in place of the real one, for operators to import when next called."""
     real = importlib.import_module(module)  # put back when the test ends

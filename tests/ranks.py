@@ -97,8 +97,11 @@ _SHARED: dict[int, Ranks] = {}
 
 
 def shared(size: int) -> Ranks:
-    """The same workers for every test of this process."""
+    """The same workers for every test of this process: two, and one larger group at a time, since each takes memory."""
     if size not in _SHARED:
         _SHARED[size] = Ranks(size)
         atexit.register(_SHARED[size].stop)
+    for other in _SHARED.values():
+        if size > 2 and other.size not in (2, size):
+            other.stop()
     return _SHARED[size]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from npu import attention_kernels, kernels, moe_kernels
 from test_ascend import BEYOND as FIRST_BEYOND
-from test_ascend import DTYPES, randn
+from test_ascend import DTYPES, judge_limit, randn
 from torch import Tensor
 
 from whorl import ascend, ops
@@ -320,6 +320,15 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_a_formula_refuses_what_it_does_not_look_at() -> None:
+    """Or it would agree with a call that it does not compute."""
+    x = randn(2, 8)
+    with pytest.raises(AssertionError, match=r"npu_moe_gating_top_k: input_ids=.* is not looked at"):
+        KERNELS["npu_moe_gating_top_k"](x, 2, input_ids=torch.zeros(2))
+    with pytest.raises(TypeError, match="groups"):
+        KERNELS["npu_moe_gating_top_k"](x, 2, groups=2)
+
+
 def test_every_name_has_a_limit() -> None:
     elsewhere = {contract.name for contract in SPARSE}  # test_ascend_sparse.py
     assert {*FIRST_BEYOND, *BEYOND, *elsewhere, "limits"} == set(ascend.__all__)
@@ -327,11 +336,7 @@ def test_every_name_has_a_limit() -> None:
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_limit_is_an_error_until_it_is_lifted(name: str) -> None:
-    call, says = BEYOND[name]
-    with pytest.raises(ValueError, match=rf"^{name}: .*{says}.*limits\('ignore'\) lifts it"):
-        call()
-    with ascend.limits("ignore"):
-        call()
+    judge_limit(name, *BEYOND[name])
 
 
 LOST: dict[str, Callable[[Tensor], Any]] = {

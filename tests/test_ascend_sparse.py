@@ -220,6 +220,13 @@ def gradients_of(found: list[dict[str, Tensor]], dense: bool) -> tuple[list[Tens
     return [torch.cat(x) for x in zip(*parts, strict=True)], total
 
 
+def judge_loss(got: tuple[Tensor, ...], found: list[dict[str, Tensor]], dense: bool) -> None:
+    expected, loss = gradients_of(found, dense=dense)
+    torch.testing.assert_close(got[3], loss[None])
+    for g, e in zip((got[0], got[1][:, 0], got[2]), expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+
+
 def test_sparse_loss() -> None:
     found = sequences()
     queries, keys = cumulative(tensors=False)
@@ -227,10 +234,7 @@ def test_sparse_loss() -> None:
         *(packed(found, n) for n in ("q", "k", "index_q", "index_k", "weights")), packed(found, "indices")[:, None],
         *statistics(found), SCALE, **main_arguments(found), actual_seq_qlen=queries, actual_seq_klen=keys, layout="TND",
     )  # fmt: skip
-    expected, loss = gradients_of(found, dense=False)
-    torch.testing.assert_close(got[3], loss[None])
-    for g, e in zip((got[0], got[1][:, 0], got[2]), expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+    judge_loss(got, found, dense=False)
 
 
 def test_dense_loss_and_its_softmax() -> None:
@@ -253,10 +257,7 @@ def test_dense_loss_and_its_softmax() -> None:
         packed(found, "q"), packed(found, "heads"), *index, lse, torch.ones_like(lse), top, total, SCALE, **lengths,
         query_rope=packed(found, "q_rope"), key_rope=packed(found, "heads_rope"),
     )  # fmt: skip
-    expected, loss = gradients_of(found, dense=True)
-    torch.testing.assert_close(got[3], loss[None])
-    for g, e in zip((got[0], got[1][:, 0], got[2]), expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+    judge_loss(got, found, dense=True)
 
 
 def test_what_is_not_there_is_refused() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from whorl import contracts
 from whorl.contracts import CONTRACTS, call_arguments, probe
+from whorl.contracts.contract import from_schema
 
 
 def test_importing_needs_no_torch() -> None:
@@ -31,6 +32,13 @@ def test_parse_schema() -> None:
         ("eps", "float", 1e-6, True),
     ]
     assert returns == ("Tensor", "Tensor")
+
+
+def test_parameters_added_later_know_their_release() -> None:
+    contract = from_schema("op", "(Tensor x, int a=0, int b=0) -> Tensor", added={"2.11": "a b"}, gradient="yes")
+    assert [p.since for p in contract.parameters] == ["2.9", "2.11", "2.11"]
+    with pytest.raises(ValueError, match="op: c added later, but not in its schema"):
+        from_schema("op", "(Tensor x) -> Tensor", added={"2.11": "c"}, gradient="yes")
 
 
 def test_in_place_arguments_are_parameters() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Fault, faults, first_red, plant
+from planted import Fault, first_red, plant
 from test_ops import DEVICE, assert_close, num_rows
 from torch import Tensor
 
@@ -271,58 +271,27 @@ def test_errors(name: str) -> None:
 PERMUTE, GROUPED = "whorl.ops.moe.permute_triton", "whorl.ops.moe.grouped_matmul_triton"
 ROUTE = "whorl.ops.moe.route_triton"
 CUMSUM = "tl.cumsum(is_mine.to(tl.int32), 0)"
+SLOTS = "where(experts == expert, tl.sum(tl.where(slots"
 FAULTS = [
-    *faults(
-        PERMUTE,
-        "permute",
-        ("last token first", f"{CUMSUM} - 1", f"tl.sum(is_mine.to(tl.int32), 0) - {CUMSUM}"),
-        # Not "<=": rows behind their own would lie past the end, and an interpreted kernel writes there.
-        ("last expert first", "other=expert) < expert", "other=expert) > expert"),
-        ("rows not weighted", "row = x.to(tl.float32) * tl.load(", "row = x.to(tl.float32) + 0 * tl.load("),
-    ),
-    *faults(
-        PERMUTE,
-        "unpermute",
-        ("only the last slot", "y += row", "y = row"),
-        ("slots not weighted", "row *= tl.load(probs", "row *= 1 + 0 * tl.load(probs"),
-    ),
-    *faults(
-        PERMUTE,
-        "unpermute_backward",
-        ("only the last channels", "total += tl.load(", "total = tl.load("),
-        ("probs of the first slot", "place[:, None] * rows", "tl.min(place, 0) * rows"),
-    ),
-    *faults(
-        PERMUTE,
-        "permute_backward",
-        ("gradient not added up", "y += row", "y = row"),
-    ),
-    *faults(
-        GROUPED,
-        "grouped_matmul",
-        ("first expert's weight", "expert.to(tl.int64) * stride_e", "0 * stride_e"),
-        ("last row lost", "rows < end, columns", "rows < end - 1, columns"),
-        ("only the last sums", "dot(x, weight, y,", "dot(x, weight, 0 * y,"),
-        ("tiles of one group", "0), 0), group * GROUP + inside", "0), 0), inside"),
-    ),
-    *faults(
-        GROUPED,
-        "grouped_matmul_backward",
-        ("rows of the next expert", "where(index < expert, c", "where(index <= expert, c"),
-        ("only the last rows", "dot(dy, x, dweight,", "dot(dy, x, 0 * dweight,"),
-    ),
-    *faults(
-        ROUTE,
-        "route_backward",
-        ("sum not taken out", "tl.where(found >= 1e-20, apart, grads)", "grads"),
-        ("softmax not taken out", "scores * (dscores - inner)", "scores * dscores"),
-        ("scale forgotten", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
-        (
-            "first slot everywhere",
-            "where(experts == expert, tl.sum(tl.where(slots == slot",
-            "where(experts == expert, tl.sum(tl.where(slots == 0",
-        ),
-    ),
+    Fault("last token first", PERMUTE, "permute", f"{CUMSUM} - 1", f"tl.sum(is_mine.to(tl.int32), 0) - {CUMSUM}"),
+    # Not "<=": rows behind their own would lie past the end, and an interpreted kernel writes there.
+    Fault("last expert first", PERMUTE, "permute", "other=expert) < expert", "other=expert) > expert"),
+    Fault("rows not weighted", PERMUTE, "permute", "row = x.to(tl.float32) * tl.", "row = x.to(tl.float32) + 0 * tl."),
+    Fault("only the last slot", PERMUTE, "unpermute", "y += row", "y = row"),
+    Fault("slots not weighted", PERMUTE, "unpermute", "row *= tl.load(probs", "row *= 1 + 0 * tl.load(probs"),
+    Fault("only the last channels", PERMUTE, "unpermute_backward", "total += tl.load(", "total = tl.load("),
+    Fault("probs of the first slot", PERMUTE, "unpermute_backward", "place[:, None] * rows", "tl.min(place, 0) * rows"),
+    Fault("gradient not added up", PERMUTE, "permute_backward", "y += row", "y = row"),
+    Fault("first expert's weight", GROUPED, "grouped_matmul", "expert.to(tl.int64) * stride_e", "0 * stride_e"),
+    Fault("last row lost", GROUPED, "grouped_matmul", "rows < end, columns", "rows < end - 1, columns"),
+    Fault("only the last sums", GROUPED, "grouped_matmul", "dot(x, weight, y,", "dot(x, weight, 0 * y,"),
+    Fault("tiles of one group", GROUPED, "grouped_matmul", "0), 0), group * GROUP + inside", "0), 0), inside"),
+    Fault("rows of the next expert", GROUPED, "grouped_matmul_backward", "(index < expert, c", "(index <= expert, c"),
+    Fault("only the last rows", GROUPED, "grouped_matmul_backward", "dot(dy, x, dweight,", "dot(dy, x, 0 * dweight,"),
+    Fault("sum not taken out", ROUTE, "route_backward", "tl.where(found >= 1e-20, apart, grads)", "grads"),
+    Fault("softmax not taken out", ROUTE, "route_backward", "scores * (dscores - inner)", "scores * dscores"),
+    Fault("scale forgotten", ROUTE, "route_backward", "other=0.0).to(tl.float32) * scale", "other=0.0).to(tl.float32)"),
+    Fault("first slot everywhere", ROUTE, "route_backward", f"{SLOTS} == slot", f"{SLOTS} == 0"),
 ]
 
 

@@ -394,7 +394,9 @@ MOVING = ("route", "permute", "unpermute", "grouped_matmul")
 MANY = [
     op
     for op in OPS.values()
-    if (not op.forward_only or op in IN_PLACE) and op.name.removesuffix("_backward") not in MOVING
+    if "triton" in op.impls
+    and (not op.forward_only or op in IN_PLACE)
+    and op.name.removesuffix("_backward") not in MOVING
 ]
 
 

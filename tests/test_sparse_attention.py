@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Fault, faults, first_red, plant
+from planted import Fault, first_red, plant
 from test_ops import DEVICE, arguments, check, num_rows
 from torch import Tensor
 
@@ -413,50 +413,26 @@ def test_without_bits_it_is_torchs_causal_attention(backend: str) -> None:
 
 
 FAULTS = [
-    *faults(
-        PLAIN,
-        SPARSE,
-        ("missing -1 guard", "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
-        ("576^-0.5 scale", "scores * scale, float", "scores * 0.0601122, float"),
-    ),
-    *faults(
-        MASKED,
-        "masked_attention",
-        ("infinite maximum", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
-    ),
-    *faults(
-        PLAIN,
-        SPARSE,
-        ("lse in powers of two", "(safe)) * LN_2", "(safe))"),
-        ("old sums not shrunk", "total * shrink + ", "total + "),
-        ("rest channels left out", "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
-        ("first head block only", "lse, mask=heads < H", "lse, mask=heads < H - 1"),
-    ),
-    *faults(
-        PLAIN,
-        BACKWARD,
-        ("dV not added into dK's first columns", "tl.trans(p), dout, share", "0 * tl.trans(p), dout, share"),
-        ("delta forgotten", "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
-        ("dlse ignored", "delta -= tl.load", "delta -= 0 * tl.load"),
-        ("dq unscaled", "delta[:, None]) * scale).to", "delta[:, None])).to"),
-        ("a token's share lost", "total + first + second", "total + second"),
-        ("next key's share", "(place * K + slots)[:", "(place * K + slots // 2)[:"),
-    ),
-    *faults(
-        MASKED,
-        "masked_attention",
-        ("bits reversed", ">> (keys % 32)", ">> (31 - keys % 32)"),
-        ("first word only", "rows.to(tl.int64) * words + first // 32", "rows.to(tl.int64) * words"),
-        ("last word cut off", "used, places + 1, 0", "used, places, 0"),
-    ),
+    Fault("missing -1 guard", PLAIN, SPARSE, "(keys >= 0)[None, :], scores", "(keys > -9)[None, :], scores"),
+    Fault("576^-0.5 scale", PLAIN, SPARSE, "scores * scale, float", "scores * 0.0601122, float"),
+    Fault("infinite maximum", MASKED, "masked_attention", "constexpr(-1e30)", 'constexpr(float("-inf"))'),
+    Fault("lse in powers of two", PLAIN, SPARSE, "(safe)) * LN_2", "(safe))"),
+    Fault("old sums not shrunk", PLAIN, SPARSE, "total * shrink + ", "total + "),
+    Fault("rest channels left out", PLAIN, SPARSE, "BLOCK_R)), scores, W", "BLOCK_R)), 0 * scores, W"),
+    Fault("first head block only", PLAIN, SPARSE, "lse, mask=heads < H", "lse, mask=heads < H - 1"),
+    Fault("dV not added into dK's first columns", PLAIN, BACKWARD, "tl.trans(p), dout,", "0 * tl.trans(p), dout,"),
+    Fault("delta forgotten", PLAIN, BACKWARD, "(dp - delta[:, None])", "(dp - 0 * delta[:, None])"),
+    Fault("dlse ignored", PLAIN, BACKWARD, "delta -= tl.load", "delta -= 0 * tl.load"),
+    Fault("dq unscaled", PLAIN, BACKWARD, "delta[:, None]) * scale).to", "delta[:, None])).to"),
+    Fault("a token's share lost", PLAIN, BACKWARD, "total + first + second", "total + second"),
+    Fault("next key's share", PLAIN, BACKWARD, "(place * K + slots)[:", "(place * K + slots // 2)[:"),
+    Fault("bits reversed", MASKED, "masked_attention", ">> (keys % 32)", ">> (31 - keys % 32)"),
+    Fault("first word only", MASKED, "masked_attention", "to(tl.int64) * words + first // 32", "to(tl.int64) * words"),
+    Fault("last word cut off", MASKED, "masked_attention", "used, places + 1, 0", "used, places, 0"),
     Fault("key head mixed up", MASKED, "masked_attention", "v_ptr += head // (HQ // HK)", "v_ptr += head // HQ", 2),
-    *faults(
-        MASKED,
-        MASKED_BACKWARD,
-        ("delta forgotten", "(dp - tl.expand_dims", "(dp - 0 * tl.expand_dims"),
-        ("last query head lost", "(group + 1) * (HQ // HK)):", "group * (HQ // HK) + 1):"),
-        ("dk of the rest lost", "dk_rest = dot(ds, q_rest", "dk_rest = dot(0 * ds, q_rest"),
-    ),
+    Fault("delta forgotten", MASKED, MASKED_BACKWARD, "(dp - tl.expand_dims", "(dp - 0 * tl.expand_dims"),
+    Fault("last query head lost", MASKED, MASKED_BACKWARD, "(group + 1) * (HQ // HK)):", "group * (HQ // HK) + 1):"),
+    Fault("dk of the rest lost", MASKED, MASKED_BACKWARD, "dk_rest = dot(ds, q_rest", "dk_rest = dot(0 * ds, q_rest"),
 ]
 
 

@@ -388,7 +388,7 @@ def test_call_sites_in_other_versions(version: str, tmp_path: Path) -> None:
     package.mkdir()
     text = SHIM.format(version=version, schemas=[name + schema for name, schema in schemas.items()])
     (package / "__init__.py").write_text(text)
-    path = os.pathsep.join([str(HERE.parent), str(tmp_path)])
+    path = os.pathsep.join([str(HERE.parent), str(HERE), str(tmp_path)])
     found = run_proof(tmp_path / "found.json", ["calls"], PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found["version"] == version
     for name in NPU_OPS:

@@ -1,6 +1,7 @@
 """The vendor's formulas of inference operators in plain torch: linear, cache, attention, sampling. See kernels.py."""
 
 import torch
+from npu.bound import Call, by_schema
 from torch import Tensor
 
 UNLIMITED = 2**31 - 1
@@ -68,28 +69,14 @@ def pages(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
     return torch.cat([cache[block] for block in table.tolist()])[:length]
 
 
-def fused_infer_attention_score(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    atten_mask: Tensor | None = None,
-    actual_seq_lengths: list[int] | None = None,
-    actual_seq_lengths_kv: list[int] | None = None,
-    block_table: Tensor | None = None,
-    num_heads: int = 1,
-    scale: float = 1.0,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
-    input_layout: str = "BSH",
-    num_key_value_heads: int = 0,
-    sparse_mode: int = 0,
-    inner_precise: int = 0,
-    block_size: int = 0,
-    softmax_lse_flag: bool = False,
-) -> tuple[Tensor, Tensor]:
-    heads = num_key_value_heads or num_heads
-    layout = input_layout.split("_")[0]
+@by_schema("npu_fused_infer_attention_score")
+def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
+    query, key, value, block_table, block_size = call.query, call.key, call.value, call.block_table, call.block_size
+    queries, kv_lengths, sparse_mode = call.actual_seq_lengths, call.actual_seq_lengths_kv, call.sparse_mode
+    limits, scale = (call.pre_tokens, call.next_tokens), call.scale
+    assert call.inner_precise in range(4)  # in which arithmetic the device computes; here it is always the formula
+    heads = call.num_key_value_heads or call.num_heads
+    layout = call.input_layout.split("_")[0]
 
     def tokens_first(x: Tensor, count: int) -> Tensor:
         """[B, S, N, D], TND as one sequence."""
@@ -100,33 +87,33 @@ def fused_infer_attention_score(
             "TND": lambda: x[None],
         }[layout]()
 
-    q = tokens_first(query, num_heads)
+    q = tokens_first(query, call.num_heads)
     is_packed, is_single = layout == "TND", layout != "TND" and q.shape[1] == 1
     if is_packed:
-        assert actual_seq_lengths is not None
-        starts = [0, *actual_seq_lengths[:-1]]
-        lengths = [end - start for start, end in zip(starts, actual_seq_lengths, strict=True)]
+        assert queries is not None
+        starts = [0, *queries[:-1]]
+        lengths = [end - start for start, end in zip(starts, queries, strict=True)]
     else:
-        given = actual_seq_lengths if actual_seq_lengths and not is_single else [q.shape[1]]
+        given = queries if queries and not is_single else [q.shape[1]]
         starts, lengths = [0] * q.shape[0], list(given) * (q.shape[0] if len(given) == 1 else 1)
-    if block_table is not None and actual_seq_lengths_kv is not None:
-        assert sum(-(-n // block_size) for n in actual_seq_lengths_kv) <= key.shape[0], "too few blocks"
+    if block_table is not None and kv_lengths is not None:
+        assert sum(-(-n // block_size) for n in kv_lengths) <= key.shape[0], "too few blocks"
     joined = value.dim() == 3 and (layout == "BSH" or block_table is not None)
     out = torch.zeros(*q.shape[:-1], value.shape[-1] // heads if joined else value.shape[-1])
     lse = torch.full(q.shape[:-1], torch.inf)
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         row = 0 if is_packed else b
         if block_table is not None:
-            assert actual_seq_lengths_kv is not None
+            assert kv_lengths is not None
             assert block_size == key.shape[1 if key.dim() == 3 else 2]
-            size = actual_seq_lengths_kv[b]
+            size = kv_lengths[b]
             k, v = (pages(x, block_table[b][: -(-size // block_size)], size, heads) for x in (key, value))
         else:
             k, v = (tokens_first(x, heads)[row] for x in (key, value))
-            ends = actual_seq_lengths_kv or [k.shape[0]]
+            ends = kv_lengths or [k.shape[0]]
             first = ends[b - 1] if is_packed and b else 0
             k, v = (x[first : ends[b if len(ends) > 1 else 0]] for x in (k, v))
-        mask = atten_mask
+        mask = call.atten_mask
         if mask is not None:
             if mask.dim() == 2 and is_single:
                 mask = mask[:, None]  # [B, KV_S]
@@ -134,7 +121,7 @@ def fused_infer_attention_score(
             mask = mask[b if mask.shape[0] > 1 else 0]
             if block_table is not None and sparse_mode in (0, 1):
                 assert mask.shape[1] >= block_table.shape[1] * block_size, mask.shape
-        hidden = hidden_keys(length, k.shape[0], sparse_mode, mask, pre_tokens, next_tokens, is_single)
+        hidden = hidden_keys(length, k.shape[0], sparse_mode, mask, *limits, is_single)
         out[row, start : start + length], lse[row, start : start + length] = attend(
             q[row, start : start + length], k, v, hidden, scale
         )
@@ -143,9 +130,9 @@ def fused_infer_attention_score(
         "BSND": lambda: out,
         "BNSD": lambda: out.transpose(1, 2),
         "TND": lambda: out[0],
-    }[input_layout.split("_")[-1]]()
+    }[call.input_layout.split("_")[-1]]()
     lse = lse[0, ..., None] if is_packed else lse.transpose(1, 2)[..., None]
-    return wide.to(query.dtype).contiguous(), lse if softmax_lse_flag else torch.empty(0)
+    return wide.to(query.dtype).contiguous(), lse if call.softmax_lse_flag else torch.empty(0)
 
 
 def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ their arguments.
 """
 
 import torch
+from npu.bound import Call, by_schema
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -56,20 +57,13 @@ def merged_table(positions: Tensor, table: Tensor, sections: list[int] | None, c
     return torch.cat(halves, -1)
 
 
-def mrope(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    *,
-    mrope_section: list[int] | None = None,
-    rotary_mode: str | None = "half",
-    cache_mode: str | None = "default",
-) -> tuple[Tensor, Tensor]:
-    assert query.dtype == cos_sin_cache.dtype, (query.dtype, cos_sin_cache.dtype)
-    cos, sin = merged_table(positions, cos_sin_cache.float(), mrope_section, cache_mode or "default").chunk(2, -1)
-    if rotary_mode == "interleave":
+@by_schema("npu_mrope")
+def mrope(call: Call) -> tuple[Tensor, Tensor]:
+    table, head_size, mode = call.cos_sin_cache, call.head_size, call.rotary_mode or "half"
+    assert call.query.dtype == table.dtype, (call.query.dtype, table.dtype)
+    merged = merged_table(call.positions, table.float(), call.mrope_section, call.cache_mode or "default")
+    cos, sin = merged.chunk(2, -1)
+    if mode == "interleave":
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     else:
         cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
@@ -77,10 +71,10 @@ def mrope(
 
     def turn(x: Tensor) -> Tensor:
         heads = x.reshape(x.shape[0], x.shape[1] // head_size, head_size).clone()
-        heads[..., :rotary] = rotary_mul(heads[..., :rotary], cos[:, None], sin[:, None], rotary_mode or "half")
+        heads[..., :rotary] = rotary_mul(heads[..., :rotary], cos[:, None], sin[:, None], mode)
         return heads.reshape(x.shape)
 
-    return turn(query), turn(key)
+    return turn(call.query), turn(call.key)
 
 
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -146,22 +140,16 @@ def swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor
     return dx.to(input.dtype)
 
 
-def dynamic_quant(
-    input: Tensor,
-    *,
-    smooth_scales: Tensor | None = None,
-    group_index: Tensor | None = None,
-    dst_type: int | None = None,
-    quant_mode: str = "pertoken",
-    dst_type_max: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    assert smooth_scales is group_index is None
-    assert quant_mode == "pertoken"
-    if dst_type in (torch.quint4x2, 16):
+@by_schema("npu_dynamic_quant")
+def dynamic_quant(call: Call) -> tuple[Tensor, Tensor]:
+    input = call.input
+    assert call.smooth_scales is call.group_index is None
+    assert call.quant_mode == "pertoken"
+    if call.dst_type in (torch.quint4x2, 16):
         scale = input.float().abs().amax(-1) / 7
         codes = (input.float() / scale[..., None]).round().to(torch.int8).view(torch.uint8) & 15
         return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous().view(torch.int32), scale
-    assert dst_type in (None, 1, torch.int8)
+    assert call.dst_type in (None, 1, torch.int8)
     scale = input.float().abs().amax(-1) / 127
     return (input.float() / scale[..., None]).nan_to_num(0).round().to(torch.int8), scale
 

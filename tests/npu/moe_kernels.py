@@ -1,6 +1,7 @@
 """The vendor's formulas of the mixture-of-experts operators in plain torch, row by row. See kernels.py."""
 
 import torch
+from npu.bound import Call, by_schema
 from torch import Tensor
 
 
@@ -17,61 +18,38 @@ def gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) 
     return y.to(x.dtype).reshape(shape), ids.int().reshape(shape), row_idx.int().reshape(shape)
 
 
-def gating_top_k(
-    x: Tensor,
-    k: int,
-    *,
-    bias: Tensor | None = None,
-    k_group: int = 1,
-    group_count: int = 1,
-    group_select_mode: int = 0,
-    renorm: int = 0,
-    norm_type: int = 0,
-    out_flag: bool = False,
-    routed_scaling_factor: float = 1.0,
-    eps: float = 1e-20,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert renorm == 0
-    scores = torch.sigmoid(x.float()) if norm_type else torch.softmax(x.float(), -1)
+@by_schema("npu_moe_gating_top_k")
+def gating_top_k(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    x, k, bias, eps = call.x, call.k, call.bias, call.eps
+    assert call.renorm == 0
+    scores = torch.sigmoid(x.float()) if call.norm_type else torch.softmax(x.float(), -1)
     y, found = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int32)
     for i, row in enumerate(scores):
         choice = row if bias is None else row + bias.float()
-        groups = choice.view(group_count, -1)
-        best = groups.sort(-1, descending=True).values[:, : 2 if group_select_mode else 1].sum(-1)
-        kept = torch.argsort(-best, stable=True)[:k_group]
+        groups = choice.view(call.group_count, -1)
+        best = groups.sort(-1, descending=True).values[:, : 2 if call.group_select_mode else 1].sum(-1)
+        kept = torch.argsort(-best, stable=True)[: call.k_group]
         allowed = torch.full_like(groups, -torch.inf)
         allowed[kept] = groups[kept]
         ids = torch.argsort(-allowed.flatten(), stable=True)[:k]
         weights = row[ids]
-        if norm_type:
+        if call.norm_type:
             weights = weights / (weights.sum() + eps)
-        y[i], found[i] = weights * routed_scaling_factor, ids.int()
-    return y.to(x.dtype), found, scores if out_flag else torch.full_like(scores, torch.nan)
+        y[i], found[i] = weights * call.routed_scaling_factor, ids.int()
+    return y.to(x.dtype), found, scores if call.out_flag else torch.full_like(scores, torch.nan)
 
 
-def init_routing_v2(
-    x: Tensor,
-    expert_idx: Tensor,
-    *,
-    scale: Tensor | None = None,
-    offset: Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    active_expert_range: list[int] | None = None,
-    row_idx_type: int = 0,
-    x_dtype: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert x_dtype is None
-    first, last = active_expert_range or [0, expert_num]
-    flat, slots = expert_idx.flatten().tolist(), expert_idx.shape[1]
+@by_schema("npu_moe_init_routing_v2")
+def init_routing_v2(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert call.x_dtype is None
+    x, scale, offset, quant_mode = call.x, call.scale, call.offset, call.quant_mode
+    expert_num, expert_capacity, active_num = call.expert_num, call.expert_capacity, call.active_num
+    row_idx_type, expert_tokens_num_type = call.row_idx_type, call.expert_tokens_num_type
+    first, last = call.active_expert_range or [0, expert_num]
+    flat, slots = call.expert_idx.flatten().tolist(), call.expert_idx.shape[1]
     copies = sorted((n for n, e in enumerate(flat) if first <= e < last), key=lambda n: flat[n])
     counts = [sum(flat[n] == e for n in copies) for e in range(first, last)]
-    if drop_pad_mode == 1:
+    if call.drop_pad_mode == 1:
         assert (first, last) == (0, expert_num)
         row_idx_type, expert_tokens_num_type = 0, 1
         places, size, filled = [], expert_num * expert_capacity, [0] * expert_num
@@ -100,66 +78,50 @@ def init_routing_v2(
         else:
             expanded[place] = row
             scales[place] = 0 if scale is None else scale[n // slots]
-    expanded = expanded.view(expert_num, expert_capacity, -1) if drop_pad_mode == 1 else expanded
+    expanded = expanded.view(expert_num, expert_capacity, -1) if call.drop_pad_mode == 1 else expanded
     found = torch.tensor(counts)
     if expert_tokens_num_type == 2:
         pairs = [(e, c) for e, c in zip(range(first, last), counts, strict=True) if c]
         found = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
     elif expert_tokens_num_type == 0:
         found = found.cumsum(0)
-    return expanded, where, found if expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
+    return expanded, where, found if call.expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
 
 
-def finalize_routing(
-    expanded_permuted_rows: Tensor,
-    skip1: Tensor | None,
-    skip2: Tensor | None,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    expanded_src_to_dst_row: Tensor,
-    export_for_source_row: Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
-) -> Tensor:
-    rows = expanded_permuted_rows.float().reshape(-1, expanded_permuted_rows.shape[-1])
-    slots = scales.shape[1] if scales is not None else k or 1
-    count = expanded_src_to_dst_row.numel() // slots
+@by_schema("npu_moe_finalize_routing")
+def finalize_routing(call: Call) -> Tensor:
+    given, bias, scales, index = call.expanded_permuted_rows, call.bias, call.scales, call.expanded_src_to_dst_row
+    rows, experts = given.float().reshape(-1, given.shape[-1]), call.export_for_source_row
+    slots = scales.shape[1] if scales is not None else call.k or 1
+    count = index.numel() // slots
     out = torch.zeros(count, rows.shape[1])
     for i in range(count):
-        for skip in (skip1, skip2):
+        for skip in (call.skip1, call.skip2):
             out[i] += 0 if skip is None else skip[i].float()
         for j in range(slots):
-            at = int(expanded_src_to_dst_row[i + j * count if drop_pad_mode in (0, 1) else i * slots + j])
+            at = int(index[i + j * count if call.drop_pad_mode in (0, 1) else i * slots + j])
             row = rows[at] if at >= 0 else torch.zeros(rows.shape[1])
             if bias is not None:
-                row = row + bias[export_for_source_row[i, j].long()].float()
+                row = row + bias[experts[i, j].long()].float()
             out[i] += row * (1.0 if scales is None else float(scales[i, j]))
-    return out.to(expanded_permuted_rows.dtype)
+    return out.to(given.dtype)
 
 
-def grouped_matmul(
-    x: list[Tensor],
-    weight: list[Tensor],
-    *,
-    bias: list[Tensor] | None = None,
-    group_list: Tensor | None = None,
-    split_item: int | None = 0,
-    group_type: int | None = None,
-    group_list_type: int | None = 0,
-    act_type: int | None = 0,
-    output_dtype: int | torch.dtype | None = None,
-) -> list[Tensor]:
-    assert act_type == 0
-    dtype = output_dtype if isinstance(output_dtype, torch.dtype) else x[0].dtype
+@by_schema("npu_grouped_matmul")
+def grouped_matmul(call: Call) -> list[Tensor]:
+    x, weight, bias, group_list = call.x, call.weight, call.bias, call.group_list
+    is_split = call.split_item in (0, 1)
+    assert call.act_type == 0
+    dtype = call.output_dtype if isinstance(call.output_dtype, torch.dtype) else x[0].dtype
     ends: list[int] = []
     if group_list is not None:
-        ends = (group_list.cumsum(0) if group_list_type == 1 else group_list).tolist()
+        ends = (group_list.cumsum(0) if call.group_list_type == 1 else group_list).tolist()
     starts = [0, *ends[:-1]]
-    if group_type == 2:  # x: [M, rows], weight: [rows, N]
+    if call.group_type == 2:  # x: [M, rows], weight: [rows, N]
         parts = [x[0][:, a:b].double() @ weight[0][a:b].double() for a, b in zip(starts, ends, strict=True)]
         return [torch.stack(parts).to(dtype)]
     weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
-    if len(x) > 1 or group_type == -1:
+    if len(x) > 1 or call.group_type == -1:
         rows = x
     else:
         assert ends[-1] == x[0].shape[0], (ends, x[0].shape)
@@ -170,7 +132,7 @@ def grouped_matmul(
         if bias is not None:
             y = y + (bias[e] if len(bias) == len(weights) else bias[0][e]).double()
         found.append(y.to(dtype))
-    return found if split_item in (0, 1) else [torch.cat(found)]
+    return found if is_split else [torch.cat(found)]
 
 
 def token_permute(
@@ -187,20 +149,16 @@ def token_permute(
     return torch.stack([tokens[n // slots] for n in order[:rows]]), where
 
 
-def token_unpermute(
-    permuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: list[int] | None = None,
-) -> Tensor:
+@by_schema("npu_moe_token_unpermute")
+def token_unpermute(call: Call) -> Tensor:
+    rows, places, probs = call.permuted_tokens, call.sorted_indices, call.probs
     slots = 1 if probs is None else probs.shape[1]
-    out = torch.zeros(sorted_indices.numel() // slots, permuted_tokens.shape[1])
-    for n, place in enumerate(sorted_indices.tolist()):
-        if place < permuted_tokens.shape[0]:
+    out = torch.zeros(places.numel() // slots, rows.shape[1])
+    for n, place in enumerate(places.tolist()):
+        if place < rows.shape[0]:
             weight = 1.0 if probs is None else float(probs.flatten()[n])
-            out[n // slots] += permuted_tokens[place].float() * weight
-    return out.to(permuted_tokens.dtype)
+            out[n // slots] += rows[place].float() * weight
+    return out.to(rows.dtype)
 
 
 def token_permute_grad(

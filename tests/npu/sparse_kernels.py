@@ -1,21 +1,20 @@
 """DeepSeek sparse attention behind torch_npu's schemas, written from the vendor's formulas."""
 
-from typing import Any
-
 import torch
+from npu.bound import Call, by_schema
 from torch import Tensor
 
 
-def lightning_indexer(
-    query: Tensor, key: Tensor, weights: Tensor, *, sparse_count: int = 2048, sparse_mode: int = 3, **given: Any
-) -> tuple[Tensor, Tensor]:
+@by_schema("npu_lightning_indexer")
+def lightning_indexer(call: Call) -> tuple[Tensor, Tensor]:
     """Highest score first."""
-    assert given.get("layout_query", "BSND") == given.get("layout_key", "BSND") == "BSND"
+    query, key, weights, sparse_count = call.query, call.key, call.weights, call.sparse_count
+    assert call.layout_query == call.layout_key == "BSND"
     assert all(x.is_contiguous() and x.dtype == query.dtype for x in (query, key, weights))
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     dots = torch.einsum("bqnd,bkd->bqnk", query.float(), key[:, :, 0].float()).relu()
     scores = torch.einsum("bqnk,bqn->bqk", dots, weights.float())
-    if sparse_mode == 3:
+    if call.sparse_mode == 3:
         later = torch.arange(keys) > torch.arange(keys - queries, keys)[:, None]
         scores = scores.masked_fill(later, -torch.inf)
     best = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -26,76 +25,55 @@ def lightning_indexer(
     return indices, query.new_empty(0)
 
 
-def _probabilities(
-    query: Tensor, key: Tensor, indices: Tensor, scale: float, query_rope: Tensor, key_rope: Tensor, mode: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _probabilities(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [B, S, N, K] of the listed keys, -inf where none is, the keys with their rotary part, and their places.
 
     What the device gives where a row lists nothing is not documented; here it is NaN.
     """
+    query, key, indices = call.query, call.key, call.sparse_indices
     listed = indices >= 0
     assert bool((listed[..., 1:] <= listed[..., :-1]).all()), "a key after a -1"
     queries, keys = query.shape[1], key.shape[1]
-    if mode == 3:
+    if call.sparse_mode == 3:
         listed = listed & (indices <= torch.arange(keys - queries, keys)[:, None, None])
-    q, k = torch.cat((query, query_rope), -1).float(), torch.cat((key, key_rope), -1)[:, :, 0].float()
+    q, k = torch.cat((query, call.query_rope), -1).float(), torch.cat((key, call.key_rope), -1)[:, :, 0].float()
     at = indices[:, :, 0].clamp_min(0).long()
     rows = torch.stack([k[b][at[b]] for b in range(len(k))])  # [B, S, K, D]
-    logits = torch.einsum("bsnd,bskd->bsnk", q, rows) * scale
+    logits = torch.einsum("bsnd,bskd->bsnk", q, rows) * call.scale_value
     return logits.masked_fill(~listed, -torch.inf), rows, at
 
 
-def _check_attention(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> None:
-    assert given["attention_mode"] == 2
-    assert given.get("sparse_block_size", 1) == 1
-    assert value.data_ptr() == key.data_ptr()
-    assert all(x.is_contiguous() for x in (query, key, given["query_rope"], given["key_rope"]))
+def _check_attention(call: Call) -> None:
+    assert call.attention_mode == 2
+    assert call.sparse_block_size == 1
+    assert call.value.data_ptr() == call.key.data_ptr()
+    assert all(x.is_contiguous() for x in (call.query, call.key, call.query_rope, call.key_rope))
 
 
-def sparse_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float, **given: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_attention(query, key, value, given)
-    ropes = (given["query_rope"], given["key_rope"])
-    logits, rows, _ = _probabilities(query, key, sparse_indices, scale_value, *ropes, given.get("sparse_mode", 3))
+@by_schema("npu_sparse_flash_attention")
+def sparse_flash_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    _check_attention(call)
+    logits, rows, _ = _probabilities(call)
     top = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - top)
     total = weights.sum(-1, keepdim=True)
-    out = torch.einsum("bsnk,bskd->bsnd", weights / total, rows[..., : query.shape[-1]]).to(query.dtype)
-    return out, top.transpose(1, 3).transpose(2, 3), total.transpose(1, 3).transpose(2, 3)
+    out = torch.einsum("bsnk,bskd->bsnd", weights / total, rows[..., : call.query.shape[-1]])
+    has_statistics = call.return_softmax_lse
+    found = (x.transpose(1, 3).transpose(2, 3) if has_statistics else x.new_empty(0) for x in (top, total))
+    return out.to(call.query.dtype), *found
 
 
-def sparse_flash_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    sparse_block_size: int,
-    query_rope: Tensor,
-    key_rope: Tensor,
-    actual_seq_qlen: Tensor | None = None,
-    actual_seq_kvlen: Tensor | None = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = 0,
-    next_tokens: int = 0,
-    attention_mode: int = 0,
-) -> tuple[Tensor, ...]:
-    assert layout == "BSND"
-    named = {"sparse_block_size": sparse_block_size, "attention_mode": attention_mode}
-    _check_attention(query, key, value, {**named, "query_rope": query_rope, "key_rope": key_rope})
-    logits, rows, at = _probabilities(query, key, sparse_indices, scale_value, query_rope, key_rope, sparse_mode)
-    top, total = (x.transpose(2, 3).transpose(1, 3) for x in (softmax_max, softmax_sum))
+@by_schema("npu_sparse_flash_attention_grad")
+def sparse_flash_attention_grad(call: Call) -> tuple[Tensor, ...]:
+    _check_attention(call)
+    query, key, d_out = call.query, call.key, call.d_out
+    logits, rows, at = _probabilities(call)
+    top, total = (x.transpose(2, 3).transpose(1, 3) for x in (call.softmax_max, call.softmax_sum))
     weights, grad, dim = torch.exp(logits - top) / total, d_out.float(), query.shape[-1]
-    dp = torch.einsum("bsnd,bskd->bsnk", grad, rows[..., :dim]) - (grad * out.float()).sum(-1, keepdim=True)
-    ds = weights * dp * scale_value
+    dp = torch.einsum("bsnd,bskd->bsnk", grad, rows[..., :dim]) - (grad * call.out.float()).sum(-1, keepdim=True)
+    ds = weights * dp * call.scale_value
     dq = torch.einsum("bsnk,bskd->bsnd", ds, rows)
-    q = torch.cat((query, query_rope), -1).float()
+    q = torch.cat((query, call.query_rope), -1).float()
     dk, dv = torch.zeros(*key.shape[:2], rows.shape[-1]), torch.zeros(*key.shape[:2], dim)
     for total_of, each, heads in ((dk, ds, q), (dv, weights, grad)):
         shares = torch.einsum("bsnk,bsnd->bskd", each, heads)
@@ -115,11 +93,10 @@ def _visible(query: Tensor, key: Tensor) -> Tensor:
     return torch.arange(key.shape[1]) <= torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None]
 
 
-def _index_gradients(
-    query: Tensor, key: Tensor, weights: Tensor, attention: Tensor, seen: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _index_gradients(call: Call, attention: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of sum over t of KL(p || softmax(I)): p is `attention` [B, S, N, K], summed over heads and normalised."""
     assert bool(seen.any(-1).all()), "a query that sees nothing"
+    query, key, weights = call.query_index, call.key_index, call.weights
     p = attention.masked_fill(~seen.unsqueeze(2), 0).sum(2)
     p = p / p.sum(-1, keepdim=True)
     dots, scores = _index_scores(query, key, weights)
@@ -133,64 +110,46 @@ def _index_gradients(
     return dq.to(query.dtype), dk.unsqueeze(2).to(key.dtype), dweights.to(weights.dtype), loss.view(1)
 
 
-def _check_loss(tensors: tuple[Tensor, ...], weights: Tensor, given: dict[str, Any]) -> None:
-    assert all(x.is_contiguous() and x.dtype == tensors[0].dtype for x in (*tensors, weights))
-    assert given.get("layout", "BSND") == "BSND"
-    assert given.get("sparse_mode", 3) == 3  # the one the device has
+def _check_loss(call: Call, *more: Tensor) -> None:
+    tensors = (call.query_index, call.key_index, call.weights, *more)
+    assert all(x.is_contiguous() and x.dtype == tensors[0].dtype for x in tensors)
+    assert call.layout == "BSND"
+    assert call.sparse_mode == 3  # the one the device has
 
 
-def sparse_indexer_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_loss((query, key, query_index, key_index), weights, given)
-    q, k = torch.cat((query, given["query_rope"]), -1).float(), torch.cat((key, given["key_rope"]), -1).float()
-    at = torch.where(sparse_indices < 0, key.shape[1], sparse_indices).long()[:, :, 0]
+@by_schema("npu_sparse_lightning_indexer_grad_kl_loss")
+def sparse_indexer_loss(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, indices = call.query, call.key, call.sparse_indices
+    _check_loss(call, query, key)
+    q, k = torch.cat((query, call.query_rope), -1).float(), torch.cat((key, call.key_rope), -1).float()
+    at = torch.where(indices < 0, key.shape[1], indices).long()[:, :, 0]
     chosen = torch.zeros(*at.shape[:2], key.shape[1] + 1, dtype=torch.bool).scatter_(-1, at, True)[..., :-1]
-    top, total = (x.transpose(2, 3).transpose(1, 3) for x in (softmax_max, softmax_sum))
-    logits = torch.einsum("bsnd,bkd->bsnk", q, k[:, :, 0]) * scale_value
+    top, total = (x.transpose(2, 3).transpose(1, 3) for x in (call.softmax_max, call.softmax_sum))
+    logits = torch.einsum("bsnd,bkd->bsnk", q, k[:, :, 0]) * call.scale_value
     attention = torch.exp(logits - top) / total
-    return _index_gradients(query_index, key_index, weights, attention, chosen & _visible(query, key))
+    return _index_gradients(call, attention, chosen & _visible(query, key))
 
 
-def dense_softmax(query_index: Tensor, key_index: Tensor, weights: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    _check_loss((query_index, key_index), weights, given)
-    _, scores = _index_scores(query_index, key_index, weights)
-    scores = scores.masked_fill(~_visible(query_index, key_index), -torch.inf)
+@by_schema("npu_dense_lightning_indexer_softmax_lse")
+def dense_softmax(call: Call) -> tuple[Tensor, Tensor]:
+    _check_loss(call)
+    _, scores = _index_scores(call.query_index, call.key_index, call.weights)
+    scores = scores.masked_fill(~_visible(call.query_index, call.key_index), -torch.inf)
     top = scores.amax(-1)
     return top.unsqueeze(1), torch.exp(scores - top.unsqueeze(-1)).sum(-1).unsqueeze(1)
 
 
-def dense_indexer_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    softmax_max_index: Tensor,
-    softmax_sum_index: Tensor,
-    scale_value: float,
-    **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_loss((query, key, query_index, key_index), weights, given)
-    expected = dense_softmax(query_index, key_index, weights)
-    for got, right in zip((softmax_max_index, softmax_sum_index), expected, strict=True):
+@by_schema("npu_dense_lightning_indexer_grad_kl_loss")
+def dense_indexer_loss(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key = call.query, call.key
+    _check_loss(call, query, key)
+    expected = dense_softmax(call.query_index, call.key_index, call.weights)
+    for got, right in zip((call.softmax_max_index, call.softmax_sum_index), expected, strict=True):
         torch.testing.assert_close(got, right)
-    q, k = torch.cat((query, given["query_rope"]), -1).float(), torch.cat((key, given["key_rope"]), -1).float()
-    logits = torch.einsum("bsnd,bknd->bsnk", q, k) * scale_value
-    attention = torch.exp(logits - softmax_max.transpose(1, 2)) / softmax_sum.transpose(1, 2)
-    seen = _visible(query, key).expand(query.shape[0], -1, -1)
-    return _index_gradients(query_index, key_index, weights, attention, seen)
+    q, k = torch.cat((query, call.query_rope), -1).float(), torch.cat((key, call.key_rope), -1).float()
+    logits = torch.einsum("bsnd,bknd->bsnk", q, k) * call.scale_value
+    attention = torch.exp(logits - call.softmax_max.transpose(1, 2)) / call.softmax_sum.transpose(1, 2)
+    return _index_gradients(call, attention, _visible(query, key).expand(query.shape[0], -1, -1))
 
 
 KERNELS = {

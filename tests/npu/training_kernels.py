@@ -1,9 +1,8 @@
 """The vendor's attention of training, forward and backward, in plain torch. See kernels.py."""
 
-from typing import Any
-
 import torch
-from attention_kernels import UNLIMITED, hidden_keys
+from npu.attention_kernels import UNLIMITED, hidden_keys
+from npu.bound import Call, by_schema
 from torch import Tensor
 
 
@@ -16,66 +15,40 @@ def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, mode:
     return found.masked_fill(hidden, -torch.inf)
 
 
-def _check(tensors: tuple[Tensor, ...], head_num: int, input_layout: str, keep_prob: float, mode: int) -> None:
-    assert input_layout == "BSND", input_layout
-    assert head_num == tensors[0].shape[2]
-    assert (keep_prob, mode) == (1.0, 3)
+def _check(call: Call, *more: Tensor) -> None:
+    tensors = (call.query, call.key, call.value, *more)
+    assert call.input_layout == "BSND", call.input_layout
+    assert call.head_num == tensors[0].shape[2]
+    assert (call.keep_prob, call.sparse_mode) == (1.0, 3)
     assert all(x.is_contiguous() and x.dtype == tensors[0].dtype for x in tensors)
 
 
-def fusion_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    *more: Any,
-    sparse_mode: int = 0,
-    **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    mode = more[6] if more else sparse_mode  # torch hands on by place what has a place
-    _check((query, key, value), head_num, input_layout, keep_prob, mode)
-    scores = _scores(query, key, scale, atten_mask, mode)
+@by_schema("npu_fusion_attention")
+def fusion_attention(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    _check(call)
+    query, value = call.query, call.value
+    scores = _scores(query, call.key, call.scale, call.atten_mask, call.sparse_mode)
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    values = value.float().repeat_interleave(head_num // value.shape[2], 2)
+    values = value.float().repeat_interleave(call.head_num // value.shape[2], 2)
     out = torch.einsum("bnst,btnd->bsnd", weights / total, values).to(query.dtype)
     eight = [x.expand(-1, -1, -1, 8).contiguous() for x in (top, total)]
     return out, *eight, query.new_empty(0), 0, 0, 0
 
 
-def fusion_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dy: Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    atten_mask: Tensor | None = None,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    attention_in: Tensor,
-    scale_value: float = 1.0,
-    keep_prob: float = 1.0,
-    sparse_mode: int = 0,
-    **given: Any,
-) -> tuple[Tensor, ...]:
-    _check((query, key, value, dy, attention_in), head_num, input_layout, keep_prob, sparse_mode)
-    assert softmax_max.shape == softmax_sum.shape == (query.shape[0], head_num, query.shape[1], 8)
-    group = head_num // key.shape[2]
-    k, v = (x.float().repeat_interleave(group, 2) for x in (key, value))
-    scores = _scores(query, key, scale_value, atten_mask, sparse_mode)
-    weights = torch.exp(scores - softmax_max[..., :1]) / softmax_sum[..., :1]
-    grad = dy.float()
-    delta = (grad * attention_in.float()).sum(-1).transpose(1, 2)[..., None]
-    ds = weights * (torch.einsum("bsnd,btnd->bnst", grad, v) - delta) * scale_value
+@by_schema("npu_fusion_attention_grad")
+def fusion_attention_grad(call: Call) -> tuple[Tensor, ...]:
+    _check(call, call.dy, call.attention_in)
+    query, key, top, total = call.query, call.key, call.softmax_max, call.softmax_sum
+    assert top.shape == total.shape == (query.shape[0], call.head_num, query.shape[1], 8)
+    group = call.head_num // key.shape[2]
+    k, v = (x.float().repeat_interleave(group, 2) for x in (key, call.value))
+    scores = _scores(query, key, call.scale_value, call.atten_mask, call.sparse_mode)
+    weights = torch.exp(scores - top[..., :1]) / total[..., :1]
+    grad = call.dy.float()
+    delta = (grad * call.attention_in.float()).sum(-1).transpose(1, 2)[..., None]
+    ds = weights * (torch.einsum("bsnd,btnd->bnst", grad, v) - delta) * call.scale_value
     dq = torch.einsum("bnst,btnd->bsnd", ds, k)
     dk = torch.einsum("bnst,bsnd->btnd", ds, query.float())
     dv = torch.einsum("bnst,bsnd->btnd", weights, grad)

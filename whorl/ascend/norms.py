@@ -1,5 +1,7 @@
 """The norms and SwiGLU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     name = "npu_rms_norm"
     if is_npu(input):
         return call_torch_npu(name, input, gamma, epsilon=epsilon)
-    refuse(
-        name,
-        contracts.rms_norm_limit(
-            shape=input.shape, gamma_shape=gamma.shape, dtype=dtype_name(input), gamma_dtype=dtype_name(gamma)
-        ),
-    )
+    refuse(name, contracts.rms_norm_limit(**_sizes(input, gamma)))
     y = ops.rms_norm(_rows(input, gamma), gamma.flatten(), epsilon)
     return y.view(input.shape), _inverse_rms(input, gamma, epsilon)
 
@@ -33,16 +30,7 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     refuse_gradient(name, x1, x2, gamma)
     if is_npu(x1):
         return call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
-    refuse(
-        name,
-        contracts.add_rms_norm_limit(
-            shape=x1.shape,
-            x2_shape=x2.shape,
-            gamma_shape=gamma.shape,
-            dtype=dtype_name(x1),
-            gamma_dtype=dtype_name(gamma),
-        ),
-    )
+    refuse(name, contracts.add_rms_norm_limit(**_sizes(x1, gamma), x2_shape=x2.shape))
     y, x = ops.add_rms_norm(_rows(x1, gamma), _rows(x2, gamma), gamma.flatten(), epsilon)
     x = x.view(x1.shape)
     return y.view(x1.shape), _inverse_rms(x, gamma, epsilon), x
@@ -58,6 +46,12 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     if input.shape[dim] % 2:
         raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
     return ops.swiglu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+
+
+def _sizes(x: Tensor, gamma: Tensor) -> dict[str, Any]:
+    """What the limits of both norms ask for."""
+    dtypes = {"dtype": dtype_name(x), "gamma_dtype": dtype_name(gamma)}
+    return {"shape": x.shape, "gamma_shape": gamma.shape, **dtypes}
 
 
 def _rows(x: Tensor, gamma: Tensor) -> Tensor:

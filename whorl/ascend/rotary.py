@@ -1,5 +1,7 @@
 """The rotary operators."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,16 +26,8 @@ def npu_rotary_mul(
         raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
     if is_npu(input):
         return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
-    refuse(
-        name,
-        contracts.rotary_mul_limit(
-            shape=input.shape,
-            cos_shape=r1.shape,
-            dtype=dtype_name(input),
-            rotary_mode=rotary_mode,
-            table_needs_grad=needs_gradient(r1, r2),
-        ),
-    )
+    needs_grad = needs_gradient(r1, r2)
+    refuse(name, contracts.rotary_mul_limit(**_sizes(input, r1), rotary_mode=rotary_mode, table_needs_grad=needs_grad))
     _check_tables(name, input, r1, r2)
     style = _style(name, rotary_mode)
     return _turn(input, r1, r2, style) if rotate is None else _turn_by_matrix(input, r1, r2, rotate)
@@ -71,21 +65,14 @@ def npu_mrope(
             rotary_mode=rotary_mode,
             cache_mode=cache_mode,
         )
-    refuse(
-        name,
-        contracts.mrope_limit(
-            query_shape=query.shape,
-            key_shape=key.shape,
-            positions_shape=positions.shape,
-            rotary_dim=cos_sin_cache.shape[-1],
-            head_size=head_size,
-            dtype=dtype_name(query),
-            table_dtype=dtype_name(cos_sin_cache),
-            sections=mrope_section,
-            rotary_mode=rotary_mode,
-            cache_mode=cache_mode,
-        ),
+    limit = contracts.mrope_limit(
+        **_lookup_sizes(positions, query, key, head_size, cos_sin_cache),
+        table_dtype=dtype_name(cos_sin_cache),
+        sections=mrope_section,
+        rotary_mode=rotary_mode,
+        cache_mode=cache_mode,
     )
+    refuse(name, limit)
     style = _style(name, rotary_mode)
     if cache_mode not in ("default", "interleave"):
         raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
@@ -109,16 +96,8 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     refuse_gradient(name, x, cos, sin)
     if is_npu(x):
         return call_torch_npu(name, x, cos, sin)
-    refuse(
-        name,
-        contracts.interleave_rope_limit(
-            shape=x.shape,
-            cos_shape=cos.shape,
-            dtype=dtype_name(x),
-            table_dtype=dtype_name(cos),
-            contiguous=all(t.is_contiguous() for t in (x, cos, sin)),
-        ),
-    )
+    contiguous = all(t.is_contiguous() for t in (x, cos, sin))
+    refuse(name, contracts.interleave_rope_limit(**_sizes(x, cos), table_dtype=dtype_name(cos), contiguous=contiguous))
     _check_tables(name, x, cos, sin)
     return _turn(x, cos, sin, "pairs", pairs_out="half")
 
@@ -170,17 +149,8 @@ def _npu_rotary_embedding(
     if is_npu(query):
         call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
         return
-    refuse(
-        name,
-        contracts.rotary_embedding_limit(
-            query_shape=query.shape,
-            key_shape=key.shape,
-            positions_shape=positions.shape,
-            rotary_dim=cos_sin_cache.shape[-1],
-            head_size=head_size,
-            dtype=dtype_name(query),
-        ),
-    )
+    sizes = _lookup_sizes(positions, query, key, head_size, cos_sin_cache)
+    refuse(name, contracts.rotary_embedding_limit(**sizes))
     q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
     ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
 
@@ -197,20 +167,23 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
         from mindspeed.ops import npu_rotary_position_embedding as extension
 
         return extension.npu_rotary_position_embedding(x, cos, sin, mode)
-    refuse(
-        name,
-        contracts.rotary_position_embedding_limit(
-            shape=x.shape,
-            cos_shape=cos.shape,
-            dtype=dtype_name(x),
-            mode=mode,
-            table_needs_grad=needs_gradient(cos, sin),
-        ),
-    )
+    needs_grad = needs_gradient(cos, sin)
+    refuse(name, contracts.rotary_position_embedding_limit(**_sizes(x, cos), mode=mode, table_needs_grad=needs_grad))
     if mode not in (0, 1):
         raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
     _check_tables(name, x, cos, sin)
     return _turn(x, cos, sin, ("half", "pairs")[mode])
+
+
+def _sizes(x: Tensor, cos: Tensor) -> dict[str, Any]:
+    """What the limits of a rotation by cos and sin ask for."""
+    return {"shape": x.shape, "cos_shape": cos.shape, "dtype": dtype_name(x)}
+
+
+def _lookup_sizes(positions: Tensor, query: Tensor, key: Tensor, head_size: int, table: Tensor) -> dict[str, Any]:
+    """What the limits of a rotation by rows of a table ask for."""
+    shapes = {"query_shape": query.shape, "key_shape": key.shape, "positions_shape": positions.shape}
+    return {**shapes, "rotary_dim": table.shape[-1], "head_size": head_size, "dtype": dtype_name(query)}
 
 
 def _style(name: str, rotary_mode: str) -> str:

@@ -23,7 +23,10 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """One vendor operator. `namespace` is its torch.ops namespace, None where it is not a torch operator."""
+    """One vendor operator. `namespace` is its torch.ops namespace, None where it is not a torch operator.
+
+    `changes` are the defaults that later releases changed; which parameters they added is in `Parameter.since`.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -53,8 +56,11 @@ def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[t
 
 
 def from_schema(
-    name: str, schema: str, *, first: str = "2.9", since: Mapping[str, str] | None = None, **facts: Any
+    name: str, schema: str, *, first: str = "2.9", added: Mapping[str, str] | None = None, **facts: Any
 ) -> Contract:
-    """`first` is the release that has the operator first, `since` that of parameters added later."""
+    """`first` is the release that has the operator first, `added` says which parameters came with which later one."""
+    since = {parameter: release for release, names in (added or {}).items() for parameter in names.split()}
     parameters, returns = parse_schema(schema, since)
+    if unknown := since.keys() - {parameter.name for parameter in parameters}:
+        raise ValueError(f"{name}: {', '.join(sorted(unknown))} added later, but not in its schema {schema}")
     return Contract(name=name, parameters=parameters, returns=returns, since=first, **facts)

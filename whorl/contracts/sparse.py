@@ -29,7 +29,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         "str layout_kv='BSND', int sparse_mode=3, int "
         + _FAR.format("")
         + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
-        since={"sinks": "2.13"},
+        added={"2.13": "sinks"},
         gradient="yes",
         note="Training needs return_softmax_lse=True. Indices are of the keys of each sequence, -1 after the last.",
     ),
@@ -53,7 +53,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + "int? "
         + _FAR.format("?")
         + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
-        since={"sinks": "2.13"},
+        added={"2.13": "sinks"},
         gradient="silently lost",
         note="Loss and gradients in one call: the sum over queries of KL(attention, summed over heads and normalised, "
         "from the softmax of the scores). sparse_mode 3 only.",

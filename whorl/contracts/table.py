@@ -9,9 +9,8 @@ _TABLE = (
     from_schema(
         "npu_rotary_mul",
         "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
-        since={"rotate": "2.10"},
+        added={"2.10": "rotate"},
         gradient="yes",
-        changes=(("2.10", "rotate added"),),
         note="input*cos + rot(input)*sin with cos and sin of full width, cast to input's dtype first. "
         "With `rotate` the backward pass still uses rotary_mode: documented as unsupported. Saves input.",
     ),
@@ -19,9 +18,8 @@ _TABLE = (
         "npu_mrope",
         "(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
         "int[]? mrope_section=None, str? rotary_mode='half', str? cache_mode='default') -> (Tensor, Tensor)",
-        since={"cache_mode": "2.10"},
+        added={"2.10": "cache_mode"},
         gradient="silently lost",
-        changes=(("2.10", "cache_mode added"),),
         note="rotary_mode says which channels pair up ('interleave', not 'interleaved'); cache_mode says which axis "
         "a channel belongs to. cache_mode='interleave' needs the V2 kernel (CANN 9.0.0 or newer).",
     ),
@@ -82,10 +80,10 @@ _TABLE = (
         "npu_dynamic_quant",
         "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
         "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
-        since={"quant_mode": "2.10", "dst_type_max": "2.10"},
+        added={"2.10": "quant_mode dst_type_max"},
         gradient="silently lost",
-        changes=(("2.10", "dst_type became an int, which takes a torch.dtype too; quant_mode, dst_type_max added"),),
-        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale.",
+        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale. From "
+        "2.10 on dst_type is an int, which takes a torch.dtype too.",
     ),
     # Products with a collective.
     from_schema(
@@ -112,12 +110,11 @@ _TABLE = (
         "int comm_turn=0, int[]? group_sizes=None, int? y_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
         "int? dequant_scale_dtype=None, int? pertoken_scale_dtype=None, int comm_quant_mode=0, "
         "str? comm_mode=None) -> Tensor",
-        since=dict.fromkeys(
-            ("group_sizes", "y_dtype", "x1_dtype", "x2_dtype", "dequant_scale_dtype", "pertoken_scale_dtype"), "2.10"
-        )
-        | {"comm_quant_mode": "2.10", "comm_mode": "2.11"},
+        added={
+            "2.10": "group_sizes y_dtype x1_dtype x2_dtype dequant_scale_dtype pertoken_scale_dtype comm_quant_mode",
+            "2.11": "comm_mode",
+        },
         gradient="silently lost",
-        changes=(("2.10", "group_sizes, the dtypes and comm_quant_mode added"), ("2.11", "comm_mode added")),
         note="The sum over ranks of x1 @ x2, for prefill; one communicator for all such operators of a model.",
     ),
     # Attention of training.
@@ -129,9 +126,8 @@ _TABLE = (
         "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
         "bool sync=False, str softmax_layout='', Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, "
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
-        since=dict.fromkeys(("dropout_mask", "seed", "offset"), "2.10"),
+        added={"2.10": "dropout_mask seed offset"},
         gradient="yes",
-        changes=(("2.10", "dropout_mask, seed and offset added"),),
         note="True in atten_mask hides; sparse_mode 3 takes a 2048 x 2048 upper triangle whatever the lengths, and "
         "puts the last query at the last key. scale defaults to 1. Largest score and sum are float32 [B, N, S, 8], "
         "the number 8 times.",
@@ -149,10 +145,9 @@ _TABLE = (
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
         "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
         "str? cache_mode='PA_NZ') -> ()",
-        since={"cache_mode": "2.10"},
+        added={"2.10": "cache_mode"},
         gradient="silently lost",
         in_place=("key_cache", "value_cache"),
-        changes=(("2.10", "cache_mode added"),),
         note="Writes [T, N, D] into [blocks, block size, N, D]; that layout is cache_mode 'Norm', not the default. "
         "Slots must be in the cache, each once: there is no slot that means skip.",
     ),
@@ -195,9 +190,8 @@ _TABLE = (
         "(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, int k_group=1, "
         "int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, "
         "float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor, Tensor)",
-        since={"input_ids": "2.13", "tid2eid": "2.13"},
+        added={"2.13": "input_ids tid2eid"},  # routing by token id
         gradient="yes",
-        changes=(("2.13", "input_ids and tid2eid added: routing by token id"),),
         note="norm_type 0 is softmax, 1 sigmoid; only sigmoid's weights are divided by their sum. bias counts for "
         "choosing only. group_select_mode 0 ranks a group by its best expert, 1 by its best two together.",
     ),
@@ -207,9 +201,9 @@ _TABLE = (
         "int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
         "bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0, "
         "int? x_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
-        since={"x_dtype": "2.10"},
+        added={"2.10": "x_dtype"},
         gradient="silently lost",
-        changes=(("2.10", "default of quant_mode changed from 0 to -1; x_dtype added"),),
+        changes=(("2.10", "default of quant_mode changed from 0 to -1"),),
         note="Copies each row K times, sorted by expert. expanded_row_idx of type 0 says where copy (i, j) went, "
         "row by row; type 1 says which copy is here.",
     ),
@@ -217,9 +211,8 @@ _TABLE = (
         "npu_moe_finalize_routing",
         "(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? scales, "
         "Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> Tensor",
-        since={"k": "2.13"},
+        added={"2.13": "k"},
         gradient="silently lost",
-        changes=(("2.13", "k added"),),
         note="skip1 + skip2 + the weighted sum of each token's rows. Modes 0 and 1 read the index column by column "
         "(i + j * rows), 2 and 3 row by row; 1 and 3 take rows as [E, capacity, H] and skip index -1.",
     ),
@@ -231,11 +224,11 @@ _TABLE = (
         "Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, int? group_list_type=0, "
         "int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, "
         "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
-        since=dict.fromkeys(("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype"), "2.10"),
+        added={"2.10": "x_dtype weight_dtype scale_dtype per_token_scale_dtype"},
         gradient="silently lost",
-        changes=(("2.10", "output_dtype became an int, which takes a torch.dtype too; x_dtype and others added"),),
         note="group_type -1: one product for each pair; 0: rows of x in groups; 2: the sum over grouped rows, for the "
-        "gradient of weight. group_list is cumulative (type 0) or counts (type 1).",
+        "gradient of weight. group_list is cumulative (type 0) or counts (type 1). From 2.10 on output_dtype is an "
+        "int, which takes a torch.dtype too.",
     ),
     from_schema(
         "npu_moe_token_permute",

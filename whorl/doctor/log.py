@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from whorl.doctor.report import Finding
+from whorl.doctor.report import Finding, steps
 from whorl.doctor.symptoms import SYMPTOMS, Symptom
 from whorl.doctor.tracebacks import Failure, Line, read_failures
 
@@ -59,7 +59,7 @@ def _finding(symptom: Symptom, where: str, found: str) -> Finding:
         found=found,
         expected=symptom.expected,
         why=symptom.cause,
-        fix=symptom.fix,
+        fix=steps(symptom.fix),
     )
 
 

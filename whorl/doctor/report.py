@@ -5,6 +5,7 @@ from typing import Any, Final, Literal
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
+Steps = str | tuple[str, ...]  # what to do: one thing, or several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,10 @@ class Report:
             "ran": self.ran,
             "exit_code": self.exit_code,
         }
+
+
+def steps(fix: Steps) -> tuple[str, ...]:
+    return (fix,) if isinstance(fix, str) else fix
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:

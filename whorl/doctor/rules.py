@@ -5,19 +5,29 @@ from dataclasses import dataclass
 from typing import Final
 
 from whorl.doctor.launch import Launch
-from whorl.doctor.report import Finding, RotaryPath, Severity
+from whorl.doctor.report import Finding, RotaryPath, Severity, Steps, steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a check found; the rule adds its code, and its severity where the problem names none."""
+    """What a check found; the rule adds its code, and its severity where the problem names none.
 
-    where: str
+    Its place is `where`, or where the launch sets `setting`; a problem without either is one of the path. Without `fix`
+    the thing to do is what is `expected`.
+    """
+
+    where: str | None = None
+    setting: str | None = None
     found: str
     expected: str
     why: str
-    fix: tuple[str, ...]
+    fix: Steps | None = None
     severity: Severity | None = None
+
+    def place(self, launch: Launch, path: RotaryPath) -> str:
+        if self.where is not None:
+            return self.where
+        return f"{path.runs_in}, {path.branch}" if self.setting is None else launch.where(self.setting)
 
 
 CheckFunction = Callable[[Launch, RotaryPath], Iterator[Problem]]
@@ -34,11 +44,11 @@ class Rule:
             yield Finding(
                 code=self.code,
                 severity=problem.severity or self.severity,
-                where=problem.where,
+                where=problem.place(launch, path),
                 found=problem.found,
                 expected=problem.expected,
                 why=problem.why,
-                fix=problem.fix,
+                fix=steps(problem.expected if problem.fix is None else problem.fix),
             )
 
 

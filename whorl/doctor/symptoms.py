@@ -1,13 +1,13 @@
 """What frameworks say when a rotary path fails: the texts, what each stands for, and what to do."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from whorl.doctor.checks.branch import BRIDGE_SECTIONS, mrope_settings
-from whorl.doctor.report import Severity
+from whorl.doctor.report import Severity, Steps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Symptom:
     """The text of an exception and its cause. `code` is that of the check which finds it before the launch.
 
@@ -18,9 +18,10 @@ class Symptom:
 
     code: str
     text: str
+    _: KW_ONLY
     cause: str
-    fix: tuple[str, ...]
     expected: str
+    fix: Steps
     severity: Severity = "error"
     raised_in: str | None = None
     is_printed: bool = False
@@ -35,11 +36,26 @@ _LOOKUP = (
     r"^(?!.* in \S*(?:get_rope_index|input_positions)).*"
     r"(?:cos_sin_cache|cos_sin\[|(?:cos|sin)_cached?\b|freqs_cis|rope_cache|\b(?:cos|sin)\[\s*position)"
 )
+
+
+def printed(code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error") -> Symptom:
+    """A text on a line of its own, without an exception."""
+    return Symptom(code, text, cause=cause, expected=expected, fix=fix, severity=severity, is_printed=True)
+
+
+def past_the_table(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
+    """What is raised where rows of the table are looked up."""
+    expected = "every position below the number of table rows"
+    return Symptom(
+        "table-too-short", text, cause=cause, expected=expected, fix=fix, severity=severity, raised_in=_LOOKUP
+    )
+
+
 _MROPE_FIX = mrope_settings(list(BRIDGE_SECTIONS), mindspeed=True)
 SYMPTOMS: Final = (
     Symptom(
-        code="rope-branch-mismatch",
-        text=r"MultimodalRotaryEmbedding' object has no attribute 'get_rotary_seq_len'",
+        "rope-branch-mismatch",
+        r"MultimodalRotaryEmbedding' object has no attribute 'get_rotary_seq_len'",
         cause="An MRoPE object was sent into GPTModel's rope branch: wherever get_rotary_seq_len is called, "
         "position_embedding_type was 'rope'. This is Megatron Bridge before 0.5, whose class has no such method; "
         "adding one only moves the failure to the call that follows.",
@@ -47,8 +63,8 @@ SYMPTOMS: Final = (
         fix=_MROPE_FIX,
     ),
     Symptom(
-        code="rope-branch-mismatch",
-        text=r"MultimodalRotaryEmbedding\S*forward\(\) (got an unexpected keyword argument 'packed_seq'|missing "
+        "rope-branch-mismatch",
+        r"MultimodalRotaryEmbedding\S*forward\(\) (got an unexpected keyword argument 'packed_seq'|missing "
         r".*'?mrope_section)",
         cause="An MRoPE object was called as the rope branch calls plain RoPE, with a sequence length. This is the "
         "form the mistake takes from Megatron Bridge 0.5 on, where get_rotary_seq_len exists as a shim.",
@@ -56,34 +72,33 @@ SYMPTOMS: Final = (
         fix=_MROPE_FIX,
     ),
     Symptom(
-        code="fused-rope-needs-rope",
-        text=r"--use-fused-rotary-pos-emb must enable with ?--position-embedding-type=rope",
+        "fused-rope-needs-rope",
+        r"--use-fused-rotary-pos-emb must enable with ?--position-embedding-type=rope",
         cause="MindSpeed's fused RoPE was asked for outside the rope branch. Do not answer by setting the branch to "
         "rope for an MRoPE model: that is the next error.",
         expected="the switch off for MRoPE models",
-        fix=("remove --use-fused-rotary-pos-emb",),
+        fix="remove --use-fused-rotary-pos-emb",
     ),
     Symptom(
-        code="rope-fusion-with-mrope",
-        text=r"apply_rope_fusion is not supported for Qwen|apply_rope_fusion must be False for Qwen",
+        "rope-fusion-with-mrope",
+        r"apply_rope_fusion is not supported for Qwen|apply_rope_fusion must be False for Qwen",
         cause="Bridge's apply_rotary_pos_emb_absolute refuses apply_rope_fusion for MRoPE: its angles differ from "
         "token to token, TransformerEngine's kernel takes one table for all.",
         expected="apply_rope_fusion=False",
-        fix=("apply_rope_fusion=False (--no-rope-fusion)",),
+        fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
     Symptom(
-        code="rope-fusion-with-mrope",
-        text=r"^AssertionError",
+        "rope-fusion-with-mrope",
+        r"^AssertionError",
         raised_in=r" in apply_rotary_pos_emb_absolute: (?:assert not config\.apply_rope_fusion.*)?$",
         cause="apply_rotary_pos_emb_absolute of Bridge (before its wording of April 2026) or of MindSpeed-MM's mcore "
         "models refuses apply_rope_fusion for MRoPE, with an assertion that says nothing.",
         expected="apply_rope_fusion=False",
-        fix=("apply_rope_fusion=False (--no-rope-fusion)",),
+        fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
-    Symptom(
-        code="mrope-batch-unfused",
-        text=r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
-        is_printed=True,
+    printed(
+        "mrope-batch-unfused",
+        r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
         cause="TransformerEngine's kernel takes MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
         "code.",
         expected="apply_rope_fusion=False, or packed sequences",
@@ -91,24 +106,23 @@ SYMPTOMS: Final = (
         severity="warning",
     ),
     Symptom(
-        code="mrope-without-sections",
-        text=r"mrope require mrope_section setting",
+        "mrope-without-sections",
+        r"mrope require mrope_section setting",
         cause="The mrope branch was chosen and TransformerConfig has no mrope_section.",
         expected="three numbers that sum to half the rotary size",
-        fix=("--mrope-section with the numbers of config.json",),
+        fix="--mrope-section with the numbers of config.json",
     ),
     Symptom(
-        code="mrope-section-sum",
-        text=r"^AssertionError",
+        "mrope-section-sum",
+        r"^AssertionError",
         raised_in=r"assert sum\(self\.mrope_section\) == self\.rotary_dim // 2",
         cause="mrope_section does not sum to half the rotary size.",
         expected="sections that sum to rotary_dim / 2",
         fix=("take mrope_section from the model's config.json", "check head_dim and partial_rotary_factor"),
     ),
-    Symptom(
-        code="partial-rotary",
-        text=r"Wrong rotaryCoeff",
-        is_printed=True,
+    printed(
+        "partial-rotary",
+        r"Wrong rotaryCoeff",
         cause="ATB's _npu_rotary_embedding got a head of which only a part rotates (vllm-project/vllm-ascend#7252).",
         expected="rotary size equal to head size, or a caller that slices",
         fix=(
@@ -117,189 +131,179 @@ SYMPTOMS: Final = (
         ),
     ),
     Symptom(
-        code="partial-rotary",
-        text=r"Fused rotary embedding is not supported in partial rope",
+        "partial-rotary",
+        r"Fused rotary embedding is not supported in partial rope",
         cause="MindSpeed-LLM refuses --use-fused-rotary-pos-emb together with --use-partial-rope.",
         expected="one of them",
-        fix=("remove --use-fused-rotary-pos-emb",),
+        fix="remove --use-fused-rotary-pos-emb",
     ),
     Symptom(
-        code="rotary-mode-spelling",
-        text=r"(?i)rotary_?mode.{0,80}\binterleaved\b",
+        "rotary-mode-spelling",
+        r"(?i)rotary_?mode.{0,80}\binterleaved\b",
         cause="torch_npu 2.13 accepts rotary_mode 'half' and 'interleave'; 'interleaved' stands in the web page only.",
         expected="rotary_mode='interleave'",
         fix=("rotary_mode=interleave", "in vllm-ascend: install triton-ascend"),
     ),
     Symptom(
-        code="cache-mode-missing",
-        text=r"npu_mrope.{0,200}cache_mode|cache_mode.{0,120}(upgrade|CANN)",
+        "cache-mode-missing",
+        r"npu_mrope.{0,200}cache_mode|cache_mode.{0,120}(upgrade|CANN)",
         cause="cache_mode needs torch_npu 2.10, and 'interleave' CANN's V2 kernel (CANN 9.0).",
         expected="torch_npu 2.10 or newer and CANN 9.0 or newer",
         fix=("upgrade torch_npu and CANN", "or merge the axes first and use npu_rotary_mul"),
     ),
     Symptom(
-        code="cp-group-missing",
-        text=r"apply_rotary_pos_emb\w*\(\) got an unexpected keyword argument 'cp_group'",
+        "cp-group-missing",
+        r"apply_rotary_pos_emb\w*\(\) got an unexpected keyword argument 'cp_group'",
         cause="MindSpeed master replaced Megatron Core's apply_rotary_pos_emb by one without cp_group.",
         expected="MindSpeed's branch core_r0.16.0 with Megatron Core 0.16",
-        fix=("install MindSpeed from branch core_r0.16.0",),
+        fix="install MindSpeed from branch core_r0.16.0",
     ),
     Symptom(
-        code="cp-group-missing",
-        text=r"cp_group must be provided (for THD format RoPE|to get positional embedding)",
+        "cp-group-missing",
+        r"cp_group must be provided (for THD format RoPE|to get positional embedding)",
         cause="Packed or context-parallel RoPE was applied without its process group.",
         expected="cp_group handed through to apply_rotary_pos_emb",
-        fix=("pass cp_group, or upgrade the code that calls Megatron Core to 0.16",),
+        fix="pass cp_group, or upgrade the code that calls Megatron Core to 0.16",
     ),
     Symptom(
-        code="no-gradient",
-        text=r"derivative for '?(npu::)?npu_(apply_rotary_pos_emb|interleave_rope)\w*'? is not implemented",
+        "no-gradient",
+        r"derivative for '?(npu::)?npu_(apply_rotary_pos_emb|interleave_rope)\w*'? is not implemented",
         cause="An inference operator was used in a training forward; its backward does not exist.",
         expected="npu_rotary_mul, plain torch or whorl.ops",
-        fix=("rotate with npu_rotary_mul or whorl.ops.rope in training",),
+        fix="rotate with npu_rotary_mul or whorl.ops.rope in training",
     ),
-    Symptom(
-        code="no-gradient",
-        text=r"npu::npu_mrope: an autograd kernel was not registered",
-        is_printed=True,
+    printed(
+        "no-gradient",
+        r"npu::npu_mrope: an autograd kernel was not registered",
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
-        fix=("whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",),
+        fix="whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
     ),
-    Symptom(
-        code="table-too-short",
-        text=r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
+    past_the_table(
+        r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
         r"|^(?:IndexError|RuntimeError): (?:index_select\(\): |gather\(\): )?index .*out of (?:range|bounds)",
-        raised_in=_LOOKUP,
         cause="A position lies past the cos/sin table. For MRoPE the temporal axis can run ahead of the token count "
         "(vllm-project/vllm#47407).",
-        expected="every position below the number of table rows",
         fix=("lower the sequence length or the video length", "or a longer table / rope scaling"),
     ),
-    Symptom(
-        code="table-too-short",
-        text=r"device-side assert triggered|illegal memory access",
-        raised_in=_LOOKUP,
+    past_the_table(
+        r"device-side assert triggered|illegal memory access",
         cause="The device failed where rows of the cos/sin table are looked up: likely a position past its end. CUDA "
         "reports late, so an earlier kernel may be the one.",
-        expected="every position below the number of table rows",
         fix=("run once with CUDA_LAUNCH_BLOCKING=1 to see the call that fails", "then lower the sequence length"),
         severity="warning",
     ),
     Symptom(
-        code="table-too-short",
-        text=r"max_model_len \(?\d+\)? is greater than the derived max_model_len",
+        "table-too-short",
+        r"max_model_len \(?\d+\)? is greater than the derived max_model_len",
         cause="vLLM derives the longest sequence from the rotary config and refuses more.",
         expected="max_model_len within the rotary table",
         fix=("lower max_model_len", "or rope scaling (YaRN) through hf_overrides"),
     ),
     Symptom(
-        code="kv-heads-tp",
-        text=r"num_query_groups \(\d+\) must be a multiple or divisor of",
+        "kv-heads-tp",
+        r"num_query_groups \(\d+\) must be a multiple or divisor of",
         cause="The key/value heads can neither be split evenly over the tensor-parallel ranks nor be shared evenly.",
         expected="a tensor parallel size that divides or is divided by num_query_groups",
-        fix=("change tensor_model_parallel_size",),
+        fix="change tensor_model_parallel_size",
     ),
     Symptom(
-        code="kv-heads-tp",
-        text=r"[Nn]umber of attention heads \(\d+\) must be divisible by tensor parallel size"
+        "kv-heads-tp",
+        r"[Nn]umber of attention heads \(\d+\) must be divisible by tensor parallel size"
         r"|num_attention_heads \(\d+\) must be a multiple of tensor_model_parallel_size",
         cause="The query heads cannot be split evenly over the tensor-parallel ranks.",
         expected="a tensor parallel size that divides the number of heads",
         fix=("change the tensor parallel size", "or spread the layers over the other ranks (pipeline parallel)"),
     ),
     Symptom(
-        code="rope-fusion-with-dsa",
-        text=r"RoPE fusion is not supported for DSAttention",
+        "rope-fusion-with-dsa",
+        r"RoPE fusion is not supported for DSAttention",
         cause="Megatron Core asserts that RoPE fusion is off for DSAttention.",
         expected="apply_rope_fusion=False",
-        fix=("apply_rope_fusion=False",),
+        fix="apply_rope_fusion=False",
     ),
     Symptom(
-        code="mla-fusion-needs-yarn",
-        text=r"apply_rope_fusion for MLA only works with YARN RoPE",
+        "mla-fusion-needs-yarn",
+        r"apply_rope_fusion for MLA only works with YARN RoPE",
         cause="Megatron Core's fused MLA rotation works with YaRN only.",
         expected="rope_type=yarn, or apply_rope_fusion=False",
-        fix=("apply_rope_fusion=False",),
+        fix="apply_rope_fusion=False",
     ),
     Symptom(
-        code="mla-fusion-needs-yarn",
-        text=r"multi_latent_attention does not support apply_rope_fusion",
+        "mla-fusion-needs-yarn",
+        r"multi_latent_attention does not support apply_rope_fusion",
         cause="Megatron Core 0.11 has no fused rotation for multi-latent attention, and its arguments turn "
         "apply_rope_fusion on by default (NVIDIA/Megatron-LM#1411).",
         expected="apply_rope_fusion=False",
-        fix=("--no-rope-fusion",),
+        fix="--no-rope-fusion",
     ),
     Symptom(
-        code="rope-fusion-unavailable",
-        text=r"apply_rope_fusion is not available",
+        "rope-fusion-unavailable",
+        r"apply_rope_fusion is not available",
         cause="apply_rope_fusion needs TransformerEngine 1.4 or newer, which does not exist on an NPU.",
         expected="TransformerEngine installed, or apply_rope_fusion=False",
         fix=("apply_rope_fusion=False (--no-rope-fusion)", "or install transformer-engine"),
     ),
-    Symptom(
-        code="yarn-factor-ignored",
-        text=r"mscale=\S+ is not supported by TE's fused RoPE",
-        is_printed=True,
+    printed(
+        "yarn-factor-ignored",
+        r"mscale=\S+ is not supported by TE's fused RoPE",
         cause="TransformerEngine's kernel cannot multiply by mscale; Megatron runs the unfused code, which does.",
         expected="nothing: the result is right, only slower",
-        fix=("apply_rope_fusion=False silences it",),
+        fix="apply_rope_fusion=False silences it",
         severity="note",
     ),
     Symptom(
-        code="low-precision-angles",
-        text=r"cos_sin_cache should be float32",
+        "low-precision-angles",
+        r"cos_sin_cache should be float32",
         cause="FlashInfer takes a float32 table; this one was cast to the model's dtype.",
         expected="a float32 cos/sin table",
-        fix=("keep the table in float32: do not call .to(bfloat16) on the whole model",),
+        fix="keep the table in float32: do not call .to(bfloat16) on the whole model",
     ),
-    Symptom(
-        code="operator-limit",
-        text=r"please do not use RotaryPositionEmbedding fusion operator",
-        is_printed=True,
+    printed(
+        "operator-limit",
+        r"please do not use RotaryPositionEmbedding fusion operator",
         cause="npu_rotary_mul in BNSD with a large B*N or a head size that is not 32-byte aligned "
         "(modelscope/ms-swift#9329).",
         expected="BSND or SBND, or plain torch",
         fix=("transpose q and k to BSND before the call", "or use plain torch for this shape"),
     ),
-    Symptom(
-        code="cos-sin-shape",
-        text=r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
-        is_printed=True,
+    printed(
+        "cos-sin-shape",
+        r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
         cause="cos and sin handed to npu_apply_rotary_pos_emb are of another number of tokens than q and k "
         "(LMCache/LMCache-Ascend#152).",
         expected="cos and sin of the same tokens as q and k",
-        fix=("look cos and sin up with the positions of these very tokens",),
+        fix="look cos and sin up with the positions of these very tokens",
     ),
     Symptom(
-        code="operator-limit",
-        text=r"call aclnn(?:ApplyRotaryPosEmb|RotaryPositionEmbedding|RotaryMul|InterleaveRope|RopeWithSinCosCache)\w* "
+        "operator-limit",
+        r"call aclnn(?:ApplyRotaryPosEmb|RotaryPositionEmbedding|RotaryMul|InterleaveRope|RopeWithSinCosCache)\w* "
         r"failed",
         cause="The vendor's rotary operator refused its arguments; the lines below the error name the limit.",
         expected="a call within the operator's documented limits (docs/doctor.md, operator-limit)",
         fix=("compare shapes and dtypes with the operator's document", "or use plain torch for this model"),
     ),
     Symptom(
-        code="operator-missing",
-        text=r"module 'torch_npu' has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)\w*'"
+        "operator-missing",
+        r"module 'torch_npu' has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)\w*'"
         r"|'_OpNamespace' '(?:npu|atb)' object has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)",
         cause="This torch_npu is older than the code that calls it: _npu_rotary_embedding came with 2.5.1 (not yet in "
         "2.5.1rc1, vllm-project/vllm-ascend#379), npu_mrope later.",
         expected="the torch_npu that the release notes of vllm-ascend name",
-        fix=("upgrade torch_npu and CANN together",),
+        fix="upgrade torch_npu and CANN together",
     ),
     Symptom(
-        code="rotary-interface",
-        text=r"(?<!Multimodal)RotaryEmbedding\.forward\w*\(\) (?:takes|missing|got an unexpected)"
+        "rotary-interface",
+        r"(?<!Multimodal)RotaryEmbedding\.forward\w*\(\) (?:takes|missing|got an unexpected)"
         r"|RotaryEmbedding' object has no attribute '(?:cos|sin|cos_cached|sin_cached|cos_sin_cache)'",
         cause="The rotary class and the code that calls it come from packages that do not belong together "
         "(vllm-project/vllm-ascend#3521, #5111, #5385).",
         expected="vllm and vllm-ascend of one release",
-        fix=("install the vllm version that this vllm-ascend names",),
+        fix="install the vllm version that this vllm-ascend names",
     ),
     Symptom(
-        code="rope-config-spelling",
-        text=r"^KeyError: '(?:type|rope_type|factor|original_max_position_embeddings|low_freq_factor|mrope_section)'",
+        "rope-config-spelling",
+        r"^KeyError: '(?:type|rope_type|factor|original_max_position_embeddings|low_freq_factor|mrope_section)'",
         raised_in=r"rope_scaling|rope_parameters| in _init_rope:|rope_utils\.py",
         cause="The code that failed reads another spelling of the rope dictionary than config.json uses: 'type' became "
         "'rope_type' in transformers 4.43, rope_scaling became rope_parameters in 5.",
@@ -310,43 +314,43 @@ SYMPTOMS: Final = (
         ),
     ),
     Symptom(
-        code="rope-config-spelling",
-        text=r"`rope_scaling` must be a dictionary with (?:with )?two fields|[Uu]nknown RoPE scaling type",
+        "rope-config-spelling",
+        r"`rope_scaling` must be a dictionary with (?:with )?two fields|[Uu]nknown RoPE scaling type",
         cause="The code that failed knows fewer rope types than config.json names: transformers before 4.43 knows "
         "'linear' and 'dynamic' alone.",
         expected="code that knows this rope type",
-        fix=("upgrade transformers, or the library that holds this model's code",),
+        fix="upgrade transformers, or the library that holds this model's code",
     ),
     Symptom(
-        code="position-ids-shape",
-        text=r"^IndexError: too many indices for tensor of dimension [12]",
+        "position-ids-shape",
+        r"^IndexError: too many indices for tensor of dimension [12]",
         raised_in=r"(?:rotary_pos_embedding|rotary_embedding|rope|rope_utils)\.py in forward:|\[:, :, None, :\]",
         cause="MRoPE got position ids of one axis, [B, S]; its rotary class indexes [3, B, S] (alibaba/ROLL#231).",
         expected="position_ids [3, B, S], or [3, 1, T] when packed",
-        fix=("build position_ids with get_rope_index (whorl.positions)",),
+        fix="build position_ids with get_rope_index (whorl.positions)",
     ),
     Symptom(
-        code="position-ids-shape",
-        text=r"^RuntimeError: The size of tensor a \(\d\) must match the size of tensor b \(\d\) at non-singleton "
+        "position-ids-shape",
+        r"^RuntimeError: The size of tensor a \(\d\) must match the size of tensor b \(\d\) at non-singleton "
         r"dimension 0",
         raised_in=r"position_ids_expanded|seq_expanded",
         cause="Position ids have another number of axes than the three that the rotary class expands: a fourth one for "
         "text positions was not taken off (modelscope/ms-swift#5742).",
         expected="position_ids [3, B, S]",
-        fix=("pass position_ids[1:] to the rotary embedding, or a transformers that does",),
+        fix="pass position_ids[1:] to the rotary embedding, or a transformers that does",
     ),
     Symptom(
-        code="position-ids-shape",
-        text=r"^RuntimeError: shape '\[\d+, -1, \d+\]' is invalid for input of size \d+",
+        "position-ids-shape",
+        r"^RuntimeError: shape '\[\d+, -1, \d+\]' is invalid for input of size \d+",
         raised_in=r"rotary_embedding\S* in forward\w*:",
         cause="Plain RoPE got positions of three axes and counts every one of them as tokens "
         "(vllm-project/vllm#52973).",
         expected="positions [T] for RotaryEmbedding; [3, T] is for MRotaryEmbedding",
-        fix=("give the draft model the model's rotary class, or positions of one axis",),
+        fix="give the draft model the model's rotary class, or positions of one axis",
     ),
     Symptom(
-        code="rope-index-inputs",
-        text=r"^(?:IndexError|RuntimeError: shape mismatch|TypeError: 'NoneType' object is not an iterator|"
+        "rope-index-inputs",
+        r"^(?:IndexError|RuntimeError: shape mismatch|TypeError: 'NoneType' object is not an iterator|"
         r"StopIteration)",
         raised_in=r" in (?:get_rope_index|_?get_\w*input_positions\w*):",
         cause="Positions are built from input_ids, attention_mask and the image grids together, and these do not "
@@ -355,8 +359,8 @@ SYMPTOMS: Final = (
         fix=("do not cut prompts inside an image (raise the maximum prompt length)", "pass the grids of this batch"),
     ),
     Symptom(
-        code="cos-sin-shape",
-        text=r"^RuntimeError: (?:The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)"
+        "cos-sin-shape",
+        r"^RuntimeError: (?:The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)"
         r"|Sizes of tensors must match except in dimension|The expanded size of the tensor)",
         raised_in=_ROTATION,
         cause="cos and sin are not of the tokens, or of the rotary size, of q and k: positions of another length (a "

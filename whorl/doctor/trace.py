@@ -12,24 +12,24 @@ from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.settings import BadInput
 
 # Name of an event, the operators it is evidence of. The first match counts; one kernel serves two operators.
-EVIDENCE: Final = (
-    (r"npu_mrope|RopeWithSinCosCache", ("npu_mrope",)),
-    (r"npu_interleave_rope|InterleaveRope|npu_kv_rmsnorm_rope_cache|KvRmsNormRopeCache", ("npu_interleave_rope",)),
-    (r"npu_apply_rotary_pos_emb|ApplyRotaryPosEmb", ("npu_apply_rotary_pos_emb",)),
-    (r"_npu_rotary_embedding|RopeOperation", ("_npu_rotary_embedding",)),
-    (r"npu_rotary_position_embedding", ("npu_rotary_position_embedding",)),
-    (r"npu_rotary_mul|RotaryMul", ("npu_rotary_mul",)),
-    (r"RotaryPositionEmbedding", ("npu_rotary_mul", "npu_rotary_position_embedding")),
-    (r"whorl::m?rope|_m?rope_kernel|qk_norm_rope", ("whorl",)),
-    (r"triton_mrope", ("triton_mrope",)),
-    (r"rope_forward_triton|_triton_rope|npu_rotary_embedding", ("triton_rope",)),
-    (r"fused_apply_mla_rope|rotary_fwd_(q|kv)_kernel", ("mla_fused_rope",)),
-    (r"fused_rope_thd", ("te_fused_rope_thd",)),
-    (r"fused_rope|FusedRoPE", ("te_fused_rope", "te_fused_rope_thd")),
-    (r"rotary_embedding(_kernel)?\b", ("vllm_rotary_embedding",)),
-    (r"triton_\w*(neg|cat)\w*(cos|sin|mul)\w*", ("inductor",)),
-    (r"aten::view_as_complex", ("torch_complex",)),
-)
+EVIDENCE: Final = {
+    r"npu_mrope|RopeWithSinCosCache": "npu_mrope",
+    r"npu_interleave_rope|InterleaveRope|npu_kv_rmsnorm_rope_cache|KvRmsNormRopeCache": "npu_interleave_rope",
+    r"npu_apply_rotary_pos_emb|ApplyRotaryPosEmb": "npu_apply_rotary_pos_emb",
+    r"_npu_rotary_embedding|RopeOperation": "_npu_rotary_embedding",
+    r"npu_rotary_position_embedding": "npu_rotary_position_embedding",
+    r"npu_rotary_mul|RotaryMul": "npu_rotary_mul",
+    r"RotaryPositionEmbedding": "npu_rotary_mul npu_rotary_position_embedding",
+    r"whorl::m?rope|_m?rope_kernel|qk_norm_rope": "whorl",
+    r"triton_mrope": "triton_mrope",
+    r"rope_forward_triton|_triton_rope|npu_rotary_embedding": "triton_rope",
+    r"fused_apply_mla_rope|rotary_fwd_(q|kv)_kernel": "mla_fused_rope",
+    r"fused_rope_thd": "te_fused_rope_thd",
+    r"fused_rope|FusedRoPE": "te_fused_rope te_fused_rope_thd",
+    r"rotary_embedding(_kernel)?\b": "vllm_rotary_embedding",
+    r"triton_\w*(neg|cat)\w*(cos|sin|mul)\w*": "inductor",
+    r"aten::view_as_complex": "torch_complex",
+}
 UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
 # The backward of a rotation is not a second path.
 BACKWARD: Final = re.compile(r"(?i)backward|grad")
@@ -52,7 +52,7 @@ def operators_of(name: str) -> tuple[str, ...]:
     """The operators an event's name is evidence of."""
     if name == UNFUSED:
         return ("torch",)
-    return next((operators for pattern, operators in EVIDENCE if re.search(pattern, name)), ())
+    return next((tuple(operators.split()) for pattern, operators in EVIDENCE.items() if re.search(pattern, name)), ())
 
 
 def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> list[Finding]:

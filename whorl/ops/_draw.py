@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Sizes = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:

@@ -17,3 +17,10 @@ def barriers(num: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(num):
         mbarrier.init(bars.index(i), count=count)
     return bars
+
+
+@gluon.jit
+def tell(barrier):
+    """Arrive at it once all threads of the warpgroup are here."""
+    sync()
+    mbarrier.arrive(barrier)

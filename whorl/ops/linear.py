@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from . import linear_torch_npu
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 
 TILE = 16  # rows of the product whose bits a row always has; fewer are padded
@@ -111,7 +111,7 @@ _BENCH: list[Values] = [
 
 def _make(
     draw: Draw,
-    tokens: tuple[int, ...],
+    tokens: Sizes,
     size: tuple[int, int],
     bias: bool = False,
     bias_dtype: torch.dtype | None = None,

@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl.contracts import dynamic_quant_limit
 
 from . import _torch_npu
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
@@ -126,14 +126,14 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, shape: tuple[int, ...], format: str = "int8") -> Values:
+def _make(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
     x = draw.scaled(*shape, gap=6)
     if shape[0] > 2 and not x.is_meta:
         x[1] = 0
     return {"x": x, "format": format}
 
 
-def _make_dequantize(draw: Draw, shape: tuple[int, ...], format: str = "int8") -> Values:
+def _make_dequantize(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
     values = _make(replace(draw, dtype=torch.float32, sliced=False), shape, format)
     q, scales = dynamic_quant.reference(**values)
     if draw.sliced:

@@ -9,7 +9,7 @@ from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
 from ._check import check_like
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
@@ -213,11 +213,7 @@ _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 7168), (16384, 409
 
 
 def _make(
-    draw: Draw,
-    shape: tuple[int, ...],
-    plus_one: bool = False,
-    weight_dtype: torch.dtype | None = None,
-    eps: float = 1e-6,
+    draw: Draw, shape: Sizes, plus_one: bool = False, weight_dtype: torch.dtype | None = None, eps: float = 1e-6
 ) -> Values:
     wide = torch.float64 if draw.dtype == torch.float64 else weight_dtype or draw.dtype
     weight = 0.1 * torch.randn(shape[-1], dtype=wide, device=draw.device) + (0 if plus_one else 1)

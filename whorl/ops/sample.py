@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import sample_torch_npu
 from ._check import check_like, check_range
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._op import Values, operator
 from ._tracing import is_readable
 
@@ -203,7 +203,7 @@ _BENCH: list[Values] = [
 
 def _make(
     draw: Draw,
-    tokens: tuple[int, ...],
+    tokens: Sizes,
     vocab: int,
     temperature: float = 1.0,
     top_k: int = 0,

@@ -7,7 +7,7 @@ from whorl.contracts import swiglu_limit
 
 from . import _torch_npu
 from ._check import check_like
-from ._draw import Draw
+from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
@@ -105,11 +105,11 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [{"shape": (16384, 2 * 8192)}, {"shape": (4096, 2 * 18432)}, {"shape": (1, 2 * 12288)}]
 
 
-def _make(draw: Draw, shape: tuple[int, ...], interleaved: bool = False) -> Values:
+def _make(draw: Draw, shape: Sizes, interleaved: bool = False) -> Values:
     return {"x": draw.scaled(*shape, gap=6), "interleaved": interleaved}
 
 
-def _make_backward(draw: Draw, shape: tuple[int, ...], interleaved: bool = False) -> Values:
+def _make_backward(draw: Draw, shape: Sizes, interleaved: bool = False) -> Values:
     args = _make(draw, shape, interleaved)
     return {"dy": torch.randn(*shape[:-1], shape[-1] // 2, **draw.kind), **args}
 

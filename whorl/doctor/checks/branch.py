@@ -81,11 +81,9 @@ def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[
         found="the mrope branch and no mrope_section",
         expected="three numbers that sum to half the rotary size",
         why="Megatron Core's GPTModel asserts mrope_section; it does not read it from config.json.",
-        fix=(
-            f"--mrope-section {' '.join(map(str, sections))}"
-            if sections
-            else "position_embedding_type=rope, if the model is text-only",
-        ),
+        fix=f"--mrope-section {' '.join(map(str, sections))}"
+        if sections
+        else "position_embedding_type=rope, if the model is text-only",
     )
 
 
@@ -99,7 +97,6 @@ def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Pro
         found="position_embedding_type=mrope for a model without mrope_section in its config",
         expected="position_embedding_type=rope",
         why="The mrope branch wants position_ids of three axes and sections; this model has one axis.",
-        fix=("position_embedding_type=rope",),
     )
 
 
@@ -109,12 +106,12 @@ def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[
     if not launch.uses_megatron or not launch.on("use_fused_rotary_pos_emb") or branch == "rope":
         return
     yield Problem(
-        where=launch.where("use_fused_rotary_pos_emb"),
+        setting="use_fused_rotary_pos_emb",
         found=f"use_fused_rotary_pos_emb with {because}",
         expected="position_embedding_type=rope, or the switch off",
         why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table "
         "made from a sequence length and knows nothing of position axes.",
-        fix=(launch.removal("use_fused_rotary_pos_emb"),),
+        fix=launch.removal("use_fused_rotary_pos_emb"),
     )
 
 
@@ -139,11 +136,11 @@ def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Probl
         "fused call passes them on without those offsets."
     )
     yield Problem(
-        where=launch.where("apply_rope_fusion"),
+        setting="apply_rope_fusion",
         found="apply_rope_fusion=True in the mrope branch" + ("" if refuses else " with packed sequences"),
         expected="apply_rope_fusion=False",
         why=asserts if refuses else offsets,
-        fix=("apply_rope_fusion=False (--no-rope-fusion)",),
+        fix="apply_rope_fusion=False (--no-rope-fusion)",
         severity="error" if refuses else "warning",
     )
 
@@ -157,7 +154,7 @@ def fused_mrope_in_a_batch(launch: Launch, path: RotaryPath) -> Iterator[Problem
     if not fusion_on(launch, branch):
         return
     yield Problem(
-        where=launch.where("micro_batch_size"),
+        setting="micro_batch_size",
         found=f"apply_rope_fusion=True, MRoPE, BSHD and micro_batch_size={batch}",
         expected="THD (packed sequences), micro_batch_size=1, or apply_rope_fusion=False",
         why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning announces an error for "
@@ -179,7 +176,7 @@ def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]
         expected="one value",
         why="GPTModel takes position_embedding_type from its config object and uses the argument only where the "
         "config has no such field: the argument is ignored.",
-        fix=(f"set {config[-1].path} to {argument[-1].value}, or remove it",),
+        fix=f"set {config[-1].path} to {argument[-1].value}, or remove it",
     )
 
 
@@ -194,7 +191,7 @@ def core_mrope_is_chunked(launch: Launch, path: RotaryPath) -> Iterator[Problem]
         expected="a rotary class that merges the axes as the model does",
         why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions "
         "are wrong.",
-        fix=("use Megatron Bridge's model class, or whorl.adapters.megatron",),
+        fix="use Megatron Bridge's model class, or whorl.adapters.megatron",
     )
 
 
@@ -203,12 +200,11 @@ def thd_fusion_drops_interleaved(launch: Launch, path: RotaryPath) -> Iterator[P
     if path.operator != "te_fused_rope_thd" or not launch.on("rotary_interleaved"):
         return
     yield Problem(
-        where=launch.where("rotary_interleaved"),
+        setting="rotary_interleaved",
         found="rotary_interleaved=True, apply_rope_fusion=True and packed sequences",
         expected="apply_rope_fusion=False",
         why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as "
         "halves.",
-        fix=("apply_rope_fusion=False",),
     )
 
 
@@ -221,11 +217,10 @@ def fusion_with_sparse_attention(launch: Launch, path: RotaryPath) -> Iterator[P
     ):
         return
     yield Problem(
-        where=launch.where("apply_rope_fusion"),
+        setting="apply_rope_fusion",
         found="apply_rope_fusion=True with experimental_attention_variant=dsa",
         expected="apply_rope_fusion=False",
         why="Megatron Core asserts that RoPE fusion is off for DSAttention.",
-        fix=("apply_rope_fusion=False",),
     )
 
 
@@ -235,11 +230,11 @@ def mla_fusion_without_yarn(launch: Launch, path: RotaryPath) -> Iterator[Proble
     if not launch.uses_megatron or not launch.is_mla or not launch.on("apply_rope_fusion") or kind == "yarn":
         return
     yield Problem(
-        where=launch.where("rope_type"),
+        setting="rope_type",
         found=f"apply_rope_fusion=True for multi-latent attention with rope_type={kind}",
         expected="rope_type=yarn, or apply_rope_fusion=False",
         why="Megatron Core raises ValueError: its fused MLA rotation works with YaRN only.",
-        fix=("apply_rope_fusion=False",),
+        fix="apply_rope_fusion=False",
     )
 
 
@@ -256,7 +251,7 @@ def mindspeed_older_than_core(launch: Launch, path: RotaryPath) -> Iterator[Prob
         expected="MindSpeed's branch core_r0.16.0",
         why="apply_rotary_pos_emb as patched by MindSpeed master takes no cp_group, which Megatron Core 0.16 passes: "
         "TypeError.",
-        fix=("install MindSpeed from branch core_r0.16.0",),
+        fix="install MindSpeed from branch core_r0.16.0",
     )
 
 

@@ -13,28 +13,31 @@ from whorl.rope_config import RopeConfig
 
 @rule("rope-config-invalid")
 def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    if launch.rope_problem is None or _explained(launch) or not _readable_without_rope(launch):
-        return
-    yield Problem(
-        where=launch.inputs.model_where,
-        found=launch.rope_problem,
+    yield from _not_read(
+        launch,
+        readable=True,
         expected="a rotary configuration that can be computed",
         why="The frequencies of this config are not defined, so no framework can run it as it stands.",
-        fix=("correct the named key in config.json",),
+        fix="correct the named key in config.json",
     )
 
 
 @rule("rope-config-unread", "note")
 def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    if launch.rope_problem is None or _explained(launch) or _readable_without_rope(launch):
-        return
-    yield Problem(
-        where=launch.inputs.model_where,
-        found=launch.rope_problem,
+    yield from _not_read(
+        launch,
+        readable=False,
         expected="a language model's config.json",
         why="Without the model's rotary sizes only the launch settings are judged.",
-        fix=("give the missing keys with --set, for example --set head_dim=128",),
+        fix="give the missing keys with --set, for example --set head_dim=128",
     )
+
+
+def _not_read(launch: Launch, *, readable: bool, expected: str, why: str, fix: str) -> Iterator[Problem]:
+    """The reason why no RopeConfig came of the config, where the rest of it is `readable`, or is not."""
+    if launch.rope_problem is None or _explained(launch) or _readable_without_rope(launch) != readable:
+        return
+    yield Problem(where=launch.inputs.model_where, found=launch.rope_problem, expected=expected, why=why, fix=fix)
 
 
 def _readable_without_rope(launch: Launch) -> bool:
@@ -68,7 +71,7 @@ def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
             found=message,
             expected="keys that the rope type uses",
             why="A misspelt key is skipped without an error by most frameworks.",
-            fix=("check the spelling of these keys",),
+            fix="check the spelling of these keys",
         )
 
 
@@ -81,7 +84,7 @@ def family_not_known(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         found=launch.unknown_family,
         expected="a model_type whose rotation is known",
         why="Which channels pair up, and in which direction they turn, is the model's code and not in its config.",
-        fix=("compare one rotated query with the model's own code; what follows here assumes Llama's rotation",),
+        fix="compare one rotated query with the model's own code; what follows here assumes Llama's rotation",
     )
 
 
@@ -101,7 +104,7 @@ def indexer_rotates_otherwise(launch: Launch, path: RotaryPath) -> Iterator[Prob
         expected=f"{expected == 'pairs'}: this model's indexer rotates in {expected} style",
         why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer rotates "
         "pairs. The wrong choice picks wrong tokens, and only past index_topk (2048) of them.",
-        fix=(f"indexer_rope_interleave={expected == 'pairs'}",),
+        fix=f"indexer_rope_interleave={expected == 'pairs'}",
     )
 
 

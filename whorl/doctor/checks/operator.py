@@ -13,10 +13,6 @@ from whorl.doctor.rules import Problem, rule
 COMPILE_KEYS: Final = ("torch_compile", "compile", "use_torch_compile")
 
 
-def _where(path: RotaryPath) -> str:
-    return f"{path.runs_in}, {path.branch}"
-
-
 @rule("no-gradient")
 def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     contract = CONTRACTS.get(path.operator)
@@ -24,7 +20,6 @@ def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Prob
         return
     silent = contract.gradient == "silently lost"
     yield Problem(
-        where=_where(path),
         found=f"{path.operator} in a training forward",
         expected="an operator with a backward: npu_rotary_mul, plain torch, or whorl.ops",
         why=f"torch_npu registers no derivative for {path.operator}: "
@@ -48,7 +43,7 @@ def mutation_hidden_from_compile(launch: Launch, path: RotaryPath) -> Iterator[P
     if contract is None or not contract.in_place or not compiled:
         return
     yield Problem(
-        where=launch.where(compiled[0]),
+        setting=compiled[0],
         found=f"{path.operator} under torch.compile",
         expected="a functional operator, or one whose schema declares the mutation",
         why=contract.note,
@@ -79,14 +74,13 @@ def first_table_wins(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if not tables or not (path.operator == "_npu_rotary_embedding" or hoisted):
         return
     yield Problem(
-        where=_where(path),
         found=f"{path.operator} and more than one rotary table ({'; '.join(tables)})",
         expected="an operator that is handed its table at every call",
         why="vllm-ascend keeps one pair of cos and sin per process, recorded by the first layer."
         if hoisted
         else "ATB fills process-wide cos and sin at the first call and never refreshes them: every later table is "
         "ignored without an error.",
-        fix=("npu_mrope with mrope_section=[0, 0, 0], or Triton (a newer vllm-ascend)",),
+        fix="npu_mrope with mrope_section=[0, 0, 0], or Triton (a newer vllm-ascend)",
     )
 
 
@@ -97,7 +91,6 @@ def operator_rotates_whole_heads(launch: Launch, path: RotaryPath) -> Iterator[P
     if rope is None or rope.rotary_dim == rope.head_dim or launch.is_mla or path.operator not in whole_heads:
         return
     yield Problem(
-        where=_where(path),
         found=f"{path.operator} with rotary size {rope.rotary_dim} of head size {rope.head_dim}",
         expected="a caller that slices the rotary channels off first",
         why="ATB fails with 'Wrong rotaryCoeff'; npu_apply_rotary_pos_emb takes heads that rotate whole (64 or 128).",
@@ -113,11 +106,11 @@ def mindspeed_partial_fused(launch: Launch, path: RotaryPath) -> Iterator[Proble
     if not (launch.on("use_partial_rope") and launch.on("use_fused_rotary_pos_emb")):
         return
     yield Problem(
-        where=launch.where("use_partial_rope"),
+        setting="use_partial_rope",
         found="use_partial_rope with use_fused_rotary_pos_emb",
         expected="one of them",
         why="MindSpeed-LLM raises AssertionError: fused rotary embedding is not supported in partial rope.",
-        fix=(launch.removal("use_fused_rotary_pos_emb"),),
+        fix=launch.removal("use_fused_rotary_pos_emb"),
     )
 
 
@@ -134,7 +127,7 @@ def rotary_percent_disagrees(launch: Launch, path: RotaryPath) -> Iterator[Probl
         return
     twice = head == rope.rotary_dim != rope.head_dim
     yield Problem(
-        where=launch.where("rotary_percent"),
+        setting="rotary_percent",
         found=f"rotary_percent={1.0 if percent is None else percent} of {head} channels rotates {rotated}",
         expected=f"{rope.rotary_dim} of {rope.head_dim} channels, as config.json says",
         why="The partial factor is applied twice: a fused kernel then reads past its table (verl-project/verl#6603)."
@@ -152,12 +145,12 @@ def positions_are_a_view(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if path.operator != "npu_mrope" or launch.get("positions_contiguous") is not False:
         return
     yield Problem(
-        where=launch.where("positions_contiguous"),
+        setting="positions_contiguous",
         found="npu_mrope gets positions that are a strided view",
         expected="positions.contiguous()",
         why="A slice or transpose of [3, max_tokens] is not contiguous. Every caller we know copies it first; "
         "MindSpeed-MM's verl plugin patches vllm-ascend for exactly this.",
-        fix=("torch_npu.npu_mrope(positions.contiguous(), ...)",),
+        fix="torch_npu.npu_mrope(positions.contiguous(), ...)",
     )
 
 
@@ -166,11 +159,10 @@ def rollout_needs_the_plugin(launch: Launch, path: RotaryPath) -> Iterator[Probl
     if launch.scope != "verl rollout" or path.operator != "npu_mrope" or not launch.is_mrope:
         return
     yield Problem(
-        where=_where(path),
         found="a verl rollout that calls npu_mrope with three-axis positions",
         expected="positions.contiguous() in vllm_ascend/ops/rotary_embedding.py",
         why="Callers of npu_mrope hand it a contiguous copy; MindSpeed-MM's verl plugin patches vllm-ascend to do so.",
-        fix=("look for positions.contiguous() in your vllm-ascend, or install the plugin",),
+        fix="look for positions.contiguous() in your vllm-ascend, or install the plugin",
     )
 
 
@@ -182,11 +174,11 @@ def interleaved_is_not_a_mode(launch: Launch, path: RotaryPath) -> Iterator[Prob
     if launch.get("rotary_mode") != "interleaved" and not by_vllm:
         return
     yield Problem(
-        where=launch.where("rotary_mode") if launch.find("rotary_mode") else _where(path),
+        setting="rotary_mode" if launch.find("rotary_mode") else None,
         found="rotary_mode='interleaved'" + (", which vllm-ascend passes for GPT-J style models" if by_vllm else ""),
         expected="rotary_mode='interleave'",
         why="torch_npu 2.13 accepts 'half' and 'interleave' alone; the web page of npu_mrope says 'interleaved'.",
-        fix=("install triton-ascend",) if by_vllm else ("rotary_mode=interleave",),
+        fix="install triton-ascend" if by_vllm else "rotary_mode=interleave",
     )
 
 
@@ -195,12 +187,11 @@ def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if launch.framework != "vllm" or path.operator != "npu_mrope" or not launch.is_mrope or path.style == "half":
         return
     yield Problem(
-        where=_where(path),
         found="vllm-ascend's npu_mrope call for a model that pairs neighbouring channels",
         expected="rotary_mode='interleave'",
         why=f"For mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} vllm-ascend passes rotary_mode='half' whatever the "
         "model says: silently wrong (vllm-project/vllm-ascend#12765).",
-        fix=("run the native forward for this model until it is fixed",),
+        fix="run the native forward for this model until it is fixed",
     )
 
 
@@ -217,7 +208,7 @@ def torch_npu_too_old(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         expected="torch_npu 2.5.1 or newer",
         why="The operator came with torch_npu 2.5.1; 2.4 and 2.5.1rc1 have no such attribute (Ascend/pytorch#60, "
         "vllm-project/vllm-ascend#379).",
-        fix=("upgrade torch_npu and CANN together",),
+        fix="upgrade torch_npu and CANN together",
     )
 
 
@@ -229,7 +220,6 @@ def cache_mode_too_new(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         return
     found = f"torch_npu {'.'.join(map(str, npu or ()))}" if old_npu else f"CANN {'.'.join(map(str, cann or ()))}"
     yield Problem(
-        where=_where(path),
         found=f"interleaved sections through npu_mrope on {found}",
         expected="torch_npu 2.10 or newer and CANN 9.0 or newer",
         why=f"torch_npu 2.9: {SUPPORTED_TORCH_NPU['2.9']}. cache_mode='interleave' also needs CANN's V2 kernel.",
@@ -243,7 +233,6 @@ def triton_pads_the_rotary_size(launch: Launch, path: RotaryPath) -> Iterator[Pr
     if path.operator != "triton_rope" or size & (size - 1) == 0:
         return
     yield Problem(
-        where=_where(path),
         found=f"vllm-ascend's Triton rotary kernel with rotary size {size}",
         expected="a power of two, or a vllm-ascend with #15688",
         why="The kernel finds sin at the padded width, so for sizes that are not a power of two it reads the wrong "
@@ -257,11 +246,10 @@ def dual_chunk_off_cuda(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if launch.framework != "vllm" or launch.device != "npu" or path.branch != "DualChunkRotaryEmbedding":
         return
     yield Problem(
-        where=_where(path),
         found="dual_chunk_attention_config on an NPU",
         expected="a CUDA device, or no dual chunk attention",
         why="vLLM's DualChunkRotaryEmbedding builds its tables on the cuda device by name.",
-        fix=("remove dual_chunk_attention_config from config.json and stay within the trained length",),
+        fix="remove dual_chunk_attention_config from config.json and stay within the trained length",
     )
 
 
@@ -271,9 +259,8 @@ def documented_limit(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if reason is None:
         return
     yield Problem(
-        where=_where(path),
         found=f"{path.operator}: {reason}",
         expected="a call within the operator's documented limits",
         why="The limit is documented for Atlas A2 and A3; outside it the operator fails or its result is not defined.",
-        fix=("use plain torch or whorl.ops for this model",),
+        fix="use plain torch or whorl.ops for this model",
     )

@@ -20,14 +20,14 @@ def heads_do_not_split(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if ranks in fitting:
         return
     yield Problem(
-        where=launch.where("tensor_parallel"),
+        setting="tensor_parallel",
         found=f"{heads} query heads over {ranks} ranks"
         if launch.is_mla
         else f"{heads} query and {groups} key/value heads over {ranks} ranks",
         expected=f"one of {fitting}",
         why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly "
         "or each be kept by the same number of ranks. Otherwise the framework refuses to start.",
-        fix=(f"tensor parallel size {max(n for n in fitting if n <= ranks)}",),
+        fix=f"tensor parallel size {max(n for n in fitting if n <= ranks)}",
     )
 
 
@@ -41,5 +41,5 @@ def fullmesh_garbles(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         found=f"HCCL_ALGO={algorithm.value}",
         expected="HCCL_ALGO=level0:ring",
         why="Garbled output is reported for tensor-parallel all-reduce with fullmesh, correct output with ring.",
-        fix=("export HCCL_ALGO=level0:ring",),
+        fix="export HCCL_ALGO=level0:ring",
     )

@@ -46,12 +46,12 @@ def launch_differs_from_model(launch: Launch, path: RotaryPath) -> Iterator[Prob
     if model is None or given is None or launch.sections == model:
         return
     yield Problem(
-        where=launch.where("mrope_section"),
+        setting="mrope_section",
         found=f"mrope_section {given.value} at launch, {list(model)} in {launch.inputs.model_where}",
         expected=str(list(model)),
         why="The weights were trained with the sections of config.json. Other sections run without an error and give "
         "image tokens the wrong positions.",
-        fix=(f"mrope_section={list(model)}",),
+        fix=f"mrope_section={list(model)}",
     )
 
 
@@ -111,7 +111,7 @@ def section_runs_unfused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         found=f"mrope_section {list(launch.sections or ())} runs unfused",
         expected="nothing: the result is right, only slower",
         why=f"{gate}; its Triton kernel serves interleaved sections where triton-ascend is installed.",
-        fix=("install triton-ascend, if the sections are interleaved",),
+        fix="install triton-ascend, if the sections are interleaved",
     )
 
 
@@ -130,7 +130,7 @@ def section_needs_triton(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         expected="nothing: the result is right" + ("" if named else ", only slower without triton-ascend"),
         why=f"npu_mrope documents {DOCUMENTED} alone, and vllm-ascend calls it for [16, 24, 24]. Interleaved sections "
         "go to Triton where triton-ascend is installed, else to plain torch.",
-        fix=("see with --trace that triton_mrope runs",) if named else ("install triton-ascend",),
+        fix="see with --trace that triton_mrope runs" if named else "install triton-ascend",
     )
 
 
@@ -148,7 +148,7 @@ def vendor_formula_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
         expected=f"W at 2::3 below 3w = {3 * w}, as transformers does",
         why=f"The vendor's published formula stops W at 3h = {3 * h}, transformers at 3w = {3 * w}. For these "
         "sections they give some channels different axes; for [24, 20, 20] and [11, 11, 10] they agree.",
-        fix=("merge the axes before the operator (whorl.ops.mrope, or npu_rotary_mul with merged cos and sin)",),
+        fix="merge the axes before the operator (whorl.ops.mrope, or npu_rotary_mul with merged cos and sin)",
     )
 
 
@@ -160,7 +160,7 @@ def rotary_mode_for_cache_mode(launch: Launch, path: RotaryPath) -> Iterator[Pro
         return
     expected_cache = "interleave" if is_interleaved(launch) else "default"
     yield Problem(
-        where=launch.where("rotary_mode"),
+        setting="rotary_mode",
         found=f"rotary_mode={mode}" + (f", cache_mode={cache}" if cache is not None else ""),
         expected=f"rotary_mode={'interleave' if launch.style == 'pairs' else 'half'}, cache_mode={expected_cache}",
         why="rotary_mode says which two channels form a pair; cache_mode says which axis (T, H, W) a channel belongs "
@@ -177,12 +177,11 @@ def cache_mode_for_layout(launch: Launch, path: RotaryPath) -> Iterator[Problem]
     if cache is None or not launch.is_mrope or launch.layout is None or cache == expected:
         return
     yield Problem(
-        where=launch.where("cache_mode"),
+        setting="cache_mode",
         found=f"cache_mode={cache} for {launch.layout} sections",
         expected=f"cache_mode={expected}",
         why="cache_mode=interleave gives H and W every third channel; default gives each axis one contiguous band. "
         "The model was trained with one of them.",
-        fix=(f"cache_mode={expected}",),
     )
 
 
@@ -196,10 +195,10 @@ def rotary_interleaved_for_mrope(launch: Launch, path: RotaryPath) -> Iterator[P
     ):
         return
     yield Problem(
-        where=launch.where("rotary_interleaved"),
+        setting="rotary_interleaved",
         found="rotary_interleaved=True for an MRoPE model of half style",
         expected="rotary_interleaved=False",
         why="rotary_interleaved pairs neighbouring channels; the interleaving of MRoPE is about axes and is not set "
         "here. Megatron Core's MultimodalRotaryEmbedding fails on a view when both are asked for.",
-        fix=("rotary_interleaved=False (remove --rotary-interleaved)",),
+        fix="rotary_interleaved=False (remove --rotary-interleaved)",
     )

@@ -21,7 +21,6 @@ def cos_above_one(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if rope is None or rope.attention_factor <= 1.0 or path.operator not in operators:
         return
     yield Problem(
-        where=f"{path.runs_in}, {path.branch}",
         found=f"{path.operator} with cos and sin times the attention factor {rope.attention_factor:.4g}",
         expected="cos and sin within [-1, 1]",
         why="The operator documents values in [-1, 1]. A factor folded into cos and sin lies outside; one left out "
@@ -44,7 +43,7 @@ def torchtitan_scales_softmax(launch: Launch, path: RotaryPath) -> Iterator[Prob
         expected="the factor applied once",
         why="torchtitan keeps the factor out of cos and sin: it belongs in the softmax scale, and a model that does "
         "not put it there loses it.",
-        fix=("multiply the softmax scale by the factor squared in the attention module",),
+        fix="multiply the softmax scale by the factor squared in the attention module",
     )
 
 
@@ -64,11 +63,9 @@ def scaling_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Prob
         found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {launch.inputs.model_where}, {flag} not set",
         expected=flag,
         why="Megatron builds its frequencies from launch settings alone, so the scaling of config.json is not applied.",
-        fix=(
-            f"{flag} --rope-scaling-factor {rope.factor:g}"
-            if rope.rope_type == "llama3"
-            else f"{flag} {rope.factor:g}",
-        ),
+        fix=f"{flag} --rope-scaling-factor {rope.factor:g}"
+        if rope.rope_type == "llama3"
+        else f"{flag} {rope.factor:g}",
     )
 
 
@@ -78,11 +75,11 @@ def base_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if rope is None or base is None or base == rope.base:
         return
     yield Problem(
-        where=launch.where("rotary_base"),
+        setting="rotary_base",
         found=f"rotary_base={base:g} at launch, rope_theta {rope.base:g} in {launch.inputs.model_where}",
         expected=f"{rope.base:g}",
         why="Another base is another set of frequencies. Nothing fails; the model attends to the wrong distances.",
-        fix=(f"rotary_base={rope.base:g}",),
+        fix=f"rotary_base={rope.base:g}",
     )
 
 
@@ -93,11 +90,11 @@ def longer_than_the_table(launch: Launch, path: RotaryPath) -> Iterator[Problem]
     if length is None or rows is None or length <= rows or (rope is not None and rope.rope_type == "dynamic"):
         return
     yield Problem(
-        where=launch.where("sequence_length"),
+        setting="sequence_length",
         found=f"a sequence length of {length} with {rows} positions ({named})",
         expected=f"at most {rows}",
         why=_why_too_long(launch),
-        fix=(f"max_position_embeddings={length}",)
+        fix=f"max_position_embeddings={length}"
         if launch.uses_megatron
         else (f"a length of at most {rows}", "or rope scaling (YaRN) for longer texts"),
         severity="warning" if launch.framework == "hf" else None,
@@ -138,5 +135,5 @@ def angles_in_low_precision(launch: Launch, path: RotaryPath) -> Iterator[Proble
             expected="float32 for inv_freq, positions and their product",
             why="bfloat16 holds whole numbers exactly up to 256: at 128k positions the error of cos reaches 2.0, "
             f"against 0.002 when only the finished cos is cast.{buffers}",
-            fix=(f"{setting.path.lstrip('+-')}=fp32",),
+            fix=f"{setting.path.lstrip('+-')}=fp32",
         )

@@ -89,7 +89,7 @@ def mindspeed_yarn_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
     if not wrong:
         return
     yield Problem(
-        where=launch.where(next((flag.key for flag, _ in wrong if launch.find(flag.key)), "rope_scaling_type")),
+        setting=next((flag.key for flag, _ in wrong if launch.find(flag.key)), "rope_scaling_type"),
         found="; ".join(text for _, text in wrong),
         expected="the values of " + launch.inputs.model_where,
         why="MindSpeed-LLM computes YaRN from its flags alone. Another value is another set of frequencies or another "
@@ -123,7 +123,7 @@ def _difference_of_lengths(launch: Launch, rope: RopeConfig) -> str | None:
 
 def _yarn_of_its_own(launch: Launch) -> Problem:
     return Problem(
-        where=launch.where("rope_scaling_type"),
+        setting="rope_scaling_type",
         found=f"--rope-scaling-type yarn, no YaRN in {launch.inputs.model_where}",
         expected="the model's own frequencies",
         why="The weights were trained without YaRN. To extend the length on purpose, write it into config.json too, so "

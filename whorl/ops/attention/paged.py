@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl.device import HOST
 
 from .._check import check_cache, check_lengths, check_tables
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import paged_torch_npu
@@ -198,14 +198,14 @@ _BENCH: list[Values] = [
 
 def _make(
     draw: Draw,
-    queries: tuple[int, ...],
-    contexts: tuple[int, ...],
+    queries: Sizes,
+    contexts: Sizes,
     heads: int,
     kv_heads: int,
     dim: int,
     block: int = 8,
     window: int = 0,
-    tokens: tuple[int, ...] = (),
+    tokens: Sizes = (),
 ) -> Values:
     counts = [-(-c // block) for c in contexts]
     k, v = (draw.scale * draw.normal(sum(counts) + 3, block, kv_heads, dim) for _ in range(2))

@@ -130,19 +130,10 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    kv_heads: int,
-    dim: int,
-    block: int = 4,
-    skipped: bool = False,
-    short: bool = False,
-    **case: Any,
-) -> Values:
+def _make(draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, **case: Any) -> Values:
     """Slots in no order, some tokens without one; blocks with a gap between them where strides are asked for."""
-    values = make_case(draw, tokens=tokens, kv_heads=kv_heads, dim=dim, looked_up=True, **case)
-    count, device = tokens[0], draw.device
+    values = make_case(draw, looked_up=True, **case)
+    (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
     blocks = -(-count // block) + 1
     shape = (blocks, block + 2 * draw.sliced, kv_heads, dim)
     caches = {n: torch.randn(*shape, **draw.kind)[:, :block] for n in ("k_cache", "v_cache")}

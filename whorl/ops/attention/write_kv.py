@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_cache, check_slots
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, operator
 from . import paged_torch_npu
 
@@ -64,13 +64,7 @@ _BENCH: list[Values] = [{"tokens": (tokens,), "kv_heads": 4, "dim": 128, "block"
 
 
 def _make(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    kv_heads: int,
-    dim: int,
-    block: int = 4,
-    skipped: int = 0,
-    short: bool = False,
+    draw: Draw, tokens: Sizes, kv_heads: int, dim: int, block: int = 4, skipped: int = 0, short: bool = False
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 3
     k, v = (draw.scale * draw.normal(count, kv_heads, dim, gap=3) for _ in range(2))

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values
 from .bounds import causal_bounds
 from .lightning import lightning_indexer
@@ -25,14 +25,7 @@ _BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys 
 
 
 def _make(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    keys: int,
-    heads: int,
-    dim: int,
-    topk: int,
-    packed: tuple[int, ...] = (),
-    shuffled: bool = False,
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, topk: int, packed: Sizes = (), shuffled: bool = False
 ) -> Values:
     """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
     device, dtype, wider = draw.device, draw.dtype, 8 * draw.sliced

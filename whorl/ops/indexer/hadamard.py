@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 
 _WITHOUT = {"torch_npu": "torch_npu has none"}
@@ -67,11 +67,11 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [{"shape": (4096, 64, 128)}, {"shape": (4096, 128)}]
 
 
-def _make(draw: Draw, shape: tuple[int, ...], factor: float | None = None) -> Values:
+def _make(draw: Draw, shape: Sizes, factor: float | None = None) -> Values:
     return {"x": draw.scaled(*shape), "scale": factor}
 
 
-def _make_backward(draw: Draw, shape: tuple[int, ...], factor: float | None = None) -> Values:
+def _make_backward(draw: Draw, shape: Sizes, factor: float | None = None) -> Values:
     return {"dy": draw.scaled(*shape), "scale": factor}
 
 

@@ -29,8 +29,8 @@ def lift(dtype: torch.dtype) -> float:
 def gradient_plan(tile: str, q: Tensor, *, stages: int) -> dict[str, Any]:
     """A head's sizes, how many keys (`tile` is their name) a program multiplies at a time, and by how many threads."""
     heads, dim = q.shape[1:]
-    sizes = {"HI": heads, "D": dim, "BLOCK_H": max(16, power_of_2(heads)), "BLOCK_D": max(16, power_of_2(dim))}
-    sizes |= {"LIFT": lift(q.dtype), "WIDEN": is_interpreting()}
+    sizes: dict[str, Any] = {"HI": heads, "D": dim, "LIFT": lift(q.dtype), "WIDEN": is_interpreting()}
+    sizes |= {"BLOCK_H": max(16, power_of_2(heads)), "BLOCK_D": max(16, power_of_2(dim))}
     if is_interpreting():
         return {**sizes, tile: 16}
     if q.element_size() == 4 or sizes["BLOCK_H"] * sizes["BLOCK_D"] > 64 * 128:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values
 from .bounds import visible_keys
 from .dense_kl import dense_indexer_kl, dense_indexer_target
@@ -50,9 +50,7 @@ def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> T
     return indices
 
 
-def make_target(
-    draw: Draw, tokens: tuple[int, ...], keys: int, heads: int, dim: int, k: int, empty: bool = False
-) -> Values:
+def make_target(draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, k: int, empty: bool = False) -> Values:
     return {
         "q": draw.scaled(*tokens, heads, dim),
         "k": draw.scaled(keys, 1, dim),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..linear import multiply
 from . import experts_torch_npu
@@ -119,7 +119,7 @@ _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 4, 64, 8192)]
 
 
-def _make(draw: Draw, tokens: tuple[int, ...], hidden: int, width: int, experts: int, k: int) -> Values:
+def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
     count = tokens[0]
     x, gate_up = draw.scaled(count, hidden), draw.weight(experts, 2 * width, hidden)
     down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whorl.device import compute_capability
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._hopper import HOPPER
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
@@ -149,9 +149,7 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw, tokens: tuple[int, ...], size: tuple[int, int], counts: tuple[int, ...], swapped: bool = False
-) -> Values:
+def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], counts: Sizes, swapped: bool = False) -> Values:
     width, channels = size
     x = draw.scaled(tokens[0], channels)
     if swapped:

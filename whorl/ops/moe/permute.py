@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_like, check_range
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, all_bytes, narrow, operator, widen
 from . import permute_torch_npu
 
@@ -203,7 +203,7 @@ _DEEPSEEK = {"tokens": (4096,), "hidden": 7168, "experts": 64, "k": 8}
 _BENCH: list[Values] = [_DEEPSEEK, _DEEPSEEK | {"probs": True}, {**_DEEPSEEK, "experts": 8, "k": 2}]
 
 
-def _make(draw: Draw, tokens: tuple[int, ...], hidden: int, experts: int, k: int, probs: bool = False) -> Values:
+def _make(draw: Draw, tokens: Sizes, hidden: int, experts: int, k: int, probs: bool = False) -> Values:
     count = tokens[0]
     x = draw.scaled(count, hidden)
     ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()

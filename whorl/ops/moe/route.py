@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from . import route_torch_npu
 
@@ -167,13 +167,7 @@ _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens
 
 
 def _make(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    experts: int,
-    k: int,
-    bias: bool = False,
-    weight_scale: float = 1.0,
-    **options: Any,
+    draw: Draw, tokens: Sizes, experts: int, k: int, bias: bool = False, weight_scale: float = 1.0, **options: Any
 ) -> Values:
     # Logits a multiple of 1/64 apart are exact in every dtype, so all of them choose the same experts.
     steps = torch.stack([torch.randperm(experts + 4 * draw.sliced) for _ in range(tokens[0] or 1)])[: tokens[0]]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values
 from .contract import mrope, mrope_, mrope_backward, rope, rope_, rope_backward
 
@@ -101,7 +101,7 @@ def _table(draw: Draw, rows: int, rotary: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(draw.wide)
 
 
-def _heads(draw: Draw, tokens: tuple[int, ...], heads: int, dim: int, order: str) -> Tensor:
+def _heads(draw: Draw, tokens: Sizes, heads: int, dim: int, order: str) -> Tensor:
     """Random heads in one of the memory layouts that a model hands over."""
     if draw.sliced:  # a slice of a packed projection: rows further apart than they are long
         return (draw.scale * torch.randn(*tokens, heads + 3, dim, **draw.kind))[..., 1 : heads + 1, :]
@@ -112,7 +112,7 @@ def _heads(draw: Draw, tokens: tuple[int, ...], heads: int, dim: int, order: str
 
 def make(
     draw: Draw,
-    tokens: tuple[int, ...],
+    tokens: Sizes,
     heads: int,
     kv_heads: int | None,
     dim: int,

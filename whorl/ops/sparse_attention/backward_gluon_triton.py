@@ -14,17 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import async_load, barriers, sync
+from .._gluon_triton import async_load, barriers, sync, tell
 from .forward_gluon_triton import (
     _COPY,
     _TILE,
     HALF,
     HEADS,
     REST,
-    _copy_half,
     _end_of,
     _load_rows,
-    _row_pointers,
+    _producer,
 )
 
 FEW = gl.constexpr(32)  # keys of a block in the first pass
@@ -54,19 +53,6 @@ _SCORE_LINES = gl.constexpr(
     _lines([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], columns=32)
 )
 _FEW_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-
-
-@gluon.jit
-def _key_producer(kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free):
-    """Blocks of keys in halves: left 0, right 0, right 1, left 1. The rest channels travel with the right half."""
-    for pair in range(pairs):
-        phase = (pair & 1) ^ 1
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * FEW), end, FEW)
-        _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(0), free.index(0), phase, 0, False)
-        _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(1), free.index(1), phase, 256, True)
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * FEW) + FEW, end, FEW)
-        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(2), free.index(2), phase, 256, True)
-        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(3), free.index(3), phase, 0, False)
 
 
 @gluon.jit
@@ -136,18 +122,15 @@ def _left_consumer(
         )  # fmt: skip
         shared_ds.index(0).store(ds)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(0))
+        tell(told.index(0))
         dq = warpgroup_mma(gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        sync()
-        mbarrier.arrive(free.index(0))
+        tell(free.index(0))
         mbarrier.wait(told.index(1), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(1), nope.index(zero + 1).slice(0, HALF, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        sync()
-        mbarrier.arrive(free.index(3))
+        tell(free.index(3))
     _store_tile(dq_ptr, dq, 2 * HALF + REST, _WIDE)
 
 
@@ -170,22 +153,19 @@ def _right_consumer(
         )  # fmt: skip
         shared_ds.index(1).store(ds)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(1))
+        tell(told.index(1))
         dq = warpgroup_mma(
             gl.convert_layout(ds, _WIDE_LEFT), nope.index(zero + 1).slice(HALF, HALF, 1), dq, is_async=True
         )
         dq_rest = warpgroup_mma(gl.convert_layout(ds, _NARROW_LEFT), rope.index(zero + 1), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        sync()
-        mbarrier.arrive(free.index(2))
+        tell(free.index(2))
         mbarrier.wait(told.index(0), phase)
         fence_async_shared()
         dq = warpgroup_mma(shared_ds.index(0), nope.index(zero).slice(HALF, HALF, 1), dq, is_async=True)
         dq_rest = warpgroup_mma(shared_ds.index(0), rope.index(zero), dq_rest, is_async=True)
         dq, dq_rest = warpgroup_mma_wait(0, [dq, dq_rest])
-        sync()
-        mbarrier.arrive(free.index(1))
+        tell(free.index(1))
     _store_tile(dq_ptr + HALF, dq, 2 * HALF + REST, _WIDE)
     _store_tile(dq_ptr + 2 * HALF, dq_rest, 2 * HALF + REST, _NARROW)
 
@@ -233,7 +213,7 @@ def _sparse_dq_gluon_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_key_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free)),
+            (_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, FEW, False)),
             (_left_consumer, shared),
             (_right_consumer, shared),
         ],
@@ -276,8 +256,7 @@ def _share_consumer(
             rest = warpgroup_mma_wait(0, [rest])
             _hand_out(dkv_ptr + HALF, indices_ptr, rest, block * KEYS, end, ADD, _REST_LINES)
         share = warpgroup_mma_wait(0, [share])
-        sync()
-        mbarrier.arrive(free.index(OWN))
+        tell(free.index(OWN))
         _hand_out(dkv_ptr, indices_ptr, share, block * KEYS, end, ADD, _SHARE_LINES)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw
+from .._draw import Draw, Sizes
 from .._op import Values
 from .contract import sparse_attention, sparse_attention_backward
 from .masked import masked_attention, masked_attention_backward, selection_mask
@@ -36,7 +36,7 @@ def select(
     count: int,
     keys: int,
     topk: int,
-    counts: tuple[int, ...] = (),
+    counts: Sizes = (),
     causal: bool = False,
     locality: float = 0.0,
     *,
@@ -66,25 +66,18 @@ def select(
     return indices
 
 
-def _make(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    keys: int,
-    topk: int,
-    heads: int,
-    dim: int,
-    value_dim: int = 0,
-    deterministic: bool = False,
-    **chosen: Any,
-) -> Values:
+def _attention(draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, value_dim: int = 0, **chosen: Any) -> Values:
     return {
         "q": draw.normal(tokens[0], heads, dim),
         "kv": draw.scaled(keys, 1, dim),
-        "indices": select(tokens[0], keys, topk, **chosen, device=draw.device),
+        "indices": select(tokens[0], keys, **chosen, device=draw.device),
         "scale": MLA_SCALE if dim == 576 else dim**-0.5,
         "value_dim": value_dim,
-        "deterministic": deterministic,
     }
+
+
+def _make(draw: Draw, deterministic: bool = False, **case: Any) -> Values:
+    return _attention(draw, **case) | {"deterministic": deterministic}
 
 
 def _gradients(out: Tensor, lse: Tensor, with_dlse: bool) -> Values:
@@ -131,29 +124,24 @@ _MASKED_BENCH: list[Values] = [
 ]
 
 
-def _make_masked(
-    draw: Draw,
-    tokens: tuple[int, ...],
-    keys: int,
-    topk: int,
-    heads: int,
-    dim: int,
-    kv_heads: int = 0,
-    value_dim: int = 0,
-    dense: bool = False,
-    **chosen: Any,
+def _masked(
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, kv_heads: int = 0, value_dim: int = 0, **chosen: Any
 ) -> Values:
-    """`dense`: no bits, causal."""
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
-    indices = select(tokens[0], keys, topk, **chosen, device=draw.device)
+    indices = select(tokens[0], keys, **chosen, device=draw.device)
     bits = selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32))
     return {
         "q": draw.normal(tokens[0], heads, dim),
         "k": draw.scaled(keys, kv_heads, dim),
         "v": draw.scaled(keys, kv_heads, value_dim),
-        "bits": None if dense else bits,
+        "bits": bits,
         "scale": dim**-0.5,
     }
+
+
+def _make_masked(draw: Draw, dense: bool = False, **case: Any) -> Values:
+    """`dense`: no bits, causal."""
+    return _masked(draw, **case) | ({"bits": None} if dense else {})
 
 
 def _make_masked_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
@@ -172,7 +160,7 @@ masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "with_dlse": Tr
 )
 
 
-def _make_selection(draw: Draw, tokens: tuple[int, ...], keys: int, topk: int, counts: tuple[int, ...] = ()) -> Values:
+def _make_selection(draw: Draw, tokens: Sizes, keys: int, topk: int, counts: Sizes = ()) -> Values:
     """Has no floating point tensors: `scale` changes nothing."""
     indices = select(tokens[0], keys, topk, counts, device=draw.device)
     return {"indices": torch.stack((indices, indices), -1)[..., 0] if draw.sliced else indices, "num_keys": keys}

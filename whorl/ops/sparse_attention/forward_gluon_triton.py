@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import async_load, barriers, sync
+from .._gluon_triton import async_load, barriers, sync, tell
 
 HEADS = gl.constexpr(64)  # of one program
 KEYS = gl.constexpr(64)  # of one block
@@ -57,20 +57,22 @@ def _copy_half(nope, rope, rows, exists, ready, free, phase, first: gl.constexpr
 
 
 @gluon.jit
-def _producer(kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free):
+def _producer(
+    kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, COUNT: gl.constexpr, REST_LAST: gl.constexpr
+):
     """Halves of blocks in the order in which the consumers need them: even left and right, odd right and left.
 
-    The rest channels travel with the half that the other consumer frees last; once the scores are there, their place
-    holds the weights.
+    The rest channels travel with the right half. REST_LAST: those of the odd block with the left one, which the other
+    consumer frees last; in the forward, once the scores are there, their place holds the weights.
     """
     for pair in range(pairs):
         phase = (pair & 1) ^ 1
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS), end, KEYS)
+        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * COUNT), end, COUNT)
         _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(0), free.index(0), phase, 0, False)
         _copy_half(nope.index(0), rope.index(0), rows, exists, ready.index(1), free.index(1), phase, 256, True)
-        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * KEYS) + KEYS, end, KEYS)
-        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(2), free.index(2), phase, 256, False)
-        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(3), free.index(3), phase, 0, True)
+        rows, exists = _row_pointers(kv_ptr, indices_ptr, kv_stride, pair * (2 * COUNT) + COUNT, end, COUNT)
+        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(2), free.index(2), phase, 256, not REST_LAST)
+        _copy_half(nope.index(1), rope.index(1), rows, exists, ready.index(3), free.index(3), phase, 0, REST_LAST)
 
 
 @gluon.jit
@@ -134,15 +136,13 @@ def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, 
         weights = p.to(nope.dtype)
         rope.index(0).store(weights)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(0))
+        tell(told.index(0))
         shrink = gl.exp2(top - new)
         total = total * shrink + gl.sum(p, 1)
         out = _scaled(out, shrink)
         out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), nope.index(0).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
-        sync()
-        mbarrier.arrive(free.index(0))
+        tell(free.index(0))
         mbarrier.wait(told.index(1), phase)
         fence_async_shared()
         top = tops.index(1).load(gl.SliceLayout(1, _SCORES))
@@ -151,11 +151,9 @@ def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, 
         out = _scaled(out, shrink)
         out = warpgroup_mma(rope.index(1), nope.index(1).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
-        sync()
-        mbarrier.arrive(free.index(3))
+        tell(free.index(3))
     totals.index(0).store(total)
-    sync()
-    mbarrier.arrive(told.index(2))
+    tell(told.index(2))
     mbarrier.wait(told.index(3), 0)
     total += totals.index(1).load(gl.SliceLayout(1, _SCORES))
     _store_out(out_ptr, out, total, 0)
@@ -187,23 +185,19 @@ def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, e
         weights = p.to(nope.dtype)
         rope.index(1).store(weights)
         fence_async_shared()
-        sync()
-        mbarrier.arrive(told.index(1))
+        tell(told.index(1))
         total = total * gl.exp2(top - new) + gl.sum(p, 1)
         out = warpgroup_mma_wait(0, [out])
-        sync()
-        mbarrier.arrive(free.index(1))
+        tell(free.index(1))
         out = _scaled(out, gl.exp2(even - new))
         out = warpgroup_mma(
             gl.convert_layout(weights, _WEIGHTS), nope.index(1).slice(HALF, HALF, 1), out, is_async=True
         )
         out = warpgroup_mma_wait(0, [out])
-        sync()
-        mbarrier.arrive(free.index(2))
+        tell(free.index(2))
         top = new
     totals.index(1).store(total)
-    sync()
-    mbarrier.arrive(told.index(3))
+    tell(told.index(3))
     mbarrier.wait(told.index(2), 0)
     total += totals.index(0).load(gl.SliceLayout(1, _SCORES))
     _store_out(out_ptr, out, total, HALF)
@@ -262,7 +256,7 @@ def _sparse_forward_gluon_kernel(
     shared = (q_nope, q_rope, nope, rope, tops, totals, ready, free, told, end, pairs, scale, out_ptr)
     gl.warp_specialize(
         [
-            (_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free)),
+            (_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, KEYS, True)),
             (_even_consumer, shared),
             (_odd_consumer, shared + (lse_ptr + row,)),
         ],
