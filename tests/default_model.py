@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,14 @@ class Scripted:
         self.on_step = lambda: None
         self._left: list[int] = []
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, generated: Iterable[range] = ()) -> list[Seq]:
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Seq]:
         if len(prompt) >= self.max_model_len:
             raise ValueError(f"prompt: {len(prompt)} tokens leave no room for an answer")
         if params.max_tokens is not None and len(prompt) + params.max_tokens > self.max_model_len:
             raise ValueError(f"max_tokens {params.max_tokens} are too many")
         self._left = [*self.tokenizer.encode(self.answers.pop(0), add_special=False), self.tokenizer.eos_ids[0]]
         ends, detokenizer = self.tokenizer.eos_ids, self.tokenizer.detokenizer()
-        seq = Seq(
-            prompt, params, max_len=self.max_model_len, generated=generated, eos_ids=ends, detokenizer=detokenizer
-        )
+        seq = Seq(prompt, params, max_len=self.max_model_len, eos_ids=ends, detokenizer=detokenizer)
         self.asked.append(seq)
         return [seq]
 

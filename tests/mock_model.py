@@ -1,7 +1,7 @@
 """A model of two attention layers, written row by row, and a tokenizer of bytes: the engine's tests in milliseconds.
 
-Its two kernel classes differ visibly, and what it computes depends on every token, position and cache slot before it,
-so whatever the engine gets wrong shows in the logits.
+What it computes depends on every token, position and cache slot before it, so whatever the engine gets wrong shows in
+the logits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate import Draft, Proposer
-from whorl.nn import KVCache, PagedKV, Rows, Step
+from whorl.nn import KVCache, PagedKV, Step
 
 EOS, OTHER_EOS, SPECIAL = 256, 257, 258
 Logits = dict[int, Tensor]  # by place in the output
@@ -35,21 +35,20 @@ class MockModel:
         self.embedding, self.position = weights(vocab_size, width), weights(max_length, width)
         self.head = weights(vocab_size, width)
         self.layers = [(weights(width, width), weights(width, width)) for _ in range(layers)]
-        self.num_rows: list[tuple[Rows, int]] = []  # of each call
+        self.num_rows: list[tuple[int, int]] = []  # of each call, and its sequences
 
     def cache_specs(self) -> list[PagedKV]:
         return [PagedKV(num_kv_heads=1, head_dim=self.width, dtype=self.dtype) for _ in self.layers]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
-        self.num_rows.append((step.rows, len(step.token_ids)))
+        self.num_rows.append((len(step.token_ids), len(step.context_lens)))
         assert step.max_position > int(step.positions.max())
         hidden = self.embedding[step.token_ids] + self.position[step.positions]
-        scale = 1.0 if step.rows == "prompt" else 1.01
         for (key, value), cache in zip(self.layers, caches, strict=True):
             for row, slot in enumerate(step.slots.tolist()):
                 if slot >= 0:
-                    cache.k.view(-1, self.width)[slot] = torch.tanh(hidden[row] @ key) * scale
-                    cache.v.view(-1, self.width)[slot] = torch.tanh(hidden[row] @ value) * scale
+                    cache.k.view(-1, self.width)[slot] = torch.tanh(hidden[row] @ key)
+                    cache.v.view(-1, self.width)[slot] = torch.tanh(hidden[row] @ value)
             hidden = hidden + self._attend(hidden, step, cache)
         return hidden
 
@@ -65,7 +64,7 @@ class MockModel:
                 out[row] = (k[:seen] @ hidden[row]).softmax(0) @ v[:seen]
         return out
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return torch.stack([self.head @ row for row in hidden]) if len(hidden) else hidden @ self.head.T
 
 
@@ -123,7 +122,7 @@ class Script:
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         return step.positions[:, None].float()
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         out = torch.zeros(len(hidden), self.vocab_size)
         for row, position in enumerate(hidden[:, 0].long().tolist()):
             place = position - self.first

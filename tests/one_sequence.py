@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn import Rows, Step
+from whorl.nn import Step
 
 BLOCK = 4
 PROMPT = [(7 * i + 3) % 89 + 1 for i in range(21)]
@@ -22,7 +22,7 @@ class Runner:
         self.table = order.int()[None]
         self.caches = [spec.empty(num_blocks, BLOCK, "cpu") for spec in model.cache_specs()]
 
-    def run(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
+    def run(self, token_ids: Sequence[int]) -> Tensor:
         """Logits [T, V]."""
         start, stop = self.length, self.length + len(token_ids)
         positions = torch.arange(start, stop)
@@ -33,7 +33,6 @@ class Runner:
             block_tables=self.table,
             query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
             context_lens=torch.tensor([stop], dtype=torch.int32),
-            rows=rows,
             max_position=stop,
         )
         self.length = stop
@@ -42,10 +41,10 @@ class Runner:
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
         """Logits of every position seen and the tokens chosen."""
-        logits = [self.run(prompt, "prompt")]
+        logits = [self.run(prompt)]
         tokens = [int(logits[-1][-1].argmax())]
         while len(tokens) < count:
-            logits.append(self.run(tokens[-1:], "decode"))
+            logits.append(self.run(tokens[-1:]))
             tokens.append(int(logits[-1][-1].argmax()))
         return torch.cat(logits), tokens
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
-from whorl.nn import KVCache, PagedKV, Rows, Step
+from whorl.nn import KVCache, PagedKV, Step
 from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import create_app
@@ -95,7 +95,7 @@ class Told:
             said += [self.next_id(ids[: context - num_rows + 1 + row]) for row in range(num_rows)]
         return torch.tensor(said)[:, None].float()
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         out = torch.arange(self.vocab_size).neg().float().repeat(len(hidden), 1) / 100
         out[torch.arange(len(hidden)), hidden[:, 0].long()] = 10.0
         return out

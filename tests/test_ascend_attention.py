@@ -123,7 +123,6 @@ def test_three_masks_give_our_paged_attention(name: str) -> None:
         torch.tensor([0, count], dtype=torch.int32),
         torch.tensor([300], dtype=torch.int32),
         scale=0.125,
-        rows="prompt" if name == "prefill" else "decode",
     )
     mask: dict[str, Any] = {"sparse_mode": 0}
     if name == "prefill":

@@ -13,7 +13,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.tensor_parallel import FollowRunner
-from whorl.nn import Rows, Step
+from whorl.nn import Step
 
 WIDTH, VOCABULARY, LONGEST = 8, 61, 64
 
@@ -100,7 +100,7 @@ class LatentModel(torch.nn.Module):
             hidden = out
         return hidden
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return torch.stack([self.head @ row for row in hidden])
 
     def plainly(self, token_ids: list[int]) -> int:

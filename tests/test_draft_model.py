@@ -23,7 +23,7 @@ from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, DraftLength
 from whorl.engine.speculate.draft_forward import Forward
 from whorl.engine.speculate.draft_model import DraftModel
-from whorl.nn import KVCache, PagedKV, Rows, Step
+from whorl.nn import KVCache, PagedKV, Step
 from whorl.ops.sample import _cut
 
 # ---- greedy: the target's own output, bit for bit
@@ -151,22 +151,10 @@ class Wandering(DraftLength):
         return self.rng.choice((0, 0, 1, k))
 
 
-class OneClass(MockModel):
-    """Prompt and generated tokens give the same bits: a sequence may be told again as a prompt."""
-
-    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
-        rows = step.rows
-        object.__setattr__(step, "rows", "prompt")
-        try:
-            return super().forward(step, caches)
-        finally:
-            object.__setattr__(step, "rows", rows)
-
-
 def run_checked(seed: int) -> int:
     """Drafts of a whole random schedule are what the draft model says of the target's tokens, nothing left behind."""
     rng = random.Random(seed)
-    target, model = MockModel(vocab_size=64), OneClass(vocab_size=64)
+    target, model = MockModel(vocab_size=64), MockModel(vocab_size=64)
     model.head = target.head + 0.3 * torch.randn(target.head.shape, generator=torch.Generator().manual_seed(seed))
     proposer = Checked(
         model=model, k=4, device="cpu", block_size=rng.choice((1, 3, 4)), num_blocks=rng.choice((60, 200))
@@ -401,7 +389,7 @@ class Chain:
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         return step.token_ids[:, None].float()
 
-    def logits(self, hidden: Tensor, *, rows: Rows = "decode") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0].long()]
 
 

@@ -453,25 +453,22 @@ def test_prompt_logprobs(num_blocks: int) -> None:
 
 
 def test_a_chat_that_goes_on_finds_its_answers_in_the_cache() -> None:
-    """And computes what it would have computed without: its answers stay generated tokens."""
+    """And computes what it would have computed without."""
     model, params = MockModel(), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     llm = engine(model)
     (first,) = llm.add(PROMPT, params)
     drain(llm)
     history = first.token_ids + list(b" and then?")
-    spans = [range(first.prompt_len, len(first.token_ids))]
     found = record(llm)
-    (again,) = llm.add(history, params, generated=spans)
+    (again,) = llm.add(history, params)
     drain(llm)
     assert again.num_cached == 24  # 16 of the prompt and 8 of 9 generated: the last was never computed
     fresh = engine(model)
     plain = record(fresh)
-    (without,) = fresh.add(history, params, generated=spans)
+    (without,) = fresh.add(history, params)
     drain(fresh)
     assert without.num_cached == 0
     assert all(torch.equal(found[again.id][i], plain[without.id][i]) for i in range(9))
-    with pytest.raises(ValueError, match="are not spans of a prompt"):
-        llm.add([1, 2], params, generated=[range(1, 3)])
 
 
 def test_progress_is_made_when_every_sequence_wants_the_last_block() -> None:

@@ -177,8 +177,6 @@ def automatic(path: Path) -> tuple[Any, list[bool]]:
 class Prompt:
     """As much of a step as is looked at."""
 
-    rows = "prompt"
-
     def __init__(self, size: int) -> None:
         self.token_ids = torch.zeros(size)
 

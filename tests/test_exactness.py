@@ -1,4 +1,4 @@
-"""The exactness contract: a token's logits are a function of the tokens before it and of their roles.
+"""The exactness contract: a token's logits are a function of the tokens before it.
 
 Random schedules - batching, chunking, preemption, prefix hits, aborted neighbours, drafts - against plain runs of one
 sequence, one token a step. Logits are compared bit by bit: tokens agree by luck too often to prove anything.
@@ -19,7 +19,6 @@ from whorl.engine import batch, runner
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
-from whorl.engine.scheduler import Scheduler
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate import DraftLength
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -120,15 +119,6 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
     assert len(sizes) > 3
 
 
-@pytest.mark.parametrize("name", ["mock", "qwen3"])
-def test_long_runs_are_laid_out_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As runs of more than 16 generated tokens are, with pieces short enough to be met often."""
-    setting(name)
-    monkeypatch.setattr(batch, "MAX_DECODE_ROWS", 3)
-    for seed in range(20 if name == "mock" else 3):
-        check(name, seed)
-
-
 @pytest.mark.slow
 def test_real_language() -> None:
     """The small default model, with prompt lookup and without: the same logits, the same text."""
@@ -159,8 +149,8 @@ def keep_rejected_keys(patch: pytest.MonkeyPatch) -> None:
     """No rollback: what a draft wrote is not written over."""
     written: set[int] = set()
 
-    def forward(self: Runner, step: Step) -> torch.Tensor:
-        if step.rows == "decode":
+    def forward(self: Runner, step: Step, is_decode: bool) -> torch.Tensor:
+        if is_decode:
             old = [-1 if slot in written else slot for slot in step.slots.tolist()]
             written.update(step.slots.tolist())
             step = replace(step, slots=torch.tensor(old))
@@ -170,7 +160,7 @@ def keep_rejected_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def spoil(patch: pytest.MonkeyPatch, field: str, by: Callable[[Step], torch.Tensor]) -> None:
-    def forward(self: Runner, step: Step) -> torch.Tensor:
+    def forward(self: Runner, step: Step, is_decode: bool) -> torch.Tensor:
         return self.model.forward(replace(step, **{field: by(step)}), self.caches)
 
     patch.setattr(Runner, "_forward", forward)
@@ -179,7 +169,7 @@ def spoil(patch: pytest.MonkeyPatch, field: str, by: Callable[[Step], torch.Tens
 def forget_positions_of_drafts(patch: pytest.MonkeyPatch) -> None:
     def first_of_each(step: Step) -> torch.Tensor:
         lengths = step.query_starts.diff()
-        is_draft = step.rows == "decode" and int(lengths.max()) > 1
+        is_draft = int(lengths.max()) > 1
         return step.positions[step.query_starts[:-1].long()].repeat_interleave(lengths) if is_draft else step.positions
 
     spoil(patch, "positions", first_of_each)
@@ -187,29 +177,14 @@ def forget_positions_of_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def mask_out_the_last_key(patch: pytest.MonkeyPatch) -> None:
     def shorter(step: Step) -> torch.Tensor:
-        is_draft = (step.query_starts.diff() > 1) & (step.rows == "decode")
+        is_draft = step.query_starts.diff() > 1
         return step.context_lens - is_draft.int()
 
     spoil(patch, "context_lens", shorter)
 
 
 def forget_where_a_chunk_starts(patch: pytest.MonkeyPatch) -> None:
-    spoil(patch, "context_lens", lambda s: s.query_starts.diff() if s.rows == "prompt" else s.context_lens)
-
-
-def recompute_as_prompt(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
-
-    def wrong(self: Scheduler, seq: Sequence) -> None:
-        preempt(self, seq)
-        seq.roles = bytearray(len(seq.roles))
-
-    patch.setattr(Scheduler, "_preempt", wrong)
-
-
-def share_across_roles(patch: pytest.MonkeyPatch) -> None:
-    key = BlockPool._key
-    patch.setattr(BlockPool, "_key", lambda *args, **options: (*key(*args, **options)[:2], b"", ()))
+    spoil(patch, "context_lens", lambda s: s.query_starts.diff())
 
 
 def share_across_prefixes(patch: pytest.MonkeyPatch) -> None:
@@ -227,8 +202,6 @@ FAULTS = [
     forget_positions_of_drafts,
     mask_out_the_last_key,
     forget_where_a_chunk_starts,
-    recompute_as_prompt,
-    share_across_roles,
     share_across_prefixes,
     sample_by_row,
 ]

@@ -16,7 +16,6 @@ from whorl.device import is_interpreting
 from whorl.ops import OPS, experts, linear, paged_attention, penalize, route, sample, write_kv
 from whorl.ops.sample import gumbel
 
-CLASSES = ("prompt", "decode")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -51,20 +50,19 @@ def assert_rows_stand_alone(run: Callable[[list[int]], Tensor], count: int, ways
 # ---- linear
 
 
-@pytest.mark.parametrize("rows", CLASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", backends("linear"))
-def test_linear_rows_stand_alone(backend: str, dtype: torch.dtype, rows: str, device: str) -> None:
+def test_linear_rows_stand_alone(backend: str, dtype: torch.dtype, device: str) -> None:
     sizes = [(24, 70)] if is_slow(backend) else [(576, 1536), (33, 100), (1536, 576)]
     count = 11 if is_slow(backend) else 71
     for n, k in sizes:
         x, weight = (torch.randn(m, k, device=device).to(dtype) for m in (count, n))
         ways = subsets(count)[:4] if is_slow(backend) else subsets(count) + [list(range(m)) for m in range(5, 40, 9)]
-        assert_rows_stand_alone(lambda i: linear(x[i], weight, rows=rows, backend=backend), count, ways)  # noqa: B023
+        assert_rows_stand_alone(lambda i: linear(x[i], weight, backend=backend), count, ways)  # noqa: B023
 
 
 def test_sums_cut_by_the_number_of_rows_would_fail() -> None:
-    """What the two classes are for: a product that cuts its sums otherwise for more rows, as many a BLAS does."""
+    """What tiles of one size are for: a product that cuts its sums otherwise for more rows, as many a BLAS does."""
     x, weight = torch.randn(77, 768), torch.randn(1536, 768)
 
     def cut(i: list[int]) -> Tensor:
@@ -77,9 +75,8 @@ def test_sums_cut_by_the_number_of_rows_would_fail() -> None:
 
 def test_linear_is_torchs() -> None:
     x, weight, bias = torch.randn(40, 96).double(), torch.randn(50, 96).double(), torch.randn(50).double()
-    for rows in CLASSES:
-        expected = torch.nn.functional.linear(x, weight, bias)
-        torch.testing.assert_close(linear(x, weight, bias, rows=rows), expected, rtol=1e-12, atol=1e-12)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(linear(x, weight, bias), expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- paged attention
@@ -140,14 +137,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("rows", CLASSES)
 @pytest.mark.parametrize("window", [0, 1, 13, 300])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", backends("paged_attention", slow=True))
-def test_attention_is_torchs(backend: str, shape: dict[str, int], window: int, rows: str, device: str) -> None:
+def test_attention_is_torchs(backend: str, shape: dict[str, int], window: int, device: str) -> None:
     longest = 70 if is_slow(backend) else 600
     p = paged([3, 1, 5, 9], [3, longest, 40, 21], **shape)
-    out = attend(p, [(b, 0, len(q)) for b, q in enumerate(p.qs)], device, window=window, rows=rows, backend=backend)
+    out = attend(p, [(b, 0, len(q)) for b, q in enumerate(p.qs)], device, window=window, backend=backend)
     for b, got in enumerate(out):
         torch.testing.assert_close(got.double().cpu(), dense(p, b, window), rtol=2e-5, atol=2e-5)
 
@@ -156,15 +152,17 @@ def test_attention_is_torchs(backend: str, shape: dict[str, int], window: int, r
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("backend", backends("paged_attention", slow=True))
 def test_a_prompt_may_be_cut_anywhere(backend: str, window: int, dtype: torch.dtype, device: str) -> None:
-    """Same bits whole, in chunks, and beside other sequences."""
+    """Same bits whole, in chunks, beside other sequences, and token by token."""
     length = 40 if is_slow(backend) else 290
     p = paged([length, 7], [length, 20], heads=6, kv_heads=2, dim=32, dtype=dtype)
-    options = {"window": window, "rows": "prompt", "backend": backend}
+    options = {"window": window, "backend": backend}
     whole = attend(p, [(0, 0, length)], device, **options)[0]
     for cuts in ([1, 12],) if is_slow(backend) else ([1, 2, 40, 41, 200, 289], [32, 256], range(50, length, 50)):
         bounds = [0, *cuts, length]
         found = [attend(p, [(1, 0, 7), (0, i, end - i)], device, **options)[1] for i, end in itertools.pairwise(bounds)]
         assert_equal_bits(torch.cat(found), whole, f"cut at {list(cuts)}")
+    for i in (0, 1, 37, length - 1):
+        assert_equal_bits(attend(p, [(0, i, 1)], device, **options)[0], whole[i : i + 1], f"token {i} alone")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,7 +172,7 @@ def test_decoded_tokens_stand_alone(backend: str, window: int, dtype: torch.dtyp
     """Same bits one at a time, as a draft of several, in any batch."""
     contexts = [130, 40] if is_slow(backend) else [600, 40, 258, 6]
     p = paged([6] * len(contexts), contexts, heads=6, kv_heads=2, dim=32, dtype=dtype)
-    options = {"window": window, "rows": "decode", "backend": backend}
+    options = {"window": window, "backend": backend}
     together = attend(p, [(b, 0, 6) for b in range(len(contexts))], device, **options)
     for b in range(len(contexts)):
         alone = torch.cat([attend(p, [(b, i, 1)], device, **options)[0] for i in range(6)])
@@ -184,12 +182,11 @@ def test_decoded_tokens_stand_alone(backend: str, window: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("backend", backends("paged_attention"))
-@pytest.mark.parametrize("rows", CLASSES)
-def test_padding_rows_are_zero(rows: str, backend: str, device: str) -> None:
+def test_padding_rows_are_zero(backend: str, device: str) -> None:
     p = paged([2], [5])
     q = torch.cat([p.qs[0], torch.randn(3, 4, 32)])
     tensors = [q, p.k_cache, p.v_cache, p.tables, *(torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [5]))]
-    out = paged_attention(*(t.to(device) for t in tensors), scale=1.0, rows=rows, backend=backend)
+    out = paged_attention(*(t.to(device) for t in tensors), scale=1.0, backend=backend)
     assert out[:2].abs().min() > 0
     assert not out[2:].any()
 
@@ -202,9 +199,8 @@ def test_attention_is_hugging_faces() -> None:
     mask = torch.full((9, 21), -torch.inf).triu(21 - 9 + 1)[None, None]
     module = SimpleNamespace(num_key_value_groups=4, training=False)
     expected = eager_attention_forward(module, q, k, v, mask, scaling=0.3)[0][0]
-    for rows in CLASSES:
-        got = attend(p, [(0, 0, 9)], "cpu", scale=0.3, rows=rows)[0]
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    got = attend(p, [(0, 0, 9)], "cpu", scale=0.3)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", backends("write_kv"))
@@ -296,23 +292,21 @@ def expert_arguments(count: int, k: int = 3, hidden: int = 32, width: int = 24, 
     return [x, gate_up, down, weights, ids]
 
 
-@pytest.mark.parametrize("rows", CLASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", backends("experts"))
-def test_expert_rows_stand_alone(backend: str, dtype: torch.dtype, rows: str, device: str) -> None:
+def test_expert_rows_stand_alone(backend: str, dtype: torch.dtype, device: str) -> None:
     count = 9 if is_slow(backend) else 45
     more = {} if is_slow(backend) else {"hidden": 576, "width": 192, "number": 8}
     x, gate_up, down, weights, ids = (t.to(device) for t in expert_arguments(count, **more))
     x, gate_up, down = (t.to(dtype) for t in (x, gate_up, down))
     ways = subsets(count)[:4] if is_slow(backend) else subsets(count)
-    run = lambda i: experts(x[i], gate_up, down, weights[i], ids[i], rows=rows, backend=backend)  # noqa: E731
+    run = lambda i: experts(x[i], gate_up, down, weights[i], ids[i], backend=backend)  # noqa: E731
     assert_rows_stand_alone(run, count, ways)
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])
-@pytest.mark.parametrize("rows", CLASSES)
 @pytest.mark.parametrize("backend", backends("experts", slow=True))
-def test_experts_are_hugging_faces(backend: str, rows: str, k: int, device: str) -> None:
+def test_experts_are_hugging_faces(backend: str, k: int, device: str) -> None:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -329,7 +323,7 @@ def test_experts_are_hugging_faces(backend: str, rows: str, k: int, device: str)
         expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
         weights, ids = route(linear(x[0], block.gate.weight), k)
         values = [x[0], block.experts.gate_up_proj, block.experts.down_proj, weights, ids]
-        got = experts(*(v.detach().to(device) for v in values), rows=rows, backend=backend)
+        got = experts(*(v.detach().to(device) for v in values), backend=backend)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -476,7 +470,6 @@ REFUSED = [
     (lambda: linear(x3, torch.randn(3, 7)), r"linear: x is \[2, 8\], weight \[3, 7\]"),
     (lambda: linear(x3, w3.half()), "linear: weight is torch.float16"),
     (lambda: linear(x3, w3, torch.randn(4)), r"linear: bias is \[4\]"),
-    (lambda: linear(x3, w3, rows="all"), "linear: rows is 'all'"),
     (lambda: linear(x3.requires_grad_(), w3), "linear: is for inference and has no gradient"),
     (lambda: route(torch.randn(2, 8), 9), "route: k is 9, expected 1 to 8"),
     (lambda: route(torch.randn(2, 8), 3, num_groups=3), "route: 8 experts in 3 groups"),

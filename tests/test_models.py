@@ -128,16 +128,16 @@ def test_long_frequencies_are_those_of_max_length(name: str, tmp_path: Path) -> 
     hf = save(tmp_path, config | {"rope_parameters": rope})
     prompt = (PROMPT * 3)[:60]
     model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_length=60, progress=False)
-    close(Runner(model).run(prompt, "prompt"), hf_logits(hf, prompt))
+    close(Runner(model).run(prompt), hf_logits(hf, prompt))
     # a short sequence rotates by the same frequencies, whatever else runs: it equals the start of the long one
-    close(Runner(model).run(prompt[:10], "prompt"), hf_logits(hf, prompt)[:10])
+    close(Runner(model).run(prompt[:10]), hf_logits(hf, prompt)[:10])
 
 
 def test_chunks_equal_the_whole() -> None:
     model = weights.random_model(Qwen3.tiny(**MOE), device="cpu", dtype=torch.float32)
-    whole = Runner(model).run(PROMPT, "prompt")
+    whole = Runner(model).run(PROMPT)
     runner = Runner(model)
-    parts = torch.cat([runner.run(PROMPT[:5], "prompt"), runner.run(PROMPT[5:], "prompt")])
+    parts = torch.cat([runner.run(PROMPT[:5]), runner.run(PROMPT[5:])])
     close(parts, whole)
 
 
@@ -154,20 +154,19 @@ def test_sequences_of_one_batch_do_not_mix() -> None:
         block_tables=tables,
         query_starts=torch.tensor([0, 7, 12], dtype=torch.int32),
         context_lens=torch.tensor([7, 5], dtype=torch.int32),
-        rows="prompt",
         max_position=7,
     )
     caches = [spec.empty(4, BLOCK, "cpu") for spec in model.cache_specs()]
     with torch.inference_mode():
         both = model.logits(model.forward(step, caches))
-    close(both[:7], Runner(model).run(prompts[0], "prompt"))
-    close(both[7:], Runner(model).run(prompts[1], "prompt"))
+    close(both[:7], Runner(model).run(prompts[0]))
+    close(both[7:], Runner(model).run(prompts[1]))
 
 
 def test_past_max_length_is_refused() -> None:
     model = weights.random_model(Llama.tiny(), device="cpu", dtype=torch.float32, max_length=20)
     with pytest.raises(ValueError, match="position 20 is past the 20 tokens this model was loaded for"):
-        Runner(model).run(PROMPT, "prompt")
+        Runner(model).run(PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,11 @@ def test_slots_past_the_cache_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
-@pytest.mark.parametrize("rows", ["prompt", "decode"])
-def test_experts_that_do_not_exist_are_refused(wrong: int, rows: str) -> None:
+def test_experts_that_do_not_exist_are_refused(wrong: int) -> None:
     values = make(OPS["experts"], {"tokens": (5,), "hidden": 8, "width": 4, "experts": 4, "k": 2})
     values["ids"][2, 1] = wrong
     with pytest.raises(ValueError, match=r"experts: ids are -?\d to \d, expected 0 to 3"):
-        ops.experts(**values | {"rows": rows})
+        ops.experts(**values)
 
 
 def test_a_gradient_of_experts_that_do_not_exist_is_refused() -> None:

@@ -41,7 +41,7 @@ def operators(rank: int, world: int) -> dict[str, bool]:
     found = {}
     for tokens in TOKENS:
         for dtype in (torch.float32, torch.bfloat16):
-            for product in ("prompt", "decode", "mm"):
+            for product in ("linear", "mm"):
                 x = data(rank, tokens, K, dtype=dtype, whole=product == "mm")
                 weight = data(rank, *((K, N) if product == "mm" else (N, K)), dtype=dtype, whole=product == "mm")
                 name = f"{tokens} {dtype} {product}"

@@ -28,7 +28,7 @@ def drain(llm: LLM) -> None:
 
 
 def num_decode_rows(model: MockModel) -> int:
-    return sum(count for rows, count in model.num_rows if rows != "prompt")
+    return sum(rows for rows, sequences in model.num_rows if rows == sequences)
 
 
 def test_it_is_for_accelerators_unless_asked_for() -> None:

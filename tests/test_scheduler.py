@@ -6,7 +6,7 @@ import pytest
 
 from whorl.engine.blocks import BlockPool
 from whorl.engine.scheduler import Chunk, Scheduler
-from whorl.engine.sequence import GENERATED, FinishReason, SamplingParams, Sequence
+from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 
 def scheduler(
@@ -88,7 +88,7 @@ def test_a_full_cache_preempts_the_last_admitted() -> None:
     assert second.output_ids != []
 
 
-def test_the_preempted_come_back_first_and_in_their_roles() -> None:
+def test_the_preempted_come_back_first_and_whole() -> None:
     sched = scheduler(num_blocks=4, block_size=2, share=False)
     first, second = add(sched, 3, max_len=6), add(sched, 2, token=2)
     for _ in range(2):
@@ -99,10 +99,7 @@ def test_the_preempted_come_back_first_and_in_their_roles() -> None:
     assert list(sched.waiting) == [second, third]
     lengths = step(sched)
     assert list(lengths) == [second, third]
-    assert lengths[second] == 2  # its prompt; what it generated is of the other class and comes next
-    assert second.is_decoding
-    assert second.num_pending == 2
-    assert step(sched)[second] == 2
+    assert lengths[second] == 4  # its prompt and what it had generated
     assert step(sched)[second] == 1
 
 
@@ -127,15 +124,6 @@ def test_the_preempted_wait_for_a_token_under_way() -> None:
     first.append(5)
     first.num_unread = 0
     assert list(step(sched)) == [first, second]
-
-
-def test_roles_are_never_mixed_in_a_chunk() -> None:
-    sched = scheduler(share=False)
-    seq = Sequence([1] * 10, SamplingParams(), max_len=50, generated=[range(3, 5), range(9, 10)])
-    sched.add(seq)
-    assert [step(sched)[seq] for _ in range(5)] == [3, 2, 4, 1, 1]
-    assert list(seq.roles[:10]) == [0, 0, 0, 1, 1, 0, 0, 0, 0, 1]
-    assert seq.roles[10] == GENERATED
 
 
 def test_copies_wait_for_the_first_and_share_its_prompt() -> None:
@@ -209,7 +197,6 @@ def test_everything_ends(seed: int) -> None:
         for chunk in chunks:
             seq = chunk.sequence
             assert 0 < chunk.length <= seq.num_pending
-            assert len(set(seq.roles[chunk.start : chunk.start + chunk.length])) == 1
             assert sched.pool.blocks_for(len(seq.token_ids)) <= len(seq.block_table)
         assert chunks or not sched.has_work, "work, and nothing scheduled"
         run(sched, chunks)

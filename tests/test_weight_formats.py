@@ -65,7 +65,7 @@ class PairedInt8(nn.Format):
         matrix.scales.fill_((2**16 / 12 * matrix.shape[-1]) ** -0.5)
         self.finish(matrix)
 
-    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None, rows: nn.Rows) -> Tensor:
+    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = zip(x.float().split(GROUP, -1), unpacked(matrix.pairs).split(GROUP, -1), matrix.scales, strict=True)
         y = sum((part @ values.float().T * scale for part, values, scale in parts), torch.zeros(()))
         return (y if bias is None else y + bias).to(x.dtype)
@@ -149,7 +149,7 @@ def load(path: Path, **options: Any) -> Any:
 
 def logits(model: Any) -> Tensor:
     runner = Runner(model)
-    return torch.cat([runner.run(PROMPT, "prompt"), runner.run([5], "decode")])
+    return torch.cat([runner.run(PROMPT), runner.run([5])])
 
 
 def matrices(model: Any) -> dict[str, nn.Matrix]:

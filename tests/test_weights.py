@@ -26,7 +26,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def logits(model: Any) -> Tensor:
-    return Runner(model).run(PROMPT, "prompt")
+    return Runner(model).run(PROMPT)
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def run_rank(rank: int, size: int, folder: Path, store: str, results: Any) -> No
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     runner = Runner(load(folder, tp=nn.Ranks(rank=rank, size=size)))
-    found = torch.cat([runner.run(PROMPT, "prompt"), runner.run([5], "decode")])
+    found = torch.cat([runner.run(PROMPT), runner.run([5])])
     if rank == size - 1:
         results.put(found.numpy())
     torch.distributed.barrier()
@@ -383,7 +383,7 @@ def run_rank(rank: int, size: int, folder: Path, store: str, results: Any) -> No
 def test_ranks_together_equal_one(size: int, config: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, config)
     runner = Runner(load(tmp_path))
-    expected = torch.cat([runner.run(PROMPT, "prompt"), runner.run([5], "decode")])
+    expected = torch.cat([runner.run(PROMPT), runner.run([5])])
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     store = str(tmp_path / "store")

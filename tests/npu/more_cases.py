@@ -4,7 +4,6 @@ from typing import Any
 
 _SMALL = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 128}
 _WIDE = {"heads": 4, "kv_heads": 1, "dim": 128, "block": 128}
-_DECODE = {"rows": "decode"}
 _ABSORBED = {"dim": 576, "value_dim": 512}
 _SELECTIONS: list[dict[str, Any]] = [
     {"tokens": (5,), "keys": 80, "topk": 70, "heads": 4, "counts": (70, 20, 0, 1, 64), **_ABSORBED},
@@ -38,11 +37,11 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "sparse_attention_backward": [*_SELECTIONS, {**_SELECTIONS[0], "deterministic": True}],
     "paged_attention": [
         {"queries": (1,), "contexts": (5,), **_SMALL},  # one query: no mask
-        {"queries": (1, 1), "contexts": (300, 7), **_SMALL, **_DECODE},
-        {"queries": (2, 2), "contexts": (130, 9), **_SMALL, **_DECODE},  # a mask of our own
-        {"queries": (1, 3, 0), "contexts": (300, 70, 4), **_WIDE, **_DECODE},
-        {"queries": (1, 1), "contexts": (300, 20), "window": 150, **_SMALL, **_DECODE},
-        {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_WIDE, **_DECODE},
+        {"queries": (1, 1), "contexts": (300, 7), **_SMALL},
+        {"queries": (2, 2), "contexts": (130, 9), **_SMALL},  # a mask of our own
+        {"queries": (1, 3, 0), "contexts": (300, 70, 4), **_WIDE},
+        {"queries": (1, 1), "contexts": (300, 20), "window": 150, **_SMALL},
+        {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_WIDE},
         {"queries": (1, 1), "contexts": (9, 20), "window": 20, **_SMALL},
         {"queries": (5, 1, 2), "contexts": (5, 200, 300), **_SMALL},  # the compressed triangle, padded
         {"queries": (35,), "contexts": (170,), **_WIDE},  # and packed
@@ -52,10 +51,10 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
         {"queries": (5, 2), "contexts": (140, 2), "idle": 2, **_SMALL},
         {"queries": (5, 2), "contexts": (140, 2), "idle": 1, **_WIDE},
         {"queries": (5, 0, 2), "contexts": (300, 300, 200), "shared": True, **_SMALL},
-        {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle": 1, **_SMALL, **_DECODE},
+        {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle": 1, **_SMALL},
     ],
     "write_kv": [{"tokens": (3,), "kv_heads": 2, "dim": 16, "skipped": 3}],
-    "linear": [{"tokens": (70,), "size": (24, 40), "rows": "decode"}, {"tokens": (515,), "size": (8, 16)}],
+    "linear": [{"tokens": (70,), "size": (24, 40)}, {"tokens": (515,), "size": (8, 16)}],
     "sample": [
         {"tokens": (8,), "vocab": 3000, "scale": 0.01, "top_k": 1100},
         {"tokens": (3,), "vocab": 100, "top_k": 200},

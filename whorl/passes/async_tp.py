@@ -75,7 +75,7 @@ def _product(node: Any) -> tuple[Node, Node, str] | None:
     if node.target is linear.node:
         bias = arguments[2] if len(arguments) > 2 else node.kwargs.get("bias")
         is_plain = bias is None and not node.kwargs.get("backend")
-        return (arguments[0], arguments[1], str(node.kwargs.get("rows", "prompt"))) if is_plain else None
+        return (arguments[0], arguments[1], "linear") if is_plain else None
     return None
 
 

@@ -15,8 +15,8 @@ from . import fused
 
 
 def _multiply(x: Tensor, weight: Tensor, product: str) -> Tensor:
-    """product: "mm", aten.mm with weight [K, N], or the class of rows of whorl's linear with weight [N, K]."""
-    return x @ weight if product == "mm" else linear(x, weight, rows=product)
+    """product: "mm", aten.mm with weight [K, N], or "linear", whorl's with weight [N, K]."""
+    return x @ weight if product == "mm" else linear(x, weight)
 
 
 def _width(weight: Tensor, product: str) -> Any:
@@ -100,7 +100,7 @@ def _overlapped_all_gather(
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str = "mm") -> Tensor:
     """This rank's ceil(T / p) rows of the sum over ranks of x [T, K] @ weight; rows past T are zero.
 
-    product: "mm" with weight [K, N], or "prompt" and "decode", whorl's `linear` with weight [N, K]. ordered: add in
+    product: "mm" with weight [K, N], or "linear", whorl's with weight [N, K]. ordered: add in
     rank order, which no platform's own fused operator does.
     """
     if not ordered and product == "mm" and (run := fused.reduce_scatter(x, weight, group)) is not None:

@@ -138,7 +138,8 @@ def paged_attention(
     like q, contiguous. Query i of n sits at position context_lens[b] - n + i and sees the keys up to its own, with
     window > 0 only the last `window` of them. HQ is a multiple of HK. Scores, softmax and sums in fp32, one rounding.
     A query's bits depend on itself and the keys it sees alone: not on other sequences, not on how a prompt is cut into
-    chunks, nor on whether it comes as a prompt or is decoded; docs/arithmetic.md says how, and where not. Rows of q past the last query_starts are zero. No gradient.
+    chunks, nor on whether it is a prompt's or decoded; docs/arithmetic.md says how, and where not. Rows of q past the
+    last query_starts are zero. No gradient.
 
     query_starts begin at 0 and do not fall; a sequence with queries has no more of them than keys, and a row of
     block_tables that holds its keys. What is not so is refused where it can be seen without waiting for a device: on
@@ -183,6 +184,7 @@ _CASES: list[Values] = [
     {"queries": (5, 2), "contexts": (40, 2), "window": 4, "sliced": True, **_HEADS},
     {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
     {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
+    {"queries": (40,), "contexts": (60,), "window": 13, "sliced": True, **_HEADS},
     # Blocks that every backend takes.
     {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
     {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
