@@ -199,9 +199,9 @@ def forget_a_row(patch: pytest.MonkeyPatch) -> None:
     """Only the newest token is computed, the one before it not."""
     lay_out = Forward._lay_out
 
-    def wrong(self: Forward, spans: Any, role: int) -> Step:
-        step = lay_out(self, spans, role)
-        if role and any(span.length > 1 for span in spans):
+    def wrong(self: Forward, spans: Any) -> Step:
+        step = lay_out(self, spans)
+        if any(span.length > 1 for span in spans):
             step.slots[0] = -1
         return step
 

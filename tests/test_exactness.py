@@ -95,7 +95,7 @@ def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
 MANY = seeded(range(100, 1000), range(100, 200), pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(40), range(6)), *MANY])
+@pytest.mark.parametrize(("name", "seeds"), [*seeded(range(40), range(9)), *MANY])
 def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
     seen = sum((check(name, seed)[1] for seed in seeds), Counter())
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted", "num_rejected"):
@@ -177,7 +177,8 @@ def forget_positions_of_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def mask_out_the_last_key(patch: pytest.MonkeyPatch) -> None:
     def shorter(step: Step) -> torch.Tensor:
-        is_draft = step.query_starts.diff() > 1
+        lengths = step.query_starts.diff()
+        is_draft = (lengths > 1) & (step.context_lens > lengths)
         return step.context_lens - is_draft.int()
 
     spoil(patch, "context_lens", shorter)
