@@ -71,13 +71,21 @@ FAULTS = [
     Fault(
         "gradient of the weight scaled", QK_BACKWARD, "qk_norm_rope_backward", "= d_first * first", "= w_first * first"
     ),
-    Fault("last column not written", LINEAR, "linear", "mask=columns < N)", "mask=columns < N - 1)"),
-    Fault("every row reads the first", LINEAR, "linear", "x_at, y_at = x_at + x_stride,", "x_at, y_at = x_at,"),
+    Fault("last column not written", LINEAR, "linear", "(columns < N)[:, None])", "(columns < N - 1)[:, None])"),
+    Fault(
+        "every row reads the first",
+        LINEAR,
+        "linear",
+        "(rows % T).to(tl.int64)[None, :]",
+        "(0 * rows).to(tl.int64)[None, :]",
+    ),
     Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),
     Fault("sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN", "dot(x, weight, total * 0, WIDEN"),
-    Fault("gate and up exchanged", EXPERTS, "experts", ".sum(gate * x, 1), tl.sum(up", ".sum(up * x, 1), tl.sum(gate"),
-    Fault("slots not weighted", EXPERTS, "experts", "part * tl.load(weights_ptr + pair)", "part"),
-    Fault("first slot only", EXPERTS, "experts", "= token * K + slot\n        expert", "= token * K\n        expert"),
+    Fault(
+        "gate and up exchanged", EXPERTS, "experts", "    gate, up = gate.to(dtype)", "    up, gate = gate.to(dtype)"
+    ),
+    Fault("slots not weighted", EXPERTS, "experts", "tl.full(part.shape, weight,", "tl.full(part.shape, 1.0,"),
+    Fault("first slot only", EXPERTS, "experts", "= token * K + i // steps", "= token * K"),
     Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
     Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),

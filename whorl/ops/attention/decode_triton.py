@@ -144,11 +144,11 @@ def _fold_kernel(
     stop = tl.cdiv(end, CUT)
     for begin in range(first // CUT, stop, AHEAD):
         for ahead in tl.static_range(AHEAD):
-            at = row * cuts + begin + ahead + tl.zeros((1,), tl.int32)
-            is_real = begin + ahead < stop  # what is past the end adds nothing
+            i = begin + ahead + tl.zeros((1,), tl.int32)
+            at, is_real = row * cuts + i, i < stop  # what is past the end adds nothing
             cut_top = tl.load(top_ptr + at, mask=is_real, other=float("-inf"))
             cut_total = tl.load(total_ptr + at, mask=is_real, other=0.0)
-            cut_out = tl.load(out_ptr + at[:, None] * D + channels, mask=is_real & (channels < D), other=0.0)
+            cut_out = tl.load(out_ptr + at[:, None] * D + channels, mask=is_real[:, None] & (channels < D), other=0.0)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
     y = _divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * D + channels, y, mask=channels < D)
