@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
+from whorl.ops.linear import pack
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 
 
@@ -23,6 +24,10 @@ class Dense(Format):
 
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
         matrix.weight.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
+
+    def finish(self, matrix: Matrix) -> None:
+        if len(matrix.shape) == 2:
+            pack(matrix.weight)
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear.unchecked(x, matrix.weight, bias)  # type: ignore[no-any-return]
