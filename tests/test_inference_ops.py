@@ -296,7 +296,8 @@ def expert_arguments(count: int, k: int = 3, hidden: int = 32, width: int = 24, 
 @pytest.mark.parametrize("backend", backends("experts"))
 def test_expert_rows_stand_alone(backend: str, dtype: torch.dtype, device: str) -> None:
     count = 9 if is_slow(backend) else 45
-    more = {} if is_slow(backend) else {"hidden": 576, "width": 192, "number": 8}
+    small, large = {"k": 2, "hidden": 16, "width": 8}, {"hidden": 576, "width": 192, "number": 8}
+    more = small if is_slow(backend) else large
     x, gate_up, down, weights, ids = (t.to(device) for t in expert_arguments(count, **more))
     x, gate_up, down = (t.to(dtype) for t in (x, gate_up, down))
     ways = subsets(count)[:4] if is_slow(backend) else subsets(count)

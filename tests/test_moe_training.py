@@ -72,7 +72,7 @@ def ours(block: torch.nn.Module, x: Tensor, backend: str) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("make", [qwen3, deepseek_v3, deepseek_v32])
+@pytest.mark.parametrize("make", [qwen3, pytest.param(deepseek_v3, marks=pytest.mark.slow), deepseek_v32])
 def test_blocks_of_transformers(make: Any, backend: str) -> None:
     """Output and the gradients of the input and of every parameter."""
     block = make().to(DEVICE)

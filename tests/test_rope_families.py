@@ -208,6 +208,7 @@ def _judge_softmax_scale(family: Family, name: str) -> str:
     return "agrees" if corrects == bool(ours and ours.deepseek_yarn) else f"corrects the softmax scale: {corrects}"
 
 
+@pytest.mark.slow
 def test_no_family_is_taken_for_llama_in_silence() -> None:
     judged: dict[str, set[str]] = {}
     for family in families():

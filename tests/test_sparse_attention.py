@@ -156,7 +156,13 @@ def run_masked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[list[Te
 
 @pytest.mark.parametrize(
     ("heads", "key_heads"),
-    [(1, 1), (8, 8), (16, 2), (32, 1), pytest.param(64, 64, marks=pytest.mark.slow), (128, 16)],
+    [
+        (1, 1),
+        (8, 8),
+        (16, 2),
+        (32, 1),
+        *(pytest.param(*many, marks=pytest.mark.slow) for many in ((64, 64), (128, 16))),
+    ],
 )
 def test_any_number_of_masked_heads(heads: int, key_heads: int) -> None:
     q, k, v = tensors((2, heads, 24), (20, key_heads, 24), (20, key_heads, 16), dtype=torch.float32)

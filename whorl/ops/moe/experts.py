@@ -109,7 +109,7 @@ _CASES: list[Values] = [
     {"tokens": (1,), "hidden": 8, "width": 4, "experts": 2, "k": 1},
     {"tokens": (3,), "hidden": 24, "width": 20, "experts": 4, "k": 2},
     {"tokens": (3,), "hidden": 32, "width": 16, "experts": 4, "k": 3, "scale": 0.01},
-    {"tokens": (2,), "hidden": 64, "width": 40, "experts": 8, "k": 8, "scale": 0.01},
+    {"tokens": (2,), "hidden": 24, "width": 12, "experts": 8, "k": 8, "scale": 0.01},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2},
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
     {"tokens": (20,), "hidden": 40, "width": 24, "experts": 3, "k": 2, "sliced": True},
