@@ -275,6 +275,13 @@ def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) 
     return graph.replay  # type: ignore[no-any-return]
 
 
+def is_recording(device: str) -> bool:
+    """Whether launches are being recorded as a graph: the host must not wait for a result now."""
+    module = accelerator(device)
+    ask = getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def graph_pool(device: str) -> Any:
     module = accelerator(device)
     return None if module is None or device in NO_GRAPHS else module.graph_pool_handle()

@@ -46,8 +46,8 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 def pack(weight: Tensor) -> None:
     """Lay out a weight that no longer changes for products with few rows, which then take no longer than reading it.
 
-    Only where the CPU's library has such a layout, in fp32, and a trial shows the same bits. It costs the weight's memory
-    once more.
+    Only where the CPU's library has such a layout, in fp32, and a trial shows the same bits. It costs the weight's
+    memory once more.
     """
     if weight.device.type != HOST or weight.dtype != torch.float32 or not torch.backends.mkl.is_available():
         return

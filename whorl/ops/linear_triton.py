@@ -8,11 +8,14 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from . import linear_library
 from ._overlap_triton import follow, overlap
 from ._rows import ceil_div
 
 FEW = 16  # rows that stand beside a weight's
+MODERATE = 64  # rows of one tile; up to here torch's product is no faster
 MANY = 256  # rows up to which weights take longer to read than to multiply
+NARROW = 4096  # columns of a weight that would leave multiprocessors idle in large tiles
 
 
 @triton.jit
@@ -45,12 +48,12 @@ def _few_kernel(
     follow(OVERLAP)
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    x_at = x_ptr + (rows % T).to(tl.int64)[None, :] * x_stride
+    x_at = x_ptr + rows.to(tl.int64)[None, :] * x_stride
     weight_at = weight_ptr + (columns % N).to(tl.int64)[:, None] * weight_stride
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_at + k[:, None], mask=(k < K)[:, None], other=0.0)
+        x = tl.load(x_at + k[:, None], mask=(k < K)[:, None] & (rows < T)[None, :], other=0.0)
         weight = tl.load(weight_at + k[None, :], mask=(k < K)[None, :], other=0.0)
         total = dot(weight, x, total, WIDEN)
     if HAS_BIAS:
@@ -104,6 +107,12 @@ def _tile_kernel(
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = unit_stride(x), unit_stride(weight)
+    if len(x) > MODERATE and bias is None and (y := linear_library.multiply(x, weight, _ours)) is not None:
+        return y
+    return _ours(x, weight, bias)
+
+
+def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (count, length), columns = x.shape, weight.shape[0]
     y = torch.empty(count, columns, dtype=x.dtype, device=x.device)
     if not y.numel():
@@ -122,9 +131,9 @@ def few_plan(columns: int) -> dict[str, int]:
     """A narrow weight is cut finer, or multiprocessors stand idle."""
     if is_interpreting():
         return {"ROWS": FEW, "COLUMNS": 32, "BLOCK_K": 32}
-    if columns < 4096:
-        return {"ROWS": FEW, "COLUMNS": 16, "BLOCK_K": 512, "num_warps": 2, "num_stages": 4}
-    return {"ROWS": FEW, "COLUMNS": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 5}
+    if columns < NARROW:
+        return {"ROWS": FEW, "COLUMNS": 16, "BLOCK_K": 256, "num_warps": 2, "num_stages": 6}
+    return {"ROWS": FEW, "COLUMNS": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6}
 
 
 def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
@@ -136,10 +145,12 @@ def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
         return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32, "GROUP": 2}
     if element_size == 4:
         return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 2}
+    if count <= MODERATE and columns < NARROW:
+        return {"ROWS": 64, "COLUMNS": 16, "BLOCK_K": 128, "GROUP": 8, "num_warps": 4, "num_stages": 8}
+    if count <= MODERATE:
+        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 128, "GROUP": 8, "num_warps": 4, "num_stages": 6}
     if count <= MANY:
-        narrow = columns < 4096
-        fine = {"COLUMNS": 16, "BLOCK_K": 256} if narrow else {"COLUMNS": 32, "BLOCK_K": 128}
-        return {"ROWS": 64, **fine, "GROUP": 8, "num_warps": 2, "num_stages": 3}
+        return {"ROWS": 128, "COLUMNS": 64, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4, "num_stages": 5}
     return {"ROWS": 256, "COLUMNS": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 

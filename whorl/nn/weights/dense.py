@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.ops.linear import pack
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.ops.linear import pack
 
 
 @dataclass(frozen=True, slots=True)

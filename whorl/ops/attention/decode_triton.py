@@ -16,9 +16,12 @@ from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from .cuts_triton import cut, cut_of, fold, load_cut
 
-WALKERS = 128  # programs that keep the memory busy without cutting their keys
-PROGRAMS = 1024  # of a call that cuts; a block table says how long a sequence may be, and few are that long
+WALKERS = 256  # programs that keep the memory busy without sharing a sequence's cuts
+PROGRAMS = 264  # that share long ones: two for each of an H200's multiprocessors
+SHORT = 1024  # cuts in all, up to which each is a program of its own
+LONG = 256  # cuts of a sequence, beyond which what many of them give would fill the memory
 AHEAD = 32  # cuts on their way while one is folded
+CHANNELS = 32  # of a program that folds
 
 
 @triton.jit
@@ -113,6 +116,26 @@ def _divided(out, total):
 
 
 @triton.jit
+def _fold_some(
+    top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """AHEAD cuts from `at` on, or the first `count` of them: what is behind those adds nothing."""
+    mask = channels < D
+    for ahead in tl.static_range(AHEAD):
+        here = at + ahead + tl.zeros((1,), tl.int64)
+        if count is None:
+            cut_top, cut_total = tl.load(top_ptr + here), tl.load(total_ptr + here)
+        else:
+            is_real = ahead + tl.zeros((1,), tl.int32) < count
+            cut_top = tl.load(top_ptr + here, mask=is_real, other=float("-inf"))
+            cut_total = tl.load(total_ptr + here, mask=is_real, other=0.0)
+            mask = is_real[:, None] & (channels < D)
+        cut_out = tl.load(out_ptr + here[:, None] * D + channels, mask=mask, other=0.0)
+        top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+    return top, total, out
+
+
+@triton.jit
 def _fold_kernel(
     out_ptr,
     top_ptr,
@@ -131,25 +154,23 @@ def _fold_kernel(
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The cuts of one token and head, in order. AHEAD of them are asked for together; each channel sums for itself."""
+    """The cuts of one token and head, in order, for some channels. AHEAD of them are asked for together."""
     follow(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
-    channels = tl.arange(0, BLOCK_D)[None, :]
+    channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     row = token.to(tl.int64) * HQ + head
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     out = tl.zeros((1, BLOCK_D), tl.float32)
-    stop = tl.cdiv(end, CUT)
-    for begin in range(first // CUT, stop, AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            i = begin + ahead + tl.zeros((1,), tl.int32)
-            at, is_real = row * cuts + i, i < stop  # what is past the end adds nothing
-            cut_top = tl.load(top_ptr + at, mask=is_real, other=float("-inf"))
-            cut_total = tl.load(total_ptr + at, mask=is_real, other=0.0)
-            cut_out = tl.load(out_ptr + at[:, None] * D + channels, mask=is_real[:, None] & (channels < D), other=0.0)
-            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+    i, stop = first // CUT, tl.cdiv(end, CUT)
+    at = row * cuts
+    while i + AHEAD <= stop:
+        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
+        i += AHEAD
+    if i < stop:
+        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
     y = _divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * D + channels, y, mask=channels < D)
 
@@ -163,13 +184,13 @@ def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window
     size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
-    walks = cuts == 1 or tokens * kv_heads >= WALKERS
-    shared = {"D": dim, "BLOCK_D": max(16, power_of_2(dim)), "BLOCK_B": power_of_2(count), "CUT": size}
+    shared = {"D": dim, "BLOCK_B": power_of_2(count), "CUT": size}
     shared |= {"enable_fp_fusion": False, **overlap(q)}
+    plan, programs = _plan(tokens * kv_heads, cuts)
+    walks = programs == 1
     scratch = (0,) if walks else (tokens, heads, cuts)
     out = torch.empty(*scratch, dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
-    programs = 1 if walks else min(cuts, max(1, PROGRAMS // (tokens * kv_heads)))
     _decode_kernel[(tokens, kv_heads, programs)](
         *tensors,
         out,
@@ -185,15 +206,37 @@ def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window
         G=heads // kv_heads,
         BLOCK_SIZE=block_size,
         BLOCK_G=max(16, power_of_2(heads // kv_heads)),
+        BLOCK_D=max(16, power_of_2(dim)),
         WALKS=walks,
-        STAGES=2 if walks else 1,
         WIDEN=is_interpreting(),
-        num_warps=4,
+        **plan,
         **shared,
     )
     if not walks:
         ahead = min(AHEAD, power_of_2(cuts))
-        _fold_kernel[(tokens, heads)](
-            out, top, total, starts, lengths, y, window, cuts, count, HQ=heads, AHEAD=ahead, num_warps=1, **shared
+        _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
+            out,
+            top,
+            total,
+            starts,
+            lengths,
+            y,
+            window,
+            cuts,
+            count,
+            HQ=heads,
+            BLOCK_D=CHANNELS,
+            AHEAD=ahead,
+            num_warps=1,
+            **shared,
         )
     return y
+
+
+def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
+    """How a cut is computed, and the programs that share the cuts of a token's key head; 1 walks them all."""
+    if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
+        return {"STAGES": 3, "num_warps": 4}, 1
+    if heads * cuts <= SHORT:  # the first cut is there sooner without a pipeline
+        return {"STAGES": 1, "num_warps": 8}, cuts
+    return {"STAGES": 3, "num_warps": 8}, min(cuts, max(2, PROGRAMS // heads))

@@ -65,38 +65,31 @@ def _gate_up_few_kernel(
 def _down_few_kernel(
     hidden_ptr,
     down_ptr,
-    weights_ptr,
     ids_ptr,
-    y_ptr,
+    parts_ptr,
     stride_e,
     stride_c,
     C,
     F,
-    K: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some channels of one token, all slots in order: weighted and added here, nothing goes through memory."""
+    """Some channels of one (token, slot); all slots of a token here would leave multiprocessors idle."""
     follow(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    channels, column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 16)[None, :]
-    row = (channels % C)[:, None] * stride_c
-    steps = tl.cdiv(F, BLOCK_F)
-    y = tl.zeros((COLUMNS, 16), tl.float32)
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    channels, token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 16)[None, :]
+    down_at = down_ptr + expert * stride_e + (channels % C)[:, None] * stride_c
     part = tl.zeros((COLUMNS, 16), tl.float32)
-    for i in range(0, K * steps):  # one loop: the next expert's rows are on their way while one ends
-        pair, f = token * K + i // steps, i % steps * BLOCK_F + tl.arange(0, BLOCK_F)
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
-        down = tl.load(down_ptr + expert * stride_e + row + f[None, :], mask=(f < F)[None, :], other=0.0)
-        hidden = tl.load(hidden_ptr + pair * F + f[:, None], mask=(f < F)[:, None] & (column == 0), other=0.0)
+    for start in range(0, F, BLOCK_F):
+        f = start + tl.arange(0, BLOCK_F)
+        down = tl.load(down_at + f[None, :], mask=(f < F)[None, :], other=0.0)
+        hidden = tl.load(hidden_ptr + pair * F + f[:, None], mask=(f < F)[:, None] & (token == 0), other=0.0)
         part = dot(down, hidden, part, WIDEN)
-        if i % steps == steps - 1:
-            y = _weigh(part.to(y_ptr.dtype.element_ty), tl.load(weights_ptr + pair), y)
-            part = tl.zeros((COLUMNS, 16), tl.float32)
-    to = y_ptr + token * C + channels[:, None] + column
-    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(channels < C)[:, None] & (column == 0))
+    to = parts_ptr + pair * C + channels[:, None] + token
+    tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=(channels < C)[:, None] & (token == 0))
 
 
 @triton.jit
@@ -244,24 +237,25 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 
 def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
-    (count, slots), (_, channels, width) = ids.shape, down.shape
-    hidden = torch.empty(count * slots, width, dtype=x.dtype, device=x.device)
+    pairs, (_, channels, width) = ids.numel(), down.shape
+    hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     inner, outer = few_plan()
     shared = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
-    _gate_up_few_kernel[(count * slots, ceil_div(width, inner["COLUMNS"]))](
-        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], slots, channels, width, **inner, **shared
+    _gate_up_few_kernel[(pairs, ceil_div(width, inner["COLUMNS"]))](
+        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], ids.shape[1], channels, width, **inner, **shared
     )
-    _down_few_kernel[(count, ceil_div(channels, outer["COLUMNS"]))](
-        hidden, down, weights, ids, y, *down.stride()[:2], channels, width, K=slots, **outer, **shared
+    _down_few_kernel[(pairs, ceil_div(channels, outer["COLUMNS"]))](
+        hidden, down, ids, parts, *down.stride()[:2], channels, width, **outer, **shared
     )
+    _combine(parts, weights, y)
 
 
 def few_plan() -> tuple[dict[str, int], dict[str, int]]:
     if is_interpreting():
         return {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
     return (
-        {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 4, "num_stages": 5},
-        {"COLUMNS": 16, "BLOCK_F": 256, "num_warps": 2, "num_stages": 5},
+        {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4},
+        {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5},
     )
 
 
@@ -285,8 +279,7 @@ def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: T
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.empty(number, dtype=torch.int32, device=x.device)
     _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x))
-    hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, channels, dtype=x.dtype, device=x.device)
+    hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     inner, outer = tile_plan(len(x), x.element_size())
     shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
     tiles = min(pairs, ceil_div(pairs, inner["ROWS"]) + number)  # every expert may have one that is not full
@@ -320,7 +313,7 @@ def tile_plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, 
         small = {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
         return small | {"BLOCK_C": 32}, small | {"BLOCK_F": 32}
     if count <= MANY_TOKENS:
-        small = {"ROWS": 16, "COLUMNS": 32, "num_warps": 2, "num_stages": 3}
-        return small | {"BLOCK_C": 128}, small | {"BLOCK_F": 256}
+        small = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+        return small | {"BLOCK_C": 128, "num_stages": 3}, small | {"BLOCK_F": 128, "num_stages": 4}
     large = {"ROWS": 128, "num_warps": 8, "num_stages": 3}
     return large | {"COLUMNS": 128, "BLOCK_C": 64}, large | {"COLUMNS": 128, "BLOCK_F": 64}

@@ -1,0 +1,76 @@
+"""torch's own product for many rows, wherever a trial has shown that it has the bits of our kernels.
+
+A library picks its kernel by shape, and some of them split K. So row counts are padded to a multiple, which leaves few
+of them, and each (rows, N, K) is tried once, when it first comes. One that is not equal is left to our kernel, as is
+one that first comes while a graph is recorded.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.device import HOST, is_recording
+
+MULTIPLE = 128  # rows
+ALIGNMENT = 16  # bytes: with less, a library takes other kernels
+
+
+class Shape(NamedTuple):
+    """Of a product, and what else chooses the library's kernel."""
+
+    rows: int
+    columns: int
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+    may_round_sums: bool
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+_trials: dict[Shape, bool] = {}  # whether torch's product is equal
+
+
+def multiply(x: Tensor, weight: Tensor, ours: Product) -> Tensor | None:
+    """x @ weight.T by torch, or None where that is not known to be equal to `ours`."""
+    if x.device.type == HOST or x.element_size() != 2 or not (_is_plain(x) and _is_plain(weight)):
+        return None
+    shape = _shape(x, weight)
+    if shape not in _trials and not is_recording(x.device.type):
+        _trials[shape] = _is_equal(shape, weight, ours)
+    if not _trials.get(shape, False):
+        return None
+    count = len(x)
+    if shape.rows != count:
+        padded = x.new_empty(shape.rows, shape.length)  # nobody reads what the rows behind give
+        padded[:count] = x
+        x = padded
+    return torch.nn.functional.linear(x, weight)[:count]
+
+
+def trials() -> dict[Shape, bool]:
+    """What was tried so far, and whether torch's product was equal."""
+    return dict(_trials)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and x.shape[1] * x.element_size() % ALIGNMENT == 0
+
+
+def _shape(x: Tensor, weight: Tensor) -> Shape:
+    settings = torch.backends.cuda.matmul
+    is_bf16 = x.dtype == torch.bfloat16
+    may_round = (
+        settings.allow_bf16_reduced_precision_reduction if is_bf16 else settings.allow_fp16_reduced_precision_reduction
+    )
+    (columns, length), rows = weight.shape, len(x) + -len(x) % MULTIPLE
+    return Shape(rows, columns, length, x.dtype, x.device, bool(may_round))
+
+
+def _is_equal(shape: Shape, weight: Tensor, ours: Product) -> bool:
+    """Where K is split, some 2 of 1000 results differ: one product of random rows tells."""
+    generator = torch.Generator(shape.device).manual_seed(0)
+    x = torch.randn(shape.rows, shape.length, device=shape.device, generator=generator).to(shape.dtype)
+    found = torch.nn.functional.linear(x, weight)
+    return bool(found.any()) and torch.equal(found, ours(x, weight))
