@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, is_recording
+from whorl.device import accelerator, is_recording
 
 MULTIPLE = 128  # rows
 ALIGNMENT = 16  # bytes: with less, a library takes other kernels
@@ -34,7 +34,7 @@ _trials: dict[Shape, bool] = {}  # whether torch's product is equal
 
 def multiply(x: Tensor, weight: Tensor, ours: Product) -> Tensor | None:
     """x @ weight.T by torch, or None where that is not known to be equal to `ours`."""
-    if x.device.type == HOST or x.element_size() != 2 or not (_is_plain(x) and _is_plain(weight)):
+    if accelerator(x.device.type) is None or x.element_size() != 2 or not (_is_plain(x) and _is_plain(weight)):
         return None
     shape = _shape(x, weight)
     if shape not in _trials and not is_recording(x.device.type):

@@ -38,6 +38,7 @@ def _gate_up_few_kernel(
     F,
     COLUMNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -52,10 +53,15 @@ def _gate_up_few_kernel(
     up = tl.zeros((COLUMNS, 16), tl.float32)
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        x = tl.load(x_at + c[:, None], mask=(c < C)[:, None] & (token == 0), other=0.0)
-        mask = (c < C)[None, :]
-        gate = dot(tl.load(gate_at + c[None, :], mask=mask, other=0.0), x, gate, WIDEN)
-        up = dot(tl.load(gate_at + F * stride_f + c[None, :], mask=mask, other=0.0), x, up, WIDEN)
+        if EVEN:
+            x = tl.load(x_at + c[:, None] + token * 0, mask=token == 0, other=0.0)
+            gate_weight, up_weight = tl.load(gate_at + c[None, :]), tl.load(gate_at + F * stride_f + c[None, :])
+        else:
+            x = tl.load(x_at + c[:, None], mask=(c < C)[:, None] & (token == 0), other=0.0)
+            mask = (c < C)[None, :]
+            gate_weight = tl.load(gate_at + c[None, :], mask=mask, other=0.0)
+            up_weight = tl.load(gate_at + F * stride_f + c[None, :], mask=mask, other=0.0)
+        gate, up = dot(gate_weight, x, gate, WIDEN), dot(up_weight, x, up, WIDEN)
     to = hidden_ptr + pair.to(tl.int64) * F + columns[:, None] + token
     mask = (columns < F)[:, None] & (token == 0)
     tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
@@ -209,12 +215,12 @@ def _down_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts_ptr, weights_ptr, y_ptr, K, C, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
+def _combine_kernel(parts_ptr, weights_ptr, y_ptr, C, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     y = tl.zeros((BLOCK_C,), tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):  # all of them asked for together
         pair = token * K + slot
         part = tl.load(parts_ptr + pair * C + channels, mask=channels < C, other=0.0)
         y = _weigh(part, tl.load(weights_ptr + pair), y)
@@ -239,7 +245,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
     pairs, (_, channels, width) = ids.numel(), down.shape
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
-    inner, outer = few_plan()
+    inner, outer = few_plan(channels)
     shared = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
     _gate_up_few_kernel[(pairs, ceil_div(width, inner["COLUMNS"]))](
         x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], ids.shape[1], channels, width, **inner, **shared
@@ -250,13 +256,13 @@ def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Te
     _combine(parts, weights, y)
 
 
-def few_plan() -> tuple[dict[str, int], dict[str, int]]:
+def few_plan(channels: int) -> tuple[dict[str, int], dict[str, int]]:
     if is_interpreting():
-        return {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
-    return (
-        {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4},
-        {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5},
-    )
+        inner, outer = {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
+    else:
+        inner = {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4}
+        outer = {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5}
+    return inner | {"EVEN": channels % inner["BLOCK_C"] == 0}, outer
 
 
 def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
@@ -265,8 +271,8 @@ def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
         parts,
         weights,
         y,
-        weights.shape[1],
         y.shape[1],
+        K=weights.shape[1],
         BLOCK_C=block,
         num_warps=4,
         enable_fp_fusion=False,
