@@ -10,7 +10,20 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.fields import count, flag, number
-from whorl.nn import ONE, KVCache, Linear, PagedKV, Ranks, RMSNorm, Rope, Step, Vocabulary, attend
+from whorl.nn import (
+    ONE,
+    KVCache,
+    Linear,
+    Packed,
+    PagedKV,
+    Ranks,
+    RMSNorm,
+    Rope,
+    Step,
+    Vocabulary,
+    attend,
+    check_training,
+)
 from whorl.rope_config import RopeConfig
 
 # Projections that a checkpoint holds apart and one matrix product computes.
@@ -95,14 +108,24 @@ class Attention(Module):
         pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
         return 4 * self.num_heads * self.head_dim * pairs
 
-    def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """The queries, rotated; keys and values are written into the cache."""
+    def heads(self, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [T, H, D] each, the first two rotated."""
         heads, count = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, -1), self.num_heads
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         # q and k as one: their heads lie side by side.
         qk, _ = ops.rope.unchecked(qk, None, rotary, style=self.rope.style, where=self.rope.where)
-        ops.write_kv.unchecked(qk[:, count:], v, cache.k, cache.v, step.slots)
-        return qk[:, :count]
+        return qk[:, :count], qk[:, count:], v
+
+    def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """The queries, rotated; keys and values are written into the cache."""
+        q, k, v = self.heads(qkv, rotary)
+        ops.write_kv.unchecked(k, v, cache.k, cache.v, step.slots)
+        return q
+
+    def mix_packed(self, qkv: Tensor, rotary: Tensor, packed: Packed) -> Tensor:
+        """The same without a cache, with a gradient: whole sequences."""
+        how = {"scale": self.scale, "window": self.window or 0}
+        return ops.causal_attention(*self.heads(qkv, rotary), packed.starts, **how)[0].flatten(1)  # type: ignore[no-any-return]
 
     def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         """What tokens see of each other, [T, HQ D]: all that needs more than the rows themselves."""
@@ -199,6 +222,21 @@ class Llama(Module):
             return attention.mix(qkv, rotary, step, caches[attention.layer])
 
         return self.hidden(step.token_ids, mix)
+
+    def logprobs(self, packed: Packed) -> Tensor:
+        """Of every token but the first of a sequence, given those before it: [T - B] fp32, with a gradient.
+
+        What the engine tells of the same tokens, bit for bit: docs/arithmetic.md.
+        """
+        check_training(packed.token_ids.device.type)
+        rotary = self.rope.rows(packed)
+
+        def mix(attention: Attention, qkv: Tensor) -> Tensor:
+            return attention.mix_packed(qkv, rotary, packed)
+
+        hidden = self.hidden(packed.token_ids, mix)
+        logits = self.logits(hidden[packed.scored - 1])
+        return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
 
     def hidden(self, token_ids: Tensor, mix: Mix) -> Tensor:
         """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""

@@ -82,6 +82,20 @@ class Attention(llama.Attention):
             self.q_norm = RMSNorm(config.head_dim, self.eps)
             self.k_norm = RMSNorm(config.head_dim, self.eps)
 
+    def heads(self, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.is_normed:
+            return super().heads(qkv, rotary)
+        return ops.qk_norm_rope(  # type: ignore[no-any-return]
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            rotary,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+            style=self.rope.style,
+        )
+
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         if not self.is_normed:
             return super().rotate(qkv, rotary, step, cache)

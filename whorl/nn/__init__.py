@@ -13,6 +13,7 @@ from .model import Model
 from .norm import RMSNorm
 from .ranks import ONE, Ranks, Unit
 from .step import Step
+from .training import Packed, check_training, pack, trainable
 from .vocabulary import Vocabulary
 from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, hold, slots, weighted
 
@@ -27,6 +28,7 @@ __all__ = [
     "Linear",
     "Matrix",
     "Model",
+    "Packed",
     "PagedKV",
     "Part",
     "RMSNorm",
@@ -38,7 +40,10 @@ __all__ = [
     "Vocabulary",
     "Weighted",
     "attend",
+    "check_training",
     "hold",
+    "pack",
     "slots",
+    "trainable",
     "weighted",
 ]

@@ -8,6 +8,7 @@ from whorl.rope_table import RopeTable, get_rope
 
 from .cache import KVCache
 from .step import Step
+from .training import Packed
 
 LONGEST = 1 << 24  # tokens of a sequence: beyond all models, and a table of them is 8 GiB
 
@@ -34,7 +35,7 @@ class Rope:
         self.max_length = self.table.rows
         self._cos_sin: Tensor | None = None
 
-    def rows(self, step: Step) -> Tensor:
+    def rows(self, step: Step | Packed) -> Tensor:
         """[T, R], once a step for all layers."""
         if step.max_position > self.max_length:
             raise ValueError(

@@ -49,7 +49,7 @@ class Gradient:
         if not given:
             return (None,) * len(ctx.input_names)
         if self.formula is not None:
-            found = self.formula(grads, args, outputs)
+            found = self.formula(grads, args | {"wanted": ctx.wanted}, outputs)
         else:
             args.pop("backend")
             with no_autocast(given[0].device.type):

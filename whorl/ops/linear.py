@@ -1,6 +1,7 @@
 """The linear layer of models: a row's bits do not depend on what runs beside it."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in which a row has the bits that it has in a tile of its own. Both in the dtype of accumulation."""
     count, parts = x.shape[0], []
     if not count:
-        return x.new_zeros(0, weight.shape[0])
-    if (packed := getattr(weight, "packed", None)) is not None:
-        return _multiply_packed(x, packed, weight)
+        return x @ weight.t()
+    packed = getattr(weight, "packed", None)
+    if packed is not None and packed.version == weight._version:
+        return _multiply_packed(x, packed.weight, weight)
     left = torch.nn.functional.pad(x, (0, 0, 0, -count % TILE)) if count % TILE else x
     for size in _sizes(weight.shape, weight.dtype, weight.device.type, torch.get_num_threads()):
         whole = len(left) // size * size
@@ -44,12 +46,13 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor) -> None:
-    """Lay out a weight that no longer changes for products with few rows, which then take no longer than reading it.
+    """Lay out a weight for products with few rows, which then take no longer than reading it, until it is changed.
 
     Only where the CPU's library has such a layout, in fp32, and a trial shows the same bits. It costs the weight's
     memory once more.
     """
-    if weight.device.type != HOST or weight.dtype != torch.float32 or not torch.backends.mkl.is_available():
+    is_fit = weight.device.type == HOST and weight.dtype == torch.float32 and not weight.is_inference()
+    if not is_fit or not torch.backends.mkl.is_available():
         return
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), TILE)
     key = weight.shape, torch.get_num_threads()
@@ -59,7 +62,12 @@ def pack(weight: Tensor) -> None:
         trials = (1, 2, TILE - 1, TILE, TILE + 1, *LARGER)
         _PACKED[key] = all(torch.equal(_multiply_packed(x[:n], packed, weight), expected[:n]) for n in trials)
     if _PACKED[key]:
-        weight.packed = packed  # type: ignore[attr-defined]
+        weight.packed = Packed(packed, weight._version)  # type: ignore[attr-defined]
+
+
+class Packed(NamedTuple):
+    weight: Tensor
+    version: int  # of the weight that it was made of
 
 
 _PACKED: dict[tuple[torch.Size, int], bool] = {}  # by shape and number of threads: whether it gives the same bits
@@ -97,18 +105,31 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops)
+@operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x @ weight.T + bias.
 
     x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; y: [T, N] like x,
     contiguous. Sums and bias in fp32, one rounding. A row's bits depend on the row and the weight alone, not on how
-    many rows there are nor on its place: docs/arithmetic.md says how, and where not. No gradient.
+    many rows there are nor on its place: docs/arithmetic.md says how, and where not. Differentiable; gradients are
+    torch's own products, and have the bits that those have.
     """
     y = multiply(widen(x).contiguous(), widen(weight))
     if bias is not None:
         y = y + bias.to(y.dtype)
     return narrow(y, x.dtype)
+
+
+@linear.gradient(save=("x", "weight", "bias"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    dy, found = grads[0], {}
+    if "x" in args["wanted"]:
+        found["x"] = dy @ args["weight"]
+    if "weight" in args["wanted"]:
+        found["weight"] = dy.t() @ args["x"]
+    if "bias" in args["wanted"]:
+        found["bias"] = widen(dy).sum(0).to(args["bias"].dtype)
+    return found
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:

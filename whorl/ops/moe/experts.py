@@ -1,4 +1,4 @@
-"""Running the experts of each token at inference."""
+"""Running the experts of each token."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,10 @@ from .._check import INTEGERS, check_range
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..linear import multiply
+from ..swiglu import swiglu
 from . import experts_torch_npu
+from .grouped_matmul import grouped_matmul
+from .permute import permute, unpermute
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
@@ -54,11 +57,11 @@ def _results(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
     found = []
     for e, mine in enumerate(order.split(counts)):
-        if len(mine):
+        if len(mine) or not len(flat):
             both = _rounded(multiply(x[mine // ids.shape[1]], widen(gate_up[e])), dtype)
             found.append(_rounded(multiply(_activate(both, dtype), widen(down[e])), dtype))
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.cat(found)[back].view(*ids.shape, -1)
+    return torch.cat(found)[back].view(*ids.shape, x.shape[1])
 
 
 def _fake(x: Tensor, **_: object) -> Tensor:
@@ -77,7 +80,7 @@ def _flops(values: Values) -> int:
     return 2 * values["ids"].numel() * expert
 
 
-@operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops)
+@operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
 
@@ -85,9 +88,10 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
     and ids: [T, K] int32 or int64, each in [0, E), as `route` gives them: another is an error on the CPU and is not
     looked for elsewhere; y: like x, contiguous. Sums in fp32. gate, up, silu(gate) * up and each expert's result are
     rounded to x's dtype, as products of whole tensors round them; the slots are added in their order, in fp32, and y is
-    rounded once. A row's bits depend on the row alone, as in `linear`. No gradient.
+    rounded once. A row's bits depend on the row alone, as in `linear`. Differentiable in all but ids; the backward runs
+    the products of the forward again, by `grouped_matmul`.
     """
-    if not ids.numel():
+    if not ids.shape[1]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     parts = _results(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
     scaled = parts * weights.to(parts.dtype).unsqueeze(-1)
@@ -95,6 +99,26 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
     for slot in range(1, ids.shape[1]):
         y = y + scaled[:, slot]
     return y.to(x.dtype).contiguous()
+
+
+@experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    wanted, is_differentiated = args["wanted"], torch.is_grad_enabled()
+    given = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
+    if not is_differentiated:
+        given = {n: x.detach().requires_grad_(n in wanted) for n, x in given.items()}
+    with torch.enable_grad():
+        y = _by_expert(**given, ids=args["ids"], backend=args["backend"])
+        found = torch.autograd.grad(y, [given[n] for n in wanted], grads[0], create_graph=is_differentiated)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, backend: str) -> Tensor:
+    """The same of operators that have gradients, each rounding where `experts` does."""
+    rows, places, counts = permute(x, ids, gate_up.shape[0], backend=backend)
+    hidden = swiglu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
+    parts = grouped_matmul(hidden, down, counts, backend=backend)
+    return unpermute(parts, places, weights, backend=backend)  # type: ignore[no-any-return]
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:
