@@ -106,7 +106,7 @@ class Sampler:
         found: list[Logprob | None] = [None] * len(wanted)
         if not rows:
             return found
-        all_logprobs = logits[rows].log_softmax(-1)
+        all_logprobs = ops.log_softmax(logits[rows])
         own, own_ids = all_logprobs.gather(1, ids[rows, None]).squeeze(1).tolist(), ids.tolist()
         count = min(max(wanted[row] or 0 for row in rows), self.vocab_size)
         values, tops = (t.tolist() for t in all_logprobs[:, : self.vocab_size].topk(count))

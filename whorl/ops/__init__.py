@@ -21,6 +21,8 @@ from .indexer import indexer_kl_loss as indexer_kl_loss
 from .indexer import indexer_rope as indexer_rope
 from .indexer import lightning_indexer as lightning_indexer
 from .linear import linear as linear
+from .log_softmax import log_softmax as log_softmax
+from .log_softmax import token_logprobs as token_logprobs
 from .moe import experts as experts
 from .moe import grouped_matmul as grouped_matmul
 from .moe import permute as permute

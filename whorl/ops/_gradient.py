@@ -37,6 +37,7 @@ class Gradient:
         ctx.save_for_backward(*(tensors[n] for n in kept), *(outputs[i] for i in saved_outputs))
         ctx.saved_names, ctx.saved_outputs = kept, saved_outputs
         ctx.constants = {n: v for n, v in values.items() if n not in tensors}
+        ctx.dtypes = {n: v.dtype for n, v in tensors.items()}
         ctx.wanted = [n for n in names if n in tensors and tensors[n].requires_grad]
         ctx.input_names = names[: len(inputs)]
 
@@ -49,7 +50,8 @@ class Gradient:
         if not given:
             return (None,) * len(ctx.input_names)
         if self.formula is not None:
-            found = self.formula(grads, args | {"wanted": ctx.wanted}, outputs)
+            known = {"wanted": ctx.wanted, "dtypes": ctx.dtypes}
+            found = self.formula(grads, args | known, outputs)
         else:
             args.pop("backend")
             with no_autocast(given[0].device.type):

@@ -125,8 +125,8 @@ class Op:
         """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
 
         `args` holds the saved tensors and everything that is not a tensor, `backend` (what the forward was asked to
-        use) included, and as `wanted` the names of the arguments whose gradients are asked for; `outputs` the saved
-        outputs by index. Without this the reference is differentiated.
+        use) included, in `wanted` the names of the arguments whose gradients are asked for, and in `dtypes` those of
+        all tensors, saved or not; `outputs` the saved outputs by index. Without this the reference is differentiated.
         """
 
         def add(function: Formula) -> Formula:

@@ -1,0 +1,170 @@
+"""Log-probabilities from logits: of every token for samplers, of one token for trainers, with the same bits."""
+
+import torch
+from torch import Tensor
+
+from ._check import INTEGERS, check_like, check_range
+from ._draw import Draw, Sizes
+from ._op import Values, narrow, operator, widen
+
+_WITHOUT = {"torch_npu": "torch's own log_softmax runs on an NPU as it is, and the reference is that"}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of log-probabilities from logits of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(logits: Tensor, name: str = "log_softmax") -> None:
+    if not logits.is_floating_point() or logits.dtype.itemsize < 2:
+        raise ValueError(f"{name}: logits is {logits.dtype}, expected bf16, fp16 or fp32")
+    if logits.dim() == 0 or not logits.shape[-1]:
+        raise ValueError(f"{name}: logits is {list(logits.shape)}, expected [..., V] with V > 0")
+
+
+def _check_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> None:
+    name = "log_softmax_backward"
+    if y.dim() == 0 or not y.shape[-1] or y.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}: y is {list(y.shape)} {y.dtype}, expected [..., V] fp32 with V > 0")
+    check_like(name, "dy", dy, y.shape, y.dtype)
+    if not dtype.is_floating_point or _wide(dtype) != y.dtype:
+        raise ValueError(f"{name}: dtype is {dtype}, which has no log-probabilities in {y.dtype}")
+
+
+def _check_token(logits: Tensor, ids: Tensor, name: str = "token_logprobs") -> None:
+    _check(logits, name)
+    if ids.shape != logits.shape[:-1] or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"{name}: ids is {list(ids.shape)} {ids.dtype}, expected {list(logits.shape[:-1])} int32 or int64: one for "
+            "each row of logits"
+        )
+    check_range(name, "ids", ids, logits.shape[-1])
+
+
+def _check_token_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> None:
+    _check_token(logits, ids, "token_logprobs_backward")
+    check_like("token_logprobs_backward", "dy", dy, ids.shape, _wide(logits.dtype))
+
+
+def _row_wise(values: Values) -> list[object]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    tensors = [n for n in ("dy", "y", "logits", "ids") if n in values]
+    rows = len(values["logits" if "logits" in values else "y"].shape) - 1
+    return [([p], dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
+
+
+@operator(check=_check, sharding=_row_wise, without=_WITHOUT)
+def log_softmax(logits: Tensor) -> Tensor:
+    """y = logits - log(sum(exp(logits))), over the last dim.
+
+    logits: [..., V] bf16, fp16 or fp32; y: [..., V] fp32, contiguous. In fp32: y = (logits - top) - log(sum), with the
+    row's highest logit and the sum of exp(logits - top). A row's bits depend on that row alone: not on how many there
+    are, nor on where they lie. A logit of minus infinity is a token that is not there: y is minus infinity, the
+    gradient 0, and what arrives for it is not looked at. A row of nothing else, or with plus infinity or NaN, is NaN.
+    Differentiable; y is what it keeps.
+    """
+    wide = widen(logits).contiguous()
+    # torch's adds up each row by itself, in an order that V alone decides; torch.sum would share a single row among
+    # threads. The choice changes no value: a gradient ends there.
+    return torch.where(wide == -torch.inf, wide.detach(), torch.log_softmax(wide, -1))
+
+
+@operator(check=_check_backward, sharding=_row_wise, without=_WITHOUT)
+def log_softmax_backward(dy: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Gradient of `log_softmax` with respect to logits, from its result y: dy - exp(y) * sum(dy), in fp32.
+
+    Rounded once, to `dtype`, that of the logits.
+    """
+    is_absent = y == -torch.inf
+    present = dy.masked_fill(is_absent, 0)
+    dx = (present - torch.exp(y) * present.sum(-1, keepdim=True)).masked_fill(is_absent, 0)
+    return narrow(dx, y.dtype if y.dtype == torch.float64 else dtype).contiguous()
+
+
+@log_softmax.gradient(save_outputs=(0,))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    dtype = args["dtypes"]["logits"]
+    return {"logits": log_softmax_backward(grads[0], outputs[0], dtype=dtype, backend=args["backend"])}
+
+
+@operator(check=_check_token, sharding=_row_wise, without=_WITHOUT)
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """The entries of `log_softmax` at one token a row, bit for bit: y[i] = log_softmax(logits)[i, ids[i]].
+
+    logits: [..., V] bf16, fp16 or fp32; ids: [...] int32 or int64; y: [...] fp32. Differentiable in logits, which are
+    all that it keeps: neither direction's kernel makes a tensor of V numbers a row but the gradient, in the dtype of
+    logits. An id outside [0, V) is an error on the CPU; elsewhere its row is NaN.
+    """
+    return log_softmax.reference(logits).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+
+@operator(check=_check_token_backward, sharding=_row_wise, without=_WITHOUT)
+def token_logprobs_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
+    """Gradient of `token_logprobs` with respect to logits: (1 at the id - softmax) * dy, in fp32, rounded once.
+
+    The bits are those of `log_softmax_backward`. The row's sum is computed again from logits, which are read anyway.
+    """
+    y = log_softmax.reference(logits)
+    spread = torch.zeros_like(y).scatter(-1, ids.long().unsqueeze(-1), dy.unsqueeze(-1))
+    return log_softmax_backward.reference(spread, y, dtype=logits.dtype)
+
+
+@token_logprobs.gradient(save=("logits", "ids"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    return {"logits": token_logprobs_backward(grads[0], args["logits"], args["ids"], backend=args["backend"])}
+
+
+def _triton_reason(logits: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
+
+
+log_softmax.impl("triton", "log_softmax_triton:forward", accepts=_triton_reason)
+log_softmax_backward.impl("triton", "log_softmax_triton:backward", accepts=lambda y, **_: _triton_reason(y))
+token_logprobs.impl("triton", "log_softmax_triton:token_forward", accepts=_triton_reason)
+token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", accepts=_triton_reason)
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (17, 129), "scale": 0.01},
+    {"shape": (2, 3, 70)},
+    {"shape": (2, 9001), "scale": 3.0},
+    {"shape": (0, 64)},
+    {"shape": (4, 5, 40), "sliced": True},
+    {"shape": (3, 1)},
+    {"shape": (5, 200), "scale": 8.0, "masked": True},
+]
+_BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 151936), (64, 151936), (1, 151936), (8192, 128256))]
+
+
+def _make(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
+    """masked: every third token is not there."""
+    logits = draw.scaled(*shape, gap=3)
+    if masked:
+        logits[..., 1::3] = -torch.inf
+    return {"logits": logits}
+
+
+def _make_backward(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
+    logits = _make(draw, shape, masked)["logits"]
+    y = log_softmax.reference(logits)
+    if draw.sliced:
+        y = torch.cat((y, y[..., :3]), -1)[..., : shape[-1]]
+    return {"dy": torch.randn(shape, dtype=draw.wide, device=draw.device), "y": y, "dtype": draw.dtype}
+
+
+def _make_token(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
+    ids = torch.randint(shape[-1], shape[:-1], device=draw.device)
+    return {**_make(draw, shape, masked), "ids": ids}
+
+
+def _make_token_backward(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
+    dy = torch.randn(shape[:-1], dtype=draw.wide, device=draw.device)
+    return {"dy": dy, **_make_token(draw, shape, masked)}
+
+
+log_softmax.inputs(cases=_CASES, bench=_BENCH)(_make)
+log_softmax_backward.inputs(cases=_CASES, bench=_BENCH[::3])(_make_backward)
+token_logprobs.inputs(cases=_CASES, bench=_BENCH)(_make_token)
+token_logprobs_backward.inputs(cases=_CASES, bench=_BENCH[::3])(_make_token_backward)

@@ -1,0 +1,209 @@
+# mypy: allow-untyped-defs
+"""Log-softmax kernels: a row a program, blocks of it first to last.
+
+Bits depend on BLOCK, which V alone decides, and on nothing else: each of BLOCK columns adds up its own numbers, and the
+columns are added in a tree that is written out. `tl.sum` would add in an order that follows from the threads, and so
+from strides and dtypes. Kernels are compiled without fusion of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._rows import as_rows, power_of_2
+
+LARGEST_BLOCK = 8192
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: a difference to it is no NaN
+
+
+@triton.jit
+def _row_at(row, B, stride_a, stride_b, NESTED: tl.constexpr):
+    """Where a row of [A, B, V] starts; without nesting no 64-bit division holds up the first load."""
+    if NESTED:
+        at = row // B * stride_a + row % B * stride_b
+    else:
+        at = row * stride_b
+    return at
+
+
+@triton.jit
+def _tree_sum(x, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """The sum of x [BLOCK], neighbours first. Two numbers have one sum, whichever thread holds which."""
+    for step in tl.static_range(1, STEPS + 1):
+        x = tl.sum(tl.reshape(x, (BLOCK >> step, 2)), 1)
+    return tl.sum(x, 0)  # of one number
+
+
+@triton.jit
+def _load(x_ptr, columns, V):
+    return tl.load(x_ptr + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _top_and_log_sum(x_ptr, V, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """The row's maximum, and the logarithm of the sum of exp(x - maximum), in one pass."""
+    tops = tl.full((BLOCK,), LOWEST, tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        x = _load(x_ptr, start + tl.arange(0, BLOCK), V)
+        above = x - tops
+        part = tl.exp(-tl.abs(above))
+        totals = tl.where(above > 0, totals * part + 1.0, totals + part)
+        tops = tl.maximum(tops, x)
+    top = tl.max(tops, 0)
+    return top, tl.log(_tree_sum(totals * tl.exp(tops - top), BLOCK, STEPS))
+
+
+@triton.jit
+def _log_softmax_kernel(
+    x_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += _row_at(row, B, x_stride_a, x_stride_b, NESTED)
+    y_ptr += row * V
+    top, log_sum = _top_and_log_sum(x_ptr, V, BLOCK, STEPS)
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        y = _load(x_ptr, columns, V) - top - log_sum
+        tl.store(y_ptr + columns, y, mask=columns < V)
+
+
+@triton.jit
+def _load_present(dy_ptr, y_ptr, columns, V):
+    """dy, but 0 for tokens that are not there; and y."""
+    y = _load(y_ptr, columns, V)
+    dy = tl.load(dy_ptr + columns, mask=columns < V, other=0.0)
+    return tl.where(y == float("-inf"), 0.0, dy), y
+
+
+@triton.jit
+def _log_softmax_backward_kernel(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    dy_stride_a,
+    dy_stride_b,
+    y_stride_a,
+    y_stride_b,
+    V,
+    B,
+    NESTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += _row_at(row, B, dy_stride_a, dy_stride_b, NESTED)
+    y_ptr += _row_at(row, B, y_stride_a, y_stride_b, NESTED)
+    dx_ptr += row * V
+    totals = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        totals += _load_present(dy_ptr, y_ptr, start + tl.arange(0, BLOCK), V)[0]
+    total = _tree_sum(totals, BLOCK, STEPS)
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        dy, y = _load_present(dy_ptr, y_ptr, columns, V)
+        dx = tl.where(y == float("-inf"), 0.0, dy - tl.exp(y) * total)
+        tl.store(dx_ptr + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < V)
+
+
+@triton.jit
+def _load_chosen(x_ptr, token, V):
+    """The logit of the row's token; NaN where there is no such token."""
+    is_token = (token >= 0) & (token < V)
+    return tl.load(x_ptr + token, mask=is_token, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _token_logprobs_kernel(
+    x_ptr, ids_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += _row_at(row, B, x_stride_a, x_stride_b, NESTED)
+    x = _load_chosen(x_ptr, tl.load(ids_ptr + row), V)
+    top, log_sum = _top_and_log_sum(x_ptr, V, BLOCK, STEPS)
+    tl.store(y_ptr + row, x - top - log_sum)
+
+
+@triton.jit
+def _token_logprobs_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    ids_ptr,
+    dx_ptr,
+    x_stride_a,
+    x_stride_b,
+    V,
+    B,
+    NESTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += _row_at(row, B, x_stride_a, x_stride_b, NESTED)
+    dx_ptr += row * V
+    token = tl.load(ids_ptr + row)
+    chosen = _load_chosen(x_ptr, token, V)
+    dy = tl.load(dy_ptr + row)
+    dy = tl.where(chosen == float("-inf"), 0.0, tl.where(chosen == chosen, dy, chosen))
+    top, log_sum = _top_and_log_sum(x_ptr, V, BLOCK, STEPS)
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = _load(x_ptr, columns, V)
+        dx = tl.where(columns == token, dy, 0.0) - tl.exp(x - top - log_sum) * dy
+        dx = tl.where(x == float("-inf"), 0.0, dx)
+        tl.store(dx_ptr + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < V)
+
+
+def forward(logits: Tensor) -> Tensor:
+    y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if y.numel():
+        rows = as_rows(logits)
+        _log_softmax_kernel[_grid(rows)](rows, y, *rows.stride()[:2], **_plan(rows))
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if dx.numel():
+        rows = as_rows(y)
+        grads = (dy if dy.stride(-1) == 1 else dy.contiguous()).reshape(rows.shape)
+        strides = (*grads.stride()[:2], *rows.stride()[:2])
+        _log_softmax_backward_kernel[_grid(rows)](grads, rows, dx, *strides, **_plan(rows))
+    return dx
+
+
+def token_forward(logits: Tensor, ids: Tensor) -> Tensor:
+    y = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if y.numel():
+        rows = as_rows(logits)
+        _token_logprobs_kernel[_grid(rows)](rows, ids.contiguous(), y, *rows.stride()[:2], **_plan(rows))
+    return y
+
+
+def token_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if dx.numel():
+        rows = as_rows(logits)
+        tensors = (dy.contiguous(), rows, ids.contiguous(), dx)
+        _token_logprobs_backward_kernel[_grid(rows)](*tensors, *rows.stride()[:2], **_plan(rows))
+    return dx
+
+
+def _grid(rows: Tensor) -> tuple[int]:
+    return (rows.shape[0] * rows.shape[1],)
+
+
+def _plan(rows: Tensor) -> dict[str, int | bool]:
+    """Of rows [A, B, V]; what bits depend on, by V alone."""
+    vocab = rows.shape[2]
+    block = min(LARGEST_BLOCK, max(32, power_of_2(vocab)))
+    return {
+        "V": vocab,
+        "B": rows.shape[1],
+        "NESTED": rows.shape[0] > 1,
+        "BLOCK": block,
+        "STEPS": block.bit_length() - 1,
+        "num_warps": max(1, block // 512),
+        "enable_fp_fusion": False,
+    }
