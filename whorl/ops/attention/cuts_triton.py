@@ -14,6 +14,7 @@ import triton.language as tl
 from ..linear_triton import dot
 
 LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def cut_of(dtype: torch.dtype) -> int:
@@ -50,20 +51,33 @@ def load_cut(
 
 @triton.jit
 def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
-    """One cut from nothing: its highest score, the sum of its weights, and the values so weighted.
+    """One cut from nothing: its highest score, the sum of its weights, and the values so weighted."""
+    top, weights = weigh(q, k, visible, scale, WIDEN)
+    total, out = weighted(weights, v, WIDEN)
+    return top, total, out
 
-    Weights are powers of two of scores relative to the highest, rounded to the dtype of v before they are summed.
-    visible: None where all keys are; a row without any has a highest score of -inf and sums of zero.
+
+@triton.jit
+def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
+    """The highest score of a cut, and its weights: powers of two of scores relative to the highest.
+
+    visible: None where all keys are; a row without any has a highest score of -inf and weights of zero.
     """
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1) * scale
     shift = tl.where(top == float("-inf"), 0.0, -top)
-    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), _across(shift, scores))).to(v.dtype)
-    ones = tl.full((k.shape[0], 16), 1.0, v.dtype)
-    total = tl.max(dot(weights, ones, tl.zeros((q.shape[0], 16), tl.float32), WIDEN), 1)
-    return top, total, dot(weights, v, tl.zeros(q.shape, tl.float32), WIDEN)
+    return top, tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), _across(shift, scores)))
+
+
+@triton.jit
+def weighted(weights, v, WIDEN: tl.constexpr):
+    """The sum of a cut's weights, and the values so weighted; rounded to the dtype of v before they are summed."""
+    weights = weights.to(v.dtype)
+    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
+    total = tl.max(dot(weights, ones, tl.zeros((weights.shape[0], 16), tl.float32), WIDEN), 1)
+    return total, dot(weights, v, tl.zeros((weights.shape[0], v.shape[1]), tl.float32), WIDEN)
 
 
 @triton.jit
@@ -74,6 +88,14 @@ def fold(top, total, out, cut_top, cut_total, cut_out):
     keep, add = tl.exp2(top - shift), tl.exp2(cut_top - shift)
     total = tl.fma(cut_total, add, total * keep)
     return new, total, tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
+
+
+@triton.jit
+def add_mass(mass, weights, top, cut_top):
+    """The sum of all weights before they are rounded: of lse, which has more digits than weights of 16 bits."""
+    new = tl.maximum(top, cut_top)
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    return tl.fma(tl.sum(weights, 1), tl.exp2(cut_top - shift), mass * tl.exp2(top - shift))
 
 
 @triton.jit

@@ -50,24 +50,35 @@ def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return widen(cache.index_select(0, blocks).flatten(0, 1)[:length]).transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    """q: [n, HK, G, D], the last n positions of k and v [HK, length, D]. The same shape."""
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
+    """q: [n, HK, G, D], the last n positions of k and v [HK, length, D]. The same shape, and what `lse_of` takes."""
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
     position = (length - count + torch.arange(count, device=q.device)).repeat_interleave(group)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % ROWS))
     position = torch.nn.functional.pad(position, (0, rows.shape[1] - len(position)), value=length - 1)
-    parts, at = [], 0
+    parts, sums, at = [], [], 0
     for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
         while rows.shape[1] - at >= size:
-            parts.append(_tile(rows[:, at : at + size], k, v, position[at : at + size], window))
+            out, *found = _tile(rows[:, at : at + size], k, v, position[at : at + size], window)
+            parts.append(out)
+            sums.append(found)
             at += size
-    return torch.cat(parts, 1)[:, : count * group].view(heads, count, group, dim).transpose(0, 1)
+    out = torch.cat(parts, 1)[:, : count * group].view(heads, count, group, dim).transpose(0, 1)
+    return out, sums
 
 
-def _tile(rows: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> Tensor:
-    """rows: [HK, R, D] of queries at `position` [R]; k, v: [HK, multiple of KEYS, D].
+def lse_of(sums: list[list[Tensor]], like: Tensor) -> Tensor:
+    """[n, HK, G] of the tiles of q [n, HK, G, D]: the logarithm of the sum of a row's exponentials."""
+    count, heads, group, _ = like.shape
+    found = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
+    return found.view(heads, count, group).transpose(0, 1)
+
+
+def _tile(rows: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """rows: [HK, R, D] of queries at `position` [R]; k, v: [HK, multiple of KEYS, D]. The same shape, and [HK, R, 1]
+    the highest score of each row and the sum of its exponentials, relative to that.
 
     Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by one
     and adds zero, so a row's bits do not depend on its neighbours in the tile.
@@ -90,7 +101,7 @@ def _tile(rows: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> 
         total = total * keep + weights.sum(-1, keepdim=True)
         out = out * keep + weights @ v[:, block : block + KEYS]
         top = new_top
-    return out / total
+    return out / total, top, total
 
 
 @functools.cache
@@ -103,8 +114,8 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
     position = torch.arange(MORE_ROWS) + KEYS
     parts = zip(q.split(ROWS, 1), position.split(ROWS), strict=True)
-    expected = torch.cat([_tile(part, k, v, at, 0) for part, at in parts], 1)
-    return (MORE_ROWS, ROWS) if torch.equal(_tile(q, k, v, position, 0), expected) else (ROWS,)
+    expected = torch.cat([_tile(part, k, v, at, 0)[0] for part, at in parts], 1)
+    return (MORE_ROWS, ROWS) if torch.equal(_tile(q, k, v, position, 0)[0], expected) else (ROWS,)
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:
@@ -154,7 +165,7 @@ def paged_attention(
         if starts[b + 1] > starts[b]:
             blocks = block_tables[b, : -(-length // k_cache.shape[1])]
             k, v = _gather(k_cache, blocks, length), _gather(v_cache, blocks, length)
-            found.append(_attend(wide[starts[b] : starts[b + 1]], k, v, window, scale))
+            found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale)[0])
     if starts[-1] < len(q):
         found.append(torch.zeros_like(wide[starts[-1] :]))
     out = found[0] if len(found) == 1 else torch.cat(found) if found else wide.clone()

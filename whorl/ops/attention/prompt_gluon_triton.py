@@ -25,6 +25,7 @@ CUT = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # queries of one consumer
 FEW = gl.constexpr(32)  # keys that the producer asks for at once
 ENDLESS = gl.constexpr(1 << 30)
+LN_2 = gl.constexpr(0.6931471805599453)
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _ONES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
@@ -74,11 +75,12 @@ def _producer(
 @gluon.jit
 def _consumer(
     q, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale, y_ptr, y_stride,
-    count, WHICH: gl.constexpr, STAGES: gl.constexpr,
+    lse_ptr, count, WHICH: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     out = gl.zeros([ROWS, D], gl.float32, _OUT)
     top = gl.full([ROWS], float("-inf"), gl.float32, _ROW)
     total = gl.zeros([ROWS], gl.float32, _ROW)
+    mass = gl.zeros([ROWS], gl.float32, _ROW)
     row = WHICH * ROWS + gl.arange(0, ROWS, _ROW)
     for i in range(begin, stop):
         stage = (i - begin) % STAGES
@@ -95,7 +97,10 @@ def _consumer(
             scores = gl.where((keys <= position) & (keys > position - window), scores, float("-inf"))
         cut_top = gl.max(scores, 1) * scale
         shift = gl.where(cut_top == float("-inf"), 0.0, -cut_top)
-        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(shift, 1))).to(q.dtype)
+        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(shift, 1)))
+        if HAS_LSE:
+            cut_mass = gl.sum(weights, 1)  # of lse, which has more digits than weights of 16 bits
+        weights = weights.to(q.dtype)
         mbarrier.wait(v_ready.index(stage), phase)
         fence_async_shared()
         cut_out = gl.zeros([ROWS, D], gl.float32, _OUT)
@@ -108,6 +113,8 @@ def _consumer(
         shift = gl.where(new == float("-inf"), 0.0, new)
         keep = gl.exp2(top - shift)
         add = gl.exp2(cut_top - shift)
+        if HAS_LSE:
+            mass = gl.fma(cut_mass, add, mass * keep)
         cut_out, sums = warpgroup_mma_wait(0, [cut_out, sums])
         mbarrier.arrive(v_free.index(stage))
         total = gl.fma(gl.convert_layout(gl.max(sums, 1), _ROW), add, total * keep)
@@ -117,6 +124,8 @@ def _consumer(
     channels = gl.arange(0, D, gl.SliceLayout(0, _OUT))
     at = y_ptr + gl.expand_dims(row * y_stride, 1) + gl.expand_dims(channels, 0)
     gl.store(at, y.to(y_ptr.dtype.element_ty), mask=gl.expand_dims(row < count, 1))
+    if HAS_LSE:
+        gl.store(lse_ptr + row * (y_stride // D), (top + gl.log2(mass)) * LN_2, mask=row < count)
 
 
 @gluon.jit
@@ -129,10 +138,10 @@ def _load_queries(smem, ptr, stride, count):
 
 @gluon.jit
 def _prompt_gluon_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, starts_ptr, lengths_ptr, y_ptr, q_stride_t, q_stride_h,
+    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, starts_ptr, lengths_ptr, y_ptr, lse_ptr, q_stride_t, q_stride_h,
     k_stride_block, k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, table_stride,
     scale, window, B, HQ: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_B: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     # The last tiles of a sequence see the most keys: they go first.
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
@@ -155,7 +164,11 @@ def _prompt_gluon_kernel(
     y_ptr += (token * HQ + head) * D
     k_cache_ptr += head // G * k_stride_head
     v_cache_ptr += head // G * v_stride_head
-    tables_ptr += b.to(gl.int64) * table_stride
+    if HAS_LSE:
+        lse_ptr += token * HQ + head
+        tables_ptr += start.to(gl.int64)
+    else:
+        tables_ptr += b.to(gl.int64) * table_stride
     is_endless = window == 0
     begin = gl.where(is_endless, 0, gl.maximum(lowest - window + 1, 0) // CUT)
     whole = gl.where(is_endless, (lowest + 1) // CUT, 0)  # cuts before it are seen whole by every query
@@ -191,14 +204,14 @@ def _prompt_gluon_kernel(
                 _consumer,
                 (
                     q0, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale,
-                    y_ptr, HQ * D, count, 0, STAGES,
+                    y_ptr, HQ * D, lse_ptr, count, 0, STAGES, HAS_LSE,
                 ),
             ),
             (
                 _consumer,
                 (
                     q1, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale,
-                    y_ptr, HQ * D, count, 1, STAGES,
+                    y_ptr, HQ * D, lse_ptr, count, 1, STAGES, HAS_LSE,
                 ),
             ),
         ],

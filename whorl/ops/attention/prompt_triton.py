@@ -10,7 +10,7 @@ from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
 from .._rows import ceil_div, power_of_2
-from .cuts_triton import cut, cut_of, fold, load_cut
+from .cuts_triton import LN_2, add_mass, cut_of, fold, load_cut, weigh, weighted
 
 _HOPPER_QUERIES = 128
 
@@ -24,6 +24,7 @@ def _prompt_kernel(
     starts_ptr,
     lengths_ptr,
     y_ptr,
+    lse_ptr,
     q_stride_t,
     q_stride_h,
     k_stride_block,
@@ -45,6 +46,7 @@ def _prompt_kernel(
     QUERIES: tl.constexpr,
     CUT: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, BLOCK_B)
@@ -65,9 +67,10 @@ def _prompt_kernel(
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         out = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+        mass = tl.zeros((QUERIES,), tl.float32)
         lowest = tl.min(position, 0)
         first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
-        table = tables_ptr + b.to(tl.int64) * table_stride
+        table = tables_ptr + (start.to(tl.int64) if HAS_LSE else b.to(tl.int64) * table_stride)
         # Cuts that every query sees whole need no mask; a mask that hides nothing changes no bit.
         middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
         for at in range(first, middle, CUT):
@@ -76,7 +79,10 @@ def _prompt_kernel(
                 k_cache_ptr, v_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
                 k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
-            cut_top, cut_total, cut_out = cut(q, k, v, None, scale, WIDEN)
+            cut_top, weights = weigh(q, k, None, scale, WIDEN)
+            if HAS_LSE:
+                mass = add_mass(mass, weights, top, cut_top)
+            cut_total, cut_out = weighted(weights, v, WIDEN)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
             keys = at + tl.arange(0, CUT)
@@ -87,14 +93,23 @@ def _prompt_kernel(
             visible = keys[None, :] <= position[:, None]
             if window > 0:
                 visible = visible & (keys[None, :] > position[:, None] - window)
-            cut_top, cut_total, cut_out = cut(q, k, v, visible, scale, WIDEN)
+            cut_top, weights = weigh(q, k, visible, scale, WIDEN)
+            if HAS_LSE:
+                mass = add_mass(mass, weights, top, cut_top)
+            cut_total, cut_out = weighted(weights, v, WIDEN)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         y_at = y_ptr + (token[:, None] * HQ + head) * D + channels[None, :]
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape))
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if HAS_LSE:
+            tl.store(lse_ptr + token * HQ + head, (top + tl.log2(mass)) * LN_2, mask=query < count)
 
 
-def prompt(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+def prompt(
+    tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int, lse: Tensor | None = None
+) -> Tensor:
+    """lse: written to, where it is wanted, [T, HQ] fp32; block_tables is then one row for all sequences, in which
+    each begins where its queries do."""
     q, k_cache, _, _, _, lengths = tensors
     tokens, heads, dim = q.shape
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no sequence stay zero
@@ -106,20 +121,23 @@ def prompt(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window
         "G": heads // k_cache.shape[2],
         "BLOCK_SIZE": k_cache.shape[1],
         "BLOCK_B": power_of_2(count),
+        "HAS_LSE": lse is not None,
         "enable_fp_fusion": False,
     }
+    outputs = (y, y if lse is None else lse)
     if hopper_reason(tensors, strides) is None:
         from .prompt_gluon_triton import REGISTERS, STAGES, _prompt_gluon_kernel
 
         _prompt_gluon_kernel[(heads, ceil_div(tokens, _HOPPER_QUERIES) + count)](
-            *tensors, y, *strides, scale, window, count, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, **shapes
-        )
+            *tensors, *outputs, *strides, scale, window, count, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
+            **shapes,
+        )  # fmt: skip
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
     queries = 16 if is_interpreting() else 128 if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
-        y,
+        *outputs,
         *strides,
         scale,
         window,

@@ -10,11 +10,14 @@ def num_words(num_keys: int) -> int:
     return -(-num_keys // WORD)
 
 
-def causal_bits(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """The bits of every key up to the query's own, the last query at the last key."""
+def causal_bits(num_queries: int, num_keys: int, device: torch.device, window: int = 0) -> Tensor:
+    """The bits of every key up to the query's own, the last query at the last key; of the last `window` of them."""
     ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)[:, None]
     firsts = WORD * torch.arange(num_words(num_keys), device=device)
-    return ((1 << (ends - firsts).clamp(0, WORD)) - 1).int()  # keeps the lowest 32 bits
+    bits = (1 << (ends - firsts).clamp(0, WORD)) - 1
+    if window:
+        bits = bits - ((1 << (ends - window - firsts).clamp(0, WORD)) - 1)
+    return bits.int()  # keeps the lowest 32 bits
 
 
 def unpack(bits: Tensor, num_keys: int) -> Tensor:

@@ -1,0 +1,36 @@
+"""Causal attention of packed sequences on Ascend: npu_fusion_attention for one sequence after the other.
+
+Its bits are not those of npu_fused_infer_attention_score, which serves there: the device promises no order of sums.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sparse_attention import masked_torch_npu
+from .packed import Gradients, backward_by_sequence, sequences
+
+
+def reason(q: Tensor, k: Tensor, v: Tensor, window: int, **_: object) -> str | None:
+    if window:
+        return f"npu_fusion_attention is called for sequences that are seen whole, got a window of {window}"
+    return masked_torch_npu.reason(q, k, v, None)
+
+
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, window: int, dlse: Tensor | None, **_: object) -> str | None:
+    if dlse is not None:
+        return "npu_fusion_attention_grad takes no gradient of lse"
+    return reason(q, k, v, window)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for part in sequences("causal_attention", starts, len(q)):
+        out[part], lse[part] = masked_torch_npu.forward(q[part], k[part], v[part], None, scale)
+    return out, lse
+
+
+def backward(**given: Any) -> Gradients:
+    return backward_by_sequence(masked_torch_npu.backward, **given)

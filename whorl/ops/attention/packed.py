@@ -1,0 +1,53 @@
+"""Sequences that are packed one after the other, for what takes one at a time."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..sparse_attention.bits import causal_bits
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+        raise ValueError(
+            f"{name}: starts are {starts}, expected 0 first, none below the one before, and {num_tokens} tokens at most"
+        )
+
+
+def sequences(name: str, starts: Tensor, num_tokens: int) -> Iterator[slice]:
+    """The tokens of each sequence that has any; waits for the device. Where nothing can be read, one of all tokens."""
+    bounds = [0, num_tokens] if starts.is_meta else starts.tolist()
+    check_starts(name, bounds, num_tokens)
+    return (slice(first, end) for first, end in itertools.pairwise(bounds) if end > first)
+
+
+def backward_by_sequence(
+    one: Callable[..., Gradients],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    window: int,
+) -> Gradients:
+    """`one`: an implementation of `masked_attention_backward`, which gets a sequence at a time."""
+    found, end = [], 0
+    for part in sequences("causal_attention_backward", starts, len(q)):
+        count = part.stop - part.start
+        bits = causal_bits(count, count, q.device, window) if 0 < window < count else None
+        given = {"dout": dout[part], "q": q[part], "k": k[part], "v": v[part], "out": out[part], "lse": lse[part]}
+        found.append(one(**given, bits=bits, dlse=None if dlse is None else dlse[part], scale=scale))
+        end = part.stop
+    if end == len(q) and len(found) == 1:
+        return found[0]
+    rest = [torch.zeros_like(x[end:], memory_format=torch.contiguous_format) for x in (q, k, v)]
+    dq, dk, dv = (torch.cat(parts) for parts in zip(*found, rest, strict=True))
+    return dq, dk, dv
