@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import Fault, first_red, plant
+from planted import Fault, first_red, one_of_each_quick, plant
 from test_ops import arguments, check, few_processors, num_rows
 
 from whorl.ops import OPS
@@ -106,7 +106,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op}: {f.name}")
+@pytest.mark.parametrize("fault", one_of_each_quick(FAULTS))
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(fault.module, fault.old, fault.new, fault.count, tmp_path, monkeypatch)
     op = OPS[fault.op]
