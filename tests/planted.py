@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,17 @@ class Fault:
     new: str
     count: int = 1  # how often `old` stands in the source
     needs_blocks: bool = False  # shows only where a program takes several blocks of the largest case
+
+
+def one_of_each_quick(faults: Iterable[Fault]) -> list[Any]:
+    """The first fault of every operator, and the others slowly."""
+    seen: set[str] = set()
+    cases = []
+    for fault in faults:
+        marks = [pytest.mark.slow] if fault.op in seen else []
+        cases.append(pytest.param(fault, id=f"{fault.op}: {fault.name}", marks=marks))
+        seen.add(fault.op)
+    return cases
 
 
 def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

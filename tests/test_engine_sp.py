@@ -187,7 +187,7 @@ class Prompt:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("llama", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
         ("qwen3_moe", torch.bfloat16),
         pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.slow),

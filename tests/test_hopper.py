@@ -99,7 +99,7 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
-SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel"}
+SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel", "_fold_kernel"}
 SMALL_WRITES = {
     "_route_kernel",
     "_route_backward_kernel",
@@ -110,6 +110,7 @@ SMALL_WRITES = {
     "_top_kernel",
     "_draw_kernel",
     "_combine_kernel",
+    "_fold_kernel",  # a channel a thread: the sums of each wait for one another
     "_sort_kernel",
     "_gate_up_few_kernel",
     "_down_few_kernel",

@@ -49,16 +49,23 @@ def walk(ops: Iterable[Op] = OPS.values(), skip_torch: bool = False, index: int 
     ]
 
 
+def walk_dtypes() -> list[Any]:
+    """And a dtype. Interpreted kernels take one of the two quickly, bf16 and fp32 by turns, and all of them slowly."""
+    slow, cases = pytest.mark.slow, []
+    for i, case in enumerate(walk()):
+        backend = case.values[1]
+        for j, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
+            is_slow = dtype == torch.float16 or (backend == "triton" and is_interpreting() and (i + j) % 2)
+            marks = [*case.marks, slow] if is_slow else case.marks
+            cases.append(pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}", marks=marks))
+    return cases
+
+
 def is_backward(op: Op) -> bool:
     return op.name.endswith("_backward")
 
 
 DIFFERENTIABLE = [op for op in OPS.values() if not op.forward_only and not is_backward(op)]
-DTYPES = [
-    torch.bfloat16,
-    torch.float32,
-    pytest.param(torch.float16, marks=pytest.mark.slow),
-]
 
 
 def tensors_of(values: Values) -> dict[str, Tensor]:
@@ -179,8 +186,7 @@ def strided(values: Values) -> Values:
 # ---- forward
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("op", "backend", "case"), walk())
+@pytest.mark.parametrize(("op", "backend", "case", "dtype"), walk_dtypes())
 def test_agrees_with_the_reference(op: Op, backend: str, case: Values, dtype: torch.dtype) -> None:
     check(op, backend, made(op, backend, case, dtype))
 

@@ -87,10 +87,6 @@ def killed_and_resumed(folder: Path, *, kills: int, size: int = 1) -> int:
     return halves
 
 
-def test_three_kills(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, kills=3)
-
-
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, kills=20) > 0, "no kill met a checkpoint half written"

@@ -413,6 +413,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_tiny_trains_and_resumes_exactly(tmp_path: Path) -> None:
     done = train(tmp_path, "tiny", "--training.steps", "12", *SMALL)
     assert done.returncode == 0, done.stderr

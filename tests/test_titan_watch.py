@@ -80,7 +80,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "swap"),
-    [("weights", ()), ("moments", ("--optimizer.swap",)), pytest.param("moments", (), marks=pytest.mark.slow)],
+    [
+        ("weights", ()),
+        pytest.param("moments", ("--optimizer.swap",), marks=pytest.mark.slow),
+        pytest.param("moments", (), marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: tuple[str, ...], tmp_path: Path) -> None:
     """Nor called sound: training from it would stop at once, or make every weight NaN with its first update."""

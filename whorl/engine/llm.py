@@ -344,7 +344,8 @@ class LLM:
             # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
             seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
             self.pool.shrink(seq)
-        self.pool.publish(seq)
+        if self.settings.sp_quantize is None:  # else a prompt's tokens are rounded, and these were not
+            self.pool.publish(seq)
         if seq.is_finished:
             self.scheduler.finish(seq)
         return Delta(seq, seq.token_ids[first:], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)

@@ -33,8 +33,8 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes the sequence's last token alone, and what is drafted behind it."""
-        return self.is_last and self.length == 1
+        """Whether it computes the last token alone, one that was generated, and what is drafted behind it."""
+        return self.is_last and self.length == 1 and self.start >= self.sequence.prompt_len
 
 
 class Scheduler:
@@ -71,7 +71,7 @@ class Scheduler:
             budget = min(budget, max_prompt_tokens)
         filling: list[Chunk] = []
         for seq in self.running:
-            if seq.num_pending > 1:
+            if seq.num_pending > 1 or not seq.is_decoding:
                 budget -= self._fill(seq, budget, filling)
         self._admit(budget, filling)
         if lookahead:
@@ -94,7 +94,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for seq in list(self.running):
             # One that another has just preempted has no lane. Where the last token it may have is under way, wait.
-            if seq.lane < 0 or seq.num_pending != 1 or seq.length >= seq.max_len:
+            if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
                 continue
             if self._make_room(seq):
                 chunks.append(Chunk(seq, 1))

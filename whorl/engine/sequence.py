@@ -238,6 +238,11 @@ class Sequence:
         return len(self.token_ids) + self.num_unread - self.num_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the next token to compute is a generated one."""
+        return self.num_computed >= self.prompt_len
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

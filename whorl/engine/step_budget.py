@@ -4,7 +4,7 @@ Those that decode wait for a step to end, and so does Ctrl-C. How a prompt is cu
 """
 
 from whorl.device import HOST
-from whorl.ops.linear import TILE
+from whorl.ops.attention.paged import ROWS as TILE
 
 _SECONDS = 0.5  # that a step with prompts should take, about
 _FASTEST_GROWTH = 4  # a step may have been fast by accident
