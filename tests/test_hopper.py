@@ -34,6 +34,10 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_qk_norm_rope_backward_kernel",
         "_swiglu_kernel",
         "_swiglu_backward_kernel",
+        "_log_softmax_kernel",
+        "_log_softmax_backward_kernel",
+        "_token_logprobs_kernel",
+        "_token_logprobs_backward_kernel",
         "_few_kernel",
         "_tile_kernel",
         "_write_kv_kernel",
@@ -107,6 +111,7 @@ SMALL_WRITES = {
     "_few_kernel",
     "_tile_kernel",  # 16 columns at a time for a narrow weight
     "_dots_kernel",
+    "_token_logprobs_kernel",
     "_top_kernel",
     "_draw_kernel",
     "_combine_kernel",

@@ -154,7 +154,7 @@ def test_penalised_tokens_outside_the_vocabulary_are_refused(wrong: int) -> None
 
 
 # What may differ: any number of keys and of chosen ones, a longer table, weights and probabilities in a dtype of their
-# own, logits of experts that nobody chose, gradients that share no tensor with anything else.
+# own, logits of experts or tokens that nobody chose, gradients that share no tensor with anything else.
 FREE = {
     ("route_backward", "dweights"): ("float64", "float16"),
     ("route_backward", "logits"): ("float64", "float16", "more in dim 1", "fewer in dim 1"),
@@ -177,6 +177,7 @@ FREE = {
         "a dim fewer",
         "meta",
     ),
+    ("token_logprobs_backward", "logits"): ("float16", "more in dim 1", "fewer in dim 1"),
     ("sparse_attention_backward", "kv"): ("more in dim 0", "fewer in dim 0"),
     ("sparse_attention_backward", "indices"): ("more in dim 1", "fewer in dim 1"),
 }

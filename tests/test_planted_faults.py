@@ -20,6 +20,7 @@ ROUTE = "whorl.ops.moe.route_triton"
 PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
 DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
 CUTS = "whorl.ops.attention.cuts_triton"
+LOG_SOFTMAX = "whorl.ops.log_softmax_triton"
 TABLE = "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)"
 
 
@@ -59,6 +60,10 @@ FAULTS = [
     Fault("second block lost", SWIGLU, "swiglu", "2 * start + tl.arange", "start + tl.arange"),
     Fault("wrong derivative", SWIGLU, "swiglu_backward", "1 + gate * (1 - sigmoid)", "1 - gate * (1 - sigmoid)"),
     Fault("gradients exchanged", SWIGLU, "swiglu_backward", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
+    Fault("columns not rescaled", LOG_SOFTMAX, "log_softmax", "totals * tl.exp(tops - top)", "totals"),
+    Fault("old sum not rescaled", LOG_SOFTMAX, "token_logprobs", "totals * part + 1.0", "totals + 1.0"),
+    Fault("absent token counted", LOG_SOFTMAX, "log_softmax_backward", ", 0.0, dy), y", ", dy, dy), y"),
+    Fault("next token", LOG_SOFTMAX, "token_logprobs_backward", "columns == token,", "columns == token + 1,"),
     Fault("wrong sign", QK, "qk_norm_rope", "first * cos - second * sin", "first * cos + second * sin"),
     Fault("mean over one too many", QK, "qk_norm_rope", "total / D + eps", "total / (D + 1) + eps"),
     Fault("norm of the turned channels", QK, "qk_norm_rope", "total += tl.sum(", "total += 0 * tl.sum("),

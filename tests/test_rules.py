@@ -200,6 +200,7 @@ def test_public_names() -> None:
         "indexer_rope",
         "lightning_indexer",
         "linear",
+        "log_softmax",
         "masked_attention",
         "merge_mrope",
         "mrope",
@@ -218,6 +219,7 @@ def test_public_names() -> None:
         "selection_mask",
         "sparse_attention",
         "swiglu",
+        "token_logprobs",
         "tokens_first",
         "unpermute",
         "write_kv",
@@ -234,9 +236,11 @@ def test_operators() -> None:
     forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
     forward |= {"sparse_attention", "masked_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts"}
+    forward |= {"log_softmax", "token_logprobs"}
     backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
+    backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
     inference |= {"qk_norm_rope_write"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}

@@ -13,6 +13,13 @@ Formula = Callable[..., Mapping[str, Tensor | None]]
 Saved = tuple[tuple[str, ...], tuple[int, ...]]  # arguments by name and outputs by index
 
 
+class Arguments(dict[str, Any]):
+    """In a backward: the tensors that were saved, and everything that is not a tensor."""
+
+    wanted: Sequence[str]  # whose gradients are asked for
+    dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
+
+
 class Gradient:
     """What torch.library asks of an operator with a backward.
 
@@ -43,15 +50,15 @@ class Gradient:
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
         tensors = ctx.saved_tensors
-        args = dict(ctx.constants) | dict(zip(ctx.saved_names, tensors, strict=False))
+        args = Arguments(ctx.constants | dict(zip(ctx.saved_names, tensors, strict=False)))
+        args.wanted, args.dtypes = ctx.wanted, ctx.dtypes
         outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
         grads = tuple(None if self.is_absent(i, ctx.constants) else g for i, g in enumerate(grads))
         given = [g for g in grads if g is not None]
         if not given:
             return (None,) * len(ctx.input_names)
         if self.formula is not None:
-            known = {"wanted": ctx.wanted, "dtypes": ctx.dtypes}
-            found = self.formula(grads, args | known, outputs)
+            found = self.formula(grads, args, outputs)
         else:
             args.pop("backend")
             with no_autocast(given[0].device.type):

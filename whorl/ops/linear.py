@@ -10,6 +10,7 @@ from whorl.device import HOST
 
 from . import linear_torch_npu
 from ._draw import Draw, Sizes
+from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
 
 TILE = 16  # rows of the product whose bits a row always has; fewer are padded
@@ -121,13 +122,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @linear.gradient(save=("x", "weight", "bias"))
-def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
     dy, found = grads[0], {}
-    if "x" in args["wanted"]:
+    if "x" in args.wanted:
         found["x"] = dy @ args["weight"]
-    if "weight" in args["wanted"]:
+    if "weight" in args.wanted:
         found["weight"] = dy.t() @ args["x"]
-    if "bias" in args["wanted"]:
+    if "bias" in args.wanted:
         found["bias"] = widen(dy).sum(0).to(args["bias"].dtype)
     return found
 

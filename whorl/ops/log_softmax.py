@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ._check import INTEGERS, check_like, check_range
 from ._draw import Draw, Sizes
+from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
 
 _WITHOUT = {"torch_npu": "torch's own log_softmax runs on an NPU as it is, and the reference is that"}
@@ -61,12 +62,12 @@ def log_softmax(logits: Tensor) -> Tensor:
     logits: [..., V] bf16, fp16 or fp32; y: [..., V] fp32, contiguous. In fp32: y = (logits - top) - log(sum), with the
     row's highest logit and the sum of exp(logits - top). A row's bits depend on that row alone: not on how many there
     are, nor on where they lie. A logit of minus infinity is a token that is not there: y is minus infinity, the
-    gradient 0, and what arrives for it is not looked at. A row of nothing else, or with plus infinity or NaN, is NaN.
+    gradient 0, and what arrives for it is not looked at. The others of a row with plus infinity or NaN are NaN.
     Differentiable; y is what it keeps.
     """
     wide = widen(logits).contiguous()
     # torch's adds up each row by itself, in an order that V alone decides; torch.sum would share a single row among
-    # threads. The choice changes no value: a gradient ends there.
+    # threads. By the choice a gradient ends there, and a row of nothing else has no NaN.
     return torch.where(wide == -torch.inf, wide.detach(), torch.log_softmax(wide, -1))
 
 
@@ -83,8 +84,8 @@ def log_softmax_backward(dy: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor
 
 
 @log_softmax.gradient(save_outputs=(0,))
-def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    dtype = args["dtypes"]["logits"]
+def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    dtype = args.dtypes["logits"]
     return {"logits": log_softmax_backward(grads[0], outputs[0], dtype=dtype, backend=args["backend"])}
 
 
@@ -127,13 +128,13 @@ token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", acce
 
 _CASES: list[Values] = [
     {"shape": (1, 8)},
-    {"shape": (17, 129), "scale": 0.01},
+    {"shape": (7, 129), "scale": 0.01},
     {"shape": (2, 3, 70)},
     {"shape": (2, 9001), "scale": 3.0},
     {"shape": (0, 64)},
-    {"shape": (4, 5, 40), "sliced": True},
+    {"shape": (2, 3, 40), "sliced": True},
     {"shape": (3, 1)},
-    {"shape": (5, 200), "scale": 8.0, "masked": True},
+    {"shape": (3, 200), "scale": 8.0, "masked": True},
 ]
 _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 151936), (64, 151936), (1, 151936), (8192, 128256))]
 

@@ -20,11 +20,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: a difference to it is 
 @triton.jit
 def _row_at(row, B, stride_a, stride_b, NESTED: tl.constexpr):
     """Where a row of [A, B, V] starts; without nesting no 64-bit division holds up the first load."""
-    if NESTED:
-        at = row // B * stride_a + row % B * stride_b
-    else:
-        at = row * stride_b
-    return at
+    return row // B * stride_a + row % B * stride_b if NESTED else row * stride_b
 
 
 @triton.jit
@@ -56,6 +52,12 @@ def _top_and_log_sum(x_ptr, V, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _logprob(x, top, log_sum):
+    """In this order: the highest lose no digits. Of a token that is not there, in any row, minus infinity."""
+    return tl.where(x == float("-inf"), x, x - top - log_sum)
+
+
+@triton.jit
 def _log_softmax_kernel(
     x_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
@@ -65,7 +67,7 @@ def _log_softmax_kernel(
     top, log_sum = _top_and_log_sum(x_ptr, V, BLOCK, STEPS)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        y = _load(x_ptr, columns, V) - top - log_sum
+        y = _logprob(_load(x_ptr, columns, V), top, log_sum)
         tl.store(y_ptr + columns, y, mask=columns < V)
 
 
@@ -122,7 +124,7 @@ def _token_logprobs_kernel(
     x_ptr += _row_at(row, B, x_stride_a, x_stride_b, NESTED)
     x = _load_chosen(x_ptr, tl.load(ids_ptr + row), V)
     top, log_sum = _top_and_log_sum(x_ptr, V, BLOCK, STEPS)
-    tl.store(y_ptr + row, x - top - log_sum)
+    tl.store(y_ptr + row, _logprob(x, top, log_sum))
 
 
 @triton.jit
@@ -150,7 +152,7 @@ def _token_logprobs_backward_kernel(
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = _load(x_ptr, columns, V)
-        dx = tl.where(columns == token, dy, 0.0) - tl.exp(x - top - log_sum) * dy
+        dx = tl.where(columns == token, dy, 0.0) - tl.exp(_logprob(x, top, log_sum)) * dy
         dx = tl.where(x == float("-inf"), 0.0, dx)
         tl.store(dx_ptr + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < V)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._check import INTEGERS, check_range
 from .._draw import Draw, Sizes
+from .._gradient import Arguments
 from .._op import Values, operator, widen
 from ..linear import multiply
 from ..swiglu import swiglu
@@ -102,8 +103,8 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 
 @experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
-def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    wanted, is_differentiated = args["wanted"], torch.is_grad_enabled()
+def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    wanted, is_differentiated = args.wanted, torch.is_grad_enabled()
     given = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
     if not is_differentiated:
         given = {n: x.detach().requires_grad_(n in wanted) for n, x in given.items()}
