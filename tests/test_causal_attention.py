@@ -59,17 +59,17 @@ def assert_bits_of_the_engine(values: Values, cuts: tuple[int, ...], backend: st
         assert_equal_bits(got[-3:], last[-3:], f"the last of {length} one at a time")
 
 
-def few(backend: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths, and where they are cut: no multiples of a tile or of a cut of the keys."""
-    return ((37, 3), (1, 19)) if is_slow(backend) else ((290, 77, 1), (1, 2, 40, 41, 200, 261))
+INTERPRETED = {"lengths": (35, 2), "heads": 2, "kv_heads": 1, "dim": 16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 13])
 @pytest.mark.parametrize("backend", backends("causal_attention"))
 def test_bits_are_those_of_the_engine(backend: str, window: int, dtype: torch.dtype, device: str) -> None:
-    lengths, cuts = few(backend)
-    assert_bits_of_the_engine(packed(lengths, device, dtype, window=window), cuts, backend)
+    """Cut at no multiples of a tile or of a cut of the keys."""
+    case = INTERPRETED if is_slow(backend) else {"lengths": (290, 77, 1)}
+    cuts = (1, 19) if is_slow(backend) else (1, 2, 40, 41, 200, 261)
+    assert_bits_of_the_engine(packed(**case, device=device, dtype=dtype, window=window), cuts, backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,7 +92,7 @@ def test_another_cut_of_the_keys_shows_in_the_kernels(device: str, monkeypatch: 
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from whorl.ops.attention import prompt_triton
 
-    values = packed((37,), device)
+    values = packed(**INTERPRETED | {"lengths": (37,)}, device=device)
     monkeypatch.setattr(prompt_triton, "cut_of", lambda dtype: 16)  # of prompts; decoded tokens keep theirs
     with pytest.raises(AssertionError, match=r"rows .* differ"):
         assert_equal_bits(causal_attention(**values, backend="triton")[0][-3:], decoded(values), "cut elsewhere")

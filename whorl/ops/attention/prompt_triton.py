@@ -142,7 +142,8 @@ def prompt(
         )  # fmt: skip
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
-    queries = 16 if is_interpreting() else 128 if is_narrow and not is_wide else 32
+    most = 128 if lse is None else 64  # the sum for lse takes registers that 128 queries do not leave
+    queries = 16 if is_interpreting() else most if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
         *outputs,
@@ -155,7 +156,7 @@ def prompt(
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries == 128 else 4,
+        num_warps=8 if queries > 32 else 4,
         num_stages=1 if is_wide else 2,
         **shapes,
     )
