@@ -188,6 +188,7 @@ def test_public_names() -> None:
         "OPS",
         "Op",
         "add_rms_norm",
+        "causal_attention",
         "causal_bounds",
         "choose_attention",
         "dense_indexer_kl_loss",
@@ -232,10 +233,11 @@ def test_public_names() -> None:
 
 def test_operators() -> None:
     forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
-    forward |= {"sparse_attention", "masked_attention", "hadamard"}
+    forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul"}
     backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
+    backward |= {"causal_attention_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     inference = {"linear", "write_kv", "paged_attention", "experts", "sample", "dynamic_quant", "dequantize"}
     inference |= {"qk_norm_rope_write"}

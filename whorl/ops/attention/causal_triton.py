@@ -11,7 +11,7 @@ from torch import Tensor
 from ..linear_triton import unit_stride
 from ..sparse_attention import masked_triton
 from .cuts_triton import LOG2_E
-from .packed import Gradients, backward_by_sequence
+from .packed import Gradients, backward_by_sequence, read
 from .prompt_triton import prompt
 
 
@@ -26,5 +26,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     return prompt(tensors, strides, scale * LOG2_E, window, lse), lse
 
 
-def backward(**given: Any) -> Gradients:
-    return backward_by_sequence(masked_triton.backward, **given)
+def backward(q: Tensor, starts: Tensor, **given: Any) -> Gradients:
+    return backward_by_sequence(masked_triton.backward, q=q, starts=read(starts, len(q)), **given)

@@ -142,8 +142,8 @@ def prompt(
         )  # fmt: skip
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
-    most = 128 if lse is None else 64  # the sum for lse takes registers that 128 queries do not leave
-    queries = 16 if is_interpreting() else most if is_narrow and not is_wide else 32
+    has_room = lse is None  # its sum takes registers that 128 queries, or keys loaded ahead, do not leave
+    queries = 16 if is_interpreting() else (128 if has_room else 64) if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
         *outputs,
@@ -157,7 +157,7 @@ def prompt(
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
         num_warps=8 if queries > 32 else 4,
-        num_stages=1 if is_wide else 2,
+        num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
     return y
