@@ -56,3 +56,98 @@ def test_where_a_chunk_begins_changes_no_bit(dim: int, window: int) -> None:
         starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
         chunk = attend(values | {"q": values["q"][-count:].contiguous(), "query_starts": starts})
         assert torch.equal(chunk, whole[-count:]), f"the last {count} of 900"
+
+
+# ---- in training
+
+
+def packed(lengths: tuple[int, ...], dtype: torch.dtype, **case: int) -> Values:
+    shape = {"heads": 32, "kv_heads": 4, "dim": 128}
+    return OPS["causal_attention"].make(**shape | case, lengths=lengths, dtype=dtype, device="cuda")
+
+
+def paged_as(values: Values, lengths: tuple[int, ...], block: int) -> Values:
+    """The same tokens as prompts, their keys in pages that lie in disorder."""
+    counts = [-(-n // block) for n in lengths]
+    free = torch.randperm(sum(counts) + 3, device="cuda").int()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device="cuda")
+    shape = (len(free), block, *values["k"].shape[1:])
+    caches = [torch.full(shape, 3e4, device="cuda", dtype=values["k"].dtype) for _ in range(2)]
+    begin = 0
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[b, :count], free = free[:count], free[count:]
+        at = torch.arange(length, device="cuda")
+        for cache, name in zip(caches, ("k", "v"), strict=True):
+            cache[tables[b, at // block].long(), at % block] = values[name][begin : begin + length]
+        begin += length
+    return {
+        "q": values["q"],
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "block_tables": tables,
+        "query_starts": values["starts"],
+        "context_lens": values["starts"].diff().int(),
+        "scale": values["scale"],
+        "window": values["window"],
+    }
+
+
+TRAINED: dict[str, Values] = {
+    name: {"lengths": case["queries"], **{n: case[n] for n in ("window", "heads", "kv_heads") if n in case}}
+    for name, case in CASES.items()
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_has_the_bits_of_the_engine(name: str, dtype: torch.dtype) -> None:
+    """Prefilled in one call, and the last tokens of every sequence decoded by their own kernel."""
+    case = TRAINED[name]
+    values = packed(dtype=dtype, **case)
+    out, _ = OPS["causal_attention"](**values, backend="triton")
+    pages = paged_as(values, case["lengths"], CASES[name].get("block", 16))
+    assert torch.equal(out, attend(pages))
+    last = (values["starts"][1:] - 1).long()
+    each = torch.arange(len(last) + 1, dtype=torch.int32, device="cuda")
+    assert torch.equal(out[last], attend(pages | {"q": values["q"][last], "query_starts": each}))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_kernels_of_training_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.ops.attention import prompt_triton
+
+    values = packed(dtype=torch.bfloat16, **TRAINED[name])
+    out, lse = OPS["causal_attention"](**values, backend="triton")
+    monkeypatch.setattr(prompt_triton, "hopper_reason", lambda *_: "to compare")
+    plain, logs = OPS["causal_attention"](**values, backend="triton")
+    assert torch.equal(out, plain)
+    torch.testing.assert_close(lse, logs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["whole", "chunks", "window"])
+def test_lse_is_torchs(name: str) -> None:
+    values = packed(dtype=torch.bfloat16, **TRAINED[name])
+    _, lse = OPS["causal_attention"](**values, backend="triton")
+    begin = 0
+    for length in TRAINED[name]["lengths"]:
+        q, k = (values[n][begin : begin + length].double().transpose(0, 1) for n in ("q", "k"))
+        at = torch.arange(length, device="cuda")
+        visible = at <= at[:, None]
+        if values["window"]:
+            visible &= at > at[:, None] - values["window"]
+        scores = q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(1, 2) * values["scale"]
+        expected = torch.logsumexp(scores.masked_fill(~visible, -torch.inf), -1).T
+        torch.testing.assert_close(lse[begin : begin + length].double(), expected, rtol=1e-3, atol=1e-3)
+        begin += length
+
+
+def test_tokens_past_two_to_the_31_elements() -> None:
+    """The last sequence of many, alone and behind the others."""
+    lengths = (4096,) * 128 + (200,)
+    values = packed(lengths, torch.bfloat16)
+    assert values["q"].numel() > 2**31
+    out, lse = OPS["causal_attention"](**values, backend="triton")
+    alone = {n: values[n][-200:] for n in ("q", "k", "v")} | {"starts": values["starts"].new_tensor([0, 200])}
+    expected = OPS["causal_attention"](**values | alone, backend="triton")
+    assert torch.equal(out[-200:], expected[0])
+    assert torch.equal(lse[-200:], expected[1])

@@ -225,6 +225,15 @@ class TestBench:
                 assert row["tflop_s"] == pytest.approx(row["flops"] / row["us"] / 1e6)
                 assert row["share_of_matmul"] == pytest.approx(row["tflop_s"] / row["matmul_tflop_s"])
 
+    @pytest.mark.parametrize("name", ["causal_attention", "causal_attention_backward"])
+    def test_the_peer_of_causal_attention_answers_the_same(self, name):
+        values = OPS[name].make(lengths=(9,), heads=4, kv_heads=2, dim=16, dtype=torch.float32, device="cpu")
+        (peer,) = peers.peers_of(OPS[name], OPS[name]._bind((), values), compiled=False)
+        gold = peer.answered(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
+        assert bench._peer_problem(peer.bind(values), gold) is None
+        two = OPS[name].make(lengths=(9, 3), heads=4, kv_heads=2, dim=16, dtype=torch.float32, device="cpu")
+        assert peers.peers_of(OPS[name], OPS[name]._bind((), two), compiled=False) == []
+
     @pytest.mark.parametrize("causal", [False, True])
     def test_the_eager_peer_of_sparse_attention_and_its_gradients(self, causal):
         case = {"tokens": (6,), "keys": 40, "topk": 20, "heads": 3, "dim": 24, "value_dim": 16, "causal": causal}

@@ -395,8 +395,9 @@ def check_last_tokens(op: Op, case: Values) -> None:
     assert_close(*([x[i] for i in of_tokens] for x in (got, expected, gold)))
 
 
-# Inference has few tokens at a time; test_moe_training.py looks at the last ones of what chooses or moves tokens.
-MOVING = ("route", "permute", "unpermute", "grouped_matmul")
+# Inference has few tokens at a time; test_moe_training.py looks at the last ones of what chooses or moves tokens, and
+# test_attention_bits.py at those that see the ones before.
+MOVING = ("route", "permute", "unpermute", "grouped_matmul", "causal_attention")
 MANY = [
     op
     for op in OPS.values()

@@ -104,6 +104,8 @@ FAULTS = [
     Fault("window one short", PROMPT, "paged_attention", "[:, None] - window", "[:, None] - window + 1"),
     Fault("old cuts not rescaled", CUTS, "paged_attention", "(cut_total, add, total * keep", "(cut_total, add, total"),
     Fault("blocks in a row", CUTS, "paged_attention", TABLE, "(keys // BLOCK_SIZE)"),
+    Fault("lse in powers of two", PROMPT, "causal_attention", "(top + tl.log2(mass)) * LN_2", "(top + tl.log2(mass))"),
+    Fault("keys of the first sequence", PROMPT, "causal_attention", "k_cache_ptr + start", "k_cache_ptr + 0 * start"),
     Fault("slot of another block", PAGED, "write_kv", ", slot % BLOCK_SIZE", ", slot % BLOCK_SIZE * 0"),
     Fault("noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32)", "_mix(_mix(low ^ high)"),
     Fault("greedy takes the last of equals", SAMPLE, "sample", "= tl.min(tl.where(tops =", "= tl.max(tl.where(tops ="),

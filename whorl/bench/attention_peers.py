@@ -1,5 +1,5 @@
-"""What sparse attention, masked attention and the indexer's selection are timed against: formulas that anybody would
-write with torch, torch's own operators, and our kernels of plain Triton where Gluon's run."""
+"""What attention in training and the indexer's selection are timed against: formulas that anybody would write with
+torch, torch's own operators, and our kernels of plain Triton where Gluon's run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +131,44 @@ def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
     return [Peer(label=label, bind=bind, through_autograd=True)] if fits else []
 
 
+# ---- causal attention
+
+
+def _causal_sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """torch's causal attention, and q, k, v as it wants them; it has no packed sequences."""
+    heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=values["scale"], enable_gqa=True)
+
+    return attend, heads_first
+
+
+def _is_one_sequence(values: Values) -> bool:
+    whole = [0, values["q"].shape[0]]
+    return not values["window"] and whole[1] > 0 and values["starts"].tolist() == whole
+
+
+def _causal(values: Values, compiled: bool) -> list[Peer]:
+    def bind(values: Values) -> Bound:
+        attend, arguments = _causal_sdpa(values)
+        return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
+
+    label = "scaled_dot_product_attention, causal"
+    return [Peer(label=label, bind=bind, answered=_first)] if _is_one_sequence(values) else []
+
+
+def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
+    def bind(values: Values) -> Bound:
+        attend, arguments = _causal_sdpa(values)
+        run = backward_alone(attend, arguments, [values["dout"].transpose(0, 1)[None].contiguous()])
+        return Bound(run=run, outputs=_tokens_first)
+
+    label = "scaled_dot_product_attention, causal, backward alone"
+    fits = _is_one_sequence(values) and values["dlse"] is None
+    return [Peer(label=label, bind=bind, through_autograd=True)] if fits else []
+
+
 # ---- selection
 
 
@@ -156,5 +194,7 @@ ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "sparse_attention_backward": _sparse_backward,
     "masked_attention": _masked,
     "masked_attention_backward": _masked_backward,
+    "causal_attention": _causal,
+    "causal_attention_backward": _causal_backward,
     "top_k": _top_k,
 }

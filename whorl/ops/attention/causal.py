@@ -11,7 +11,7 @@ from .._tracing import is_readable
 from ..sparse_attention.contract import check_outputs
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
-from .packed import backward_by_sequence, check_starts, sequences
+from .packed import backward_by_sequence, check_starts, read, sequences
 from .paged import attend, lse_of
 
 
@@ -52,7 +52,8 @@ def _fake(q: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 def _num_pairs(values: Values) -> int:
     """(query, key) pairs that see each other."""
     window, total = values["window"], 0
-    for part in sequences("causal_attention", values["starts"], len(values["q"])):
+    num_tokens = len(values["q"])
+    for part in sequences("causal_attention", read(values["starts"], num_tokens), num_tokens):
         count = part.stop - part.start
         hidden = max(0, count - window) if window else 0
         total += (count * (count + 1) - hidden * (hidden + 1)) // 2
@@ -90,7 +91,7 @@ def causal_attention(
     heads = k.shape[1]
     wide = widen(q).unflatten(1, (heads, q.shape[1] // heads))
     outs, logs, end = [], [], 0
-    for part in sequences("causal_attention", starts, len(q)):
+    for part in sequences("causal_attention", read(starts, len(q)), len(q)):
         keys, values = (widen(x[part].contiguous()).transpose(0, 1) for x in (k, v))
         out, sums = attend(wide[part], keys, values, window, scale)
         outs.append(out)
@@ -127,7 +128,7 @@ def causal_attention_backward(
     rounded once, zero past the last start. Reads starts back to the host, once.
     """
     one = masked_attention_backward.reference
-    return backward_by_sequence(one, dout, q, k, v, starts, out, lse, dlse, scale, window)
+    return backward_by_sequence(one, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)
 
 
 @causal_attention.gradient(save=("q", "k", "v", "starts"), save_outputs=(0, 1))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch_npu
 from ..sparse_attention import masked_torch_npu
 from .packed import Gradients, backward_by_sequence, sequences
 
@@ -27,10 +28,10 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, window: int, dlse: Tensor |
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    for part in sequences("causal_attention", starts, len(q)):
+    for part in sequences("causal_attention", _torch_npu.on_host(starts), len(q)):
         out[part], lse[part] = masked_torch_npu.forward(q[part], k[part], v[part], None, scale)
     return out, lse
 
 
-def backward(**given: Any) -> Gradients:
-    return backward_by_sequence(masked_torch_npu.backward, **given)
+def backward(starts: Tensor, **given: Any) -> Gradients:
+    return backward_by_sequence(masked_torch_npu.backward, starts=_torch_npu.on_host(starts), **given)

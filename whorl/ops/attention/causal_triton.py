@@ -1,7 +1,6 @@
 """Causal attention of packed sequences on Triton: by the kernels of prompts, and so with their bits.
 
-Those read a cache of pages. Keys that lie one after the other are one, of pages that hold a single key: nothing is
-copied, and the table counts upwards.
+Those read keys from the pages of a cache; here they lie one after the other, and nothing is copied.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..linear_triton import unit_stride
 from ..sparse_attention import masked_triton
 from .cuts_triton import LOG2_E
-from .packed import Gradients, backward_by_sequence
+from .packed import Gradients, backward_by_sequence, read
 from .prompt_triton import prompt
 
 
@@ -21,11 +20,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     if not lse.numel() or len(starts) == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    table = torch.arange(len(q), dtype=torch.int32, device=q.device)
-    tensors = [q, k.unsqueeze(1), v.unsqueeze(1), table, starts.contiguous(), starts[1:] - starts[:-1]]
-    strides = (*q.stride()[:2], *(s for x in (k, v) for s in (x.stride(0), *x.stride()[:2])), len(q))
+    starts = starts.contiguous()
+    tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]  # the first `starts` for a table
+    strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
     return prompt(tensors, strides, scale * LOG2_E, window, lse), lse
 
 
-def backward(**given: Any) -> Gradients:
-    return backward_by_sequence(masked_triton.backward, **given)
+def backward(q: Tensor, starts: Tensor, **given: Any) -> Gradients:
+    return backward_by_sequence(masked_triton.backward, q=q, starts=read(starts, len(q)), **given)

@@ -27,9 +27,12 @@ def load_keys(
     cache_ptr, table_ptr, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[keys, BLOCK_D] of one head; zero past `end`."""
-    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
-    at = cache_ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
+    """[keys, BLOCK_D] of one head; zero past `end`. Without a table keys lie one after the other."""
+    if table_ptr is None:
+        at = cache_ptr + keys.to(tl.int64) * stride_offset + head * stride_head
+    else:
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+        at = cache_ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
     channels = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(at[:, None] + channels, mask=(keys < end)[:, None] & (channels < D), other=0.0)
 

@@ -18,11 +18,15 @@ def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
         )
 
 
-def sequences(name: str, starts: Tensor, num_tokens: int) -> Iterator[slice]:
-    """The tokens of each sequence that has any; waits for the device. Where nothing can be read, one of all tokens."""
-    bounds = [0, num_tokens] if starts.is_meta else starts.tolist()
-    check_starts(name, bounds, num_tokens)
-    return (slice(first, end) for first, end in itertools.pairwise(bounds) if end > first)
+def read(starts: Tensor, num_tokens: int) -> list[int]:
+    """As integers, which waits for the device. Where there is nothing to read: one sequence of all tokens."""
+    return [0, num_tokens] if starts.is_meta else starts.tolist()
+
+
+def sequences(name: str, starts: list[int], num_tokens: int) -> Iterator[slice]:
+    """The tokens of each sequence that has any."""
+    check_starts(name, starts, num_tokens)
+    return (slice(first, end) for first, end in itertools.pairwise(starts) if end > first)
 
 
 def backward_by_sequence(
@@ -31,7 +35,7 @@ def backward_by_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    starts: list[int],
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,

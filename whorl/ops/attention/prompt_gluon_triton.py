@@ -45,30 +45,35 @@ def _add(a, b):
 
 
 @gluon.jit
-def _copy(smem, ptr, table_ptr, first, length, stride_block, stride_offset, BLOCK_SIZE: gl.constexpr):
-    """The keys or values of a cut, from their blocks; zero past the sequence's end. Few at a time: addresses are
-    what fills the producer's registers."""
+def _copy(
+    smem, ptr, table_ptr, first, length, stride_block, stride_offset, BLOCK_SIZE: gl.constexpr, HAS_TABLE: gl.constexpr
+):  # fmt: skip
+    """The keys or values of a cut, from their blocks, or one after the other; zero past the sequence's end. Few at a
+    time: addresses are what fills the producer's registers."""
     channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _COPY)), 0)
     for start in gl.static_range(0, CUT, FEW):
         keys = first + start + gl.arange(0, FEW, gl.SliceLayout(1, _COPY))
-        block = gl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < length, other=0).to(gl.int64)
-        at = gl.expand_dims(ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset, 1)
+        if HAS_TABLE:
+            block = gl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < length, other=0).to(gl.int64)
+            at = gl.expand_dims(ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset, 1)
+        else:
+            at = gl.expand_dims(ptr + keys.to(gl.int64) * stride_offset, 1)
         async_load(smem.slice(start, FEW, 0), at + channels, gl.expand_dims(keys < length, 1))
 
 
 @gluon.jit
 def _producer(
     k_ptr, v_ptr, table_ptr, length, begin, stop, k_block, k_offset, v_block, v_offset, ks, vs, k_ready, v_ready,
-    k_free, v_free, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    k_free, v_free, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     for i in range(begin, stop):
         stage = (i - begin) % STAGES
         phase = ((i - begin) // STAGES & 1) ^ 1
         mbarrier.wait(k_free.index(stage), phase)
-        _copy(ks.index(stage), k_ptr, table_ptr, i * CUT, length, k_block, k_offset, BLOCK_SIZE)
+        _copy(ks.index(stage), k_ptr, table_ptr, i * CUT, length, k_block, k_offset, BLOCK_SIZE, HAS_TABLE)
         async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
         mbarrier.wait(v_free.index(stage), phase)
-        _copy(vs.index(stage), v_ptr, table_ptr, i * CUT, length, v_block, v_offset, BLOCK_SIZE)
+        _copy(vs.index(stage), v_ptr, table_ptr, i * CUT, length, v_block, v_offset, BLOCK_SIZE, HAS_TABLE)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
 
 
@@ -166,7 +171,8 @@ def _prompt_gluon_kernel(
     v_cache_ptr += head // G * v_stride_head
     if HAS_LSE:
         lse_ptr += token * HQ + head
-        tables_ptr += start.to(gl.int64)
+        k_cache_ptr += start.to(gl.int64) * k_stride_offset
+        v_cache_ptr += start.to(gl.int64) * v_stride_offset
     else:
         tables_ptr += b.to(gl.int64) * table_stride
     is_endless = window == 0
@@ -198,6 +204,7 @@ def _prompt_gluon_kernel(
                 (
                     k_cache_ptr, v_cache_ptr, tables_ptr, length, begin, stop, k_stride_block, k_stride_offset,
                     v_stride_block, v_stride_offset, ks, vs, k_ready, v_ready, k_free, v_free, BLOCK_SIZE, STAGES,
+                    not HAS_LSE,
                 ),
             ),
             (

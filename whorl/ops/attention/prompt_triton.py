@@ -70,13 +70,21 @@ def _prompt_kernel(
         mass = tl.zeros((QUERIES,), tl.float32)
         lowest = tl.min(position, 0)
         first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
-        table = tables_ptr + (start.to(tl.int64) if HAS_LSE else b.to(tl.int64) * table_stride)
+        if HAS_LSE:  # keys lie where their queries do
+            table = None
+            k_ptr, v_ptr = (
+                k_cache_ptr + start.to(tl.int64) * k_stride_offset,
+                v_cache_ptr + start.to(tl.int64) * v_stride_offset,
+            )
+        else:
+            table = tables_ptr + b.to(tl.int64) * table_stride
+            k_ptr, v_ptr = k_cache_ptr, v_cache_ptr
         # Cuts that every query sees whole need no mask; a mask that hides nothing changes no bit.
         middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
         for at in range(first, middle, CUT):
             keys = at + tl.arange(0, CUT)
             k, v = load_cut(
-                k_cache_ptr, v_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
+                k_ptr, v_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
                 k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             cut_top, weights = weigh(q, k, None, scale, WIDEN)
@@ -87,7 +95,7 @@ def _prompt_kernel(
         for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
             keys = at + tl.arange(0, CUT)
             k, v = load_cut(
-                k_cache_ptr, v_cache_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
+                k_ptr, v_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
                 k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
             )  # fmt: skip
             visible = keys[None, :] <= position[:, None]
@@ -108,8 +116,8 @@ def _prompt_kernel(
 def prompt(
     tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int, lse: Tensor | None = None
 ) -> Tensor:
-    """lse: written to, where it is wanted, [T, HQ] fp32; block_tables is then one row for all sequences, in which
-    each begins where its queries do."""
+    """lse: of training, [T, HQ] fp32, written to. Keys and values are then rows beside those of q, in one block of
+    all tokens, and block_tables is not read."""
     q, k_cache, _, _, _, lengths = tensors
     tokens, heads, dim = q.shape
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no sequence stay zero
@@ -134,7 +142,8 @@ def prompt(
         )  # fmt: skip
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
-    queries = 16 if is_interpreting() else 128 if is_narrow and not is_wide else 32
+    has_room = lse is None  # its sum takes registers that 128 queries, or keys loaded ahead, do not leave
+    queries = 16 if is_interpreting() else (128 if has_room else 64) if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
         *outputs,
@@ -147,8 +156,8 @@ def prompt(
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries == 128 else 4,
-        num_stages=1 if is_wide else 2,
+        num_warps=8 if queries > 32 else 4,
+        num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
     return y
