@@ -96,7 +96,9 @@ def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     losses = []
     for sequence in SEQUENCES:
         logits = hf(torch.tensor([sequence])).logits[0, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(sequence[1:]), reduction="none"))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(sequence[1:], dtype=torch.long), reduction="none")
+        )
     expected = torch.cat(losses).mean()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)

@@ -54,14 +54,21 @@ def check_training(device: str) -> None:
             "a model under autocast has residuals in fp32, and its numbers are not the engine's: hold it in bf16, or "
             "its weights in fp32 and shard it with FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
-    if torch.compiler.is_compiling() and not _emulates_casts():
+    if torch.compiler.is_compiling():
+        _check_compiler()
+
+
+def _check_compiler() -> bool:
+    import torch._inductor.config as config
+
+    if not config.emulate_precision_casts:
         raise RuntimeError(
             "Inductor leaves out roundings between the operations that it fuses, and the model's numbers are not the "
             "engine's: set torch._inductor.config.emulate_precision_casts = True before torch.compile"
         )
+    return True
 
 
-def _emulates_casts() -> bool:
-    import torch._inductor.config as config
-
-    return bool(config.emulate_precision_casts)
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler. So it runs while a model is
+# traced: a tracer that meets a `raise` gives the function up, and runs the rest of the model compiled all the same.
+_check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -124,8 +124,8 @@ class Op:
     def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
         """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
 
-        `args` (`Arguments`) holds the saved tensors and everything that is not a tensor, `backend` (what the forward was
-        asked to use) included; `outputs` the saved outputs by index. Without this the reference is differentiated.
+        `args` (`Arguments`) holds the saved tensors and everything that is not a tensor, `backend` (what the forward
+        was asked to use) included; `outputs` the saved outputs by index. Without this the reference is differentiated.
         """
 
         def add(function: Formula) -> Formula:
