@@ -10,6 +10,7 @@ from mock_model import record
 from test_one_arithmetic import decoded, prefilled
 from torch.profiler import ProfilerActivity, profile
 
+from whorl import nn
 from whorl.bench.random_config import PRESETS
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -67,6 +68,20 @@ def test_decoded_equals_prefilled(model: Any) -> None:
         for output in outputs:
             assert len(output.token_ids) == 200
             assert decoded(output) == prefilled(scorer, output)
+
+
+def test_trainer_equals_sampler(model: Any) -> None:
+    """Under autograd, the sequences packed: the difference is zero, not small."""
+    outputs = engine(model).generate([tokens(n) for n in PROMPTS], sampled(200), progress=False)
+    sequences = [output.prompt_ids + output.token_ids for output in outputs]
+    found = nn.trainable(model).logprobs(nn.pack(sequences, "cuda"))
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.zero_grad()
+    model.requires_grad_(False)
+    parts = found.detach().split([len(sequence) - 1 for sequence in sequences])
+    for output, part in zip(outputs, parts, strict=True):
+        assert part[len(output.prompt_ids) - 1 :].tolist() == decoded(output)
 
 
 def test_alone_and_in_batches(model: Any) -> None:
