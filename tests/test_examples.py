@@ -54,6 +54,13 @@ def test_operators_in_a_training_loop() -> None:
     assert losses[-1] < losses[0] / 4
 
 
+@needs_model
+@pytest.mark.slow
+def test_a_trainer_has_the_samplers_numbers() -> None:
+    said = run("train_on_samples.py", "--max-tokens", "8")
+    assert re.findall(r"of (\d+) logprobs (\S+)", said) == [("64", "0.0")] * 2
+
+
 @pytest.mark.slow
 def test_sequence_parallelism() -> None:
     said = run("sequence_parallel.py")

@@ -226,6 +226,21 @@ def test_a_prompt_seen_before_is_cached(served: Served) -> None:
     assert served.chat(text)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
+def test_an_answer_that_is_sent_back_is_cached() -> None:
+    """Turn two of a chat computes what is new, and less than two blocks of what was said before."""
+    answer = "It is a long story, and it begins with a cat that would not come down from a tree. " * 3
+    with serving(told({"tell": answer, "go on": "Yes."})) as served:
+        first = served.chat("tell")
+        said = first["choices"][0]["message"]
+        assert said["content"].strip() == answer.strip()
+        messages = [{"role": "user", "content": "tell"}, said, {"role": "user", "content": "go on"}]
+        second = served.post("/v1/chat/completions", messages=messages, temperature=0)
+        assert second["choices"][0]["message"]["content"] == "Yes."
+        before = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+        again = before - second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 0 <= again < 2 * served.llm.settings.block_size
+
+
 # ---- thinking and tools
 
 
