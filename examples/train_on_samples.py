@@ -5,7 +5,7 @@ python examples/train_on_samples.py Qwen/Qwen3-0.6B --steps 8
 """
 
 import argparse
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ def reward(output: Output) -> float:
     return output.text.count("e") / max(1, len(output.text))
 
 
-def logprobs(model: torch.nn.Module, outputs: list[Output]) -> list[torch.Tensor]:
+def logprobs(model: Any, outputs: list[Output]) -> list[torch.Tensor]:
     """Of the sampled tokens, with a gradient: all sequences in one forward pass."""
     sequences = [output.prompt_ids + output.token_ids for output in outputs]
     device = next(model.parameters()).device
