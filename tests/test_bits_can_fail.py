@@ -1,0 +1,68 @@
+"""Faults that leave results as accurate as they were, and change their bits: the proofs of one arithmetic notice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from planted import plant
+from torch import Tensor
+
+from whorl.device import is_interpreting
+from whorl.ops import OPS, linear, paged_attention
+
+LINEAR, DECODE = "whorl.ops.linear_triton", "whorl.ops.attention.decode_triton"
+LOOP = "    for start in range(0, K, BLOCK_K):\n        k = start + tl.arange(0, BLOCK_K)\n        if EVEN:"
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if is_interpreting() else "cuda"
+
+
+def attend(queries: int, device: str, dtype: torch.dtype) -> Tensor:
+    """The last query of a sequence of 1024 keys, computed among as many; up to 16 are decoded."""
+    torch.manual_seed(0)
+    shape = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 16}
+    values = OPS["paged_attention"].make(queries=(40,), contexts=(1024,), **shape, dtype=dtype, device=device)
+    values |= {"q": values["q"][-queries:], "query_starts": values["query_starts"].new_tensor([0, queries])}
+    return paged_attention(**values, backend="triton")[-1]
+
+
+def multiply(rows: int, device: str) -> Tensor:
+    """The first row of a product, computed among as many; up to 16 stand beside the weight's.
+
+    Two large numbers near the beginning cancel: what was added up before them is rounded away, and what comes after
+    is not.
+    """
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 1024), torch.randn(64, 1024)
+    x[:, 0], x[:, 40], weight[:, 0], weight[:, 40] = 1e7, -1e7, 1, 1
+    x, weight = x.to(device).bfloat16(), weight.to(device).bfloat16()
+    return linear(x[:rows].contiguous(), weight, backend="triton")[0]
+
+
+def test_another_order_of_k(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(multiply(3, device), multiply(40, device))
+    turned = LOOP.replace("k = start", "k = K - BLOCK_K - start")
+    plant(LINEAR, LOOP, turned, 1, tmp_path, monkeypatch)
+    assert not torch.equal(multiply(3, device), multiply(40, device))
+
+
+def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attend(40, device, torch.float32)
+    assert torch.equal(attend(1, device, torch.float32), whole)
+    plant(DECODE, "here = at + ahead +", "here = at + (AHEAD - 1 - ahead) +", 1, tmp_path, monkeypatch)
+    found = attend(1, device, torch.float32)
+    assert not torch.equal(found, whole)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_product_and_a_sum_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contraction: the interpreter has none."""
+    whole = attend(40, "cuda", torch.bfloat16)
+    assert torch.equal(attend(1, "cuda", torch.bfloat16), whole)
+    plant(DECODE, '"enable_fp_fusion": False', '"enable_fp_fusion": True', 1, tmp_path, monkeypatch)
+    found = attend(1, "cuda", torch.bfloat16)
+    assert not torch.equal(found, whole)
+    torch.testing.assert_close(found, whole, rtol=0.02, atol=0.02)
