@@ -25,6 +25,7 @@ class Gradient:
         self.reference, self.names, self.is_absent = reference, names, is_absent
         self.formula: Formula | None = None
         self.saved: Saved | None = None  # None: every input, no output
+        self.dtypes: tuple[str, ...] = ()  # of arguments by name
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
         names = self.names
@@ -37,7 +38,7 @@ class Gradient:
         ctx.save_for_backward(*(tensors[n] for n in kept), *(outputs[i] for i in saved_outputs))
         ctx.saved_names, ctx.saved_outputs = kept, saved_outputs
         ctx.constants = {n: v for n, v in values.items() if n not in tensors}
-        ctx.dtypes = {n: v.dtype for n, v in tensors.items()}
+        ctx.constants |= {f"{n}_dtype": tensors[n].dtype for n in self.dtypes}
         ctx.wanted = [n for n in names if n in tensors and tensors[n].requires_grad]
         ctx.input_names = names[: len(inputs)]
 
@@ -50,7 +51,7 @@ class Gradient:
         if not given:
             return (None,) * len(ctx.input_names)
         if self.formula is not None:
-            found = self.formula(grads, args | {"dtypes": ctx.dtypes}, outputs)
+            found = self.formula(grads, args, outputs)
         else:
             args.pop("backend")
             with no_autocast(given[0].device.type):

@@ -121,16 +121,19 @@ class Op:
         self.impls = {one.backend: one for one in found}
         self._is_plain_on_host = all(BACKENDS[name].home != HOST for name in self.impls)
 
-    def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
+    def gradient(
+        self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = (), dtypes: Sequence[str] = ()
+    ) -> Callable[[Formula], Formula]:
         """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
 
         `args` holds the saved tensors and everything that is not a tensor, `backend` (what the forward was asked to
-        use) included, and in `dtypes` those of all tensors, saved or not; `outputs` the saved outputs by index.
-        Without this the reference is differentiated.
+        use) included; `outputs` the saved outputs by index. `dtypes` names arguments whose dtype alone is kept: of
+        "x" it is in `args` as "x_dtype". Without this the reference is differentiated.
         """
 
         def add(function: Formula) -> Formula:
             self._gradient.formula, self._gradient.saved = function, (tuple(save), tuple(save_outputs))
+            self._gradient.dtypes = tuple(dtypes)
             return function
 
         return add
