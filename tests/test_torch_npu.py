@@ -48,8 +48,15 @@ ONLY_16_BITS = (
 # In 16 bits torch_npu rounds the table too, and a fused operator may round between its parts. Each case is drawn six
 # times: a draw of qk_norm_rope's gradient of 64 weights was seen at 2.2, twelve of them together at 1.6.
 ALLOWED = 2.0
-# Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula.
-PLAIN = ("route_backward",)
+# Small operators of torch alone: torch_npu's gradient came in 2.11 and does not say its formula; its log_softmax is
+# torch's.
+PLAIN = (
+    "route_backward",
+    "log_softmax",
+    "log_softmax_backward",
+    "token_logprobs",
+    "token_logprobs_backward",
+)
 # The first release that has what the call needs; in older ones the reference runs.
 LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10", "dense_indexer_kl_gradients": "2.10"}
 
