@@ -177,6 +177,7 @@ FREE = {
         "a dim fewer",
         "meta",
     ),
+    ("causal_attention_backward", "starts"): ("fewer in dim 0",),  # then the last tokens are of no sequence
     ("sparse_attention_backward", "kv"): ("more in dim 0", "fewer in dim 0"),
     ("sparse_attention_backward", "indices"): ("more in dim 1", "fewer in dim 1"),
 }
