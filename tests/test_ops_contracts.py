@@ -178,6 +178,7 @@ FREE = {
         "meta",
     ),
     ("token_logprobs_backward", "logits"): ("float16", "more in dim 1", "fewer in dim 1"),
+    ("causal_attention_backward", "starts"): ("fewer in dim 0",),  # then the last tokens are of no sequence
     ("sparse_attention_backward", "kv"): ("more in dim 0", "fewer in dim 0"),
     ("sparse_attention_backward", "indices"): ("more in dim 1", "fewer in dim 1"),
 }

@@ -72,10 +72,8 @@ def _prompt_kernel(
         first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
         if HAS_LSE:  # keys lie where their queries do
             table = None
-            k_ptr, v_ptr = (
-                k_cache_ptr + start.to(tl.int64) * k_stride_offset,
-                v_cache_ptr + start.to(tl.int64) * v_stride_offset,
-            )
+            k_ptr = k_cache_ptr + start.to(tl.int64) * k_stride_offset
+            v_ptr = v_cache_ptr + start.to(tl.int64) * v_stride_offset
         else:
             table = tables_ptr + b.to(tl.int64) * table_stride
             k_ptr, v_ptr = k_cache_ptr, v_cache_ptr
