@@ -171,6 +171,7 @@ _CASES: list[Values] = [
     {"lengths": (), "idle": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, "heads": 8, "kv_heads": 1, "dim": 64},
     {"lengths": (140, 20), "window": 100, **_HEADS},
+    {"lengths": (8,), **_HEADS},
 ]
 _QWEN = {"heads": 32, "kv_heads": 4, "dim": 128}
 _BENCH: list[Values] = [{"lengths": (8192,), **_QWEN}, {"lengths": (4000, 1192, 3000), **_QWEN}]

@@ -131,13 +131,13 @@ experts.impl("torch_npu", "experts_torch_npu:experts", accepts=experts_torch_npu
 
 
 _CASES: list[Values] = [
-    {"tokens": (1,), "hidden": 8, "width": 4, "experts": 2, "k": 1},
+    {"tokens": (1,), "hidden": 16, "width": 12, "experts": 2, "k": 2},
     {"tokens": (3,), "hidden": 24, "width": 20, "experts": 4, "k": 2},
     {"tokens": (3,), "hidden": 32, "width": 16, "experts": 4, "k": 3, "scale": 0.01},
     {"tokens": (2,), "hidden": 24, "width": 12, "experts": 8, "k": 8, "scale": 0.01},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2},
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
-    {"tokens": (20,), "hidden": 40, "width": 24, "experts": 3, "k": 2, "sliced": True},
+    {"tokens": (20,), "hidden": 40, "width": 24, "experts": 3, "k": 1, "sliced": True},
     {"tokens": (5,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
