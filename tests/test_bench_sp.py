@@ -136,6 +136,7 @@ def bytes_on_the_wire() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_collectives_send_what_the_report_counts() -> None:
     ranks = Ranks(3)
     found = ranks.run(bytes_on_the_wire)

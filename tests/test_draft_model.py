@@ -323,7 +323,10 @@ def draws(way: str, draft: str, num: int = DRAWS) -> tuple[Tensor, Tensor, float
     return found.bincount(minlength=VOCAB), right, float((found == ids).float().mean())
 
 
-@pytest.mark.parametrize("way", WAYS)
+_QUICK = ("plain", "all", "penalties")
+
+
+@pytest.mark.parametrize("way", [w if w in _QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 def test_the_distribution_is_the_targets(way: str) -> None:
     counts, right, share = draws(way, "near")
     assert misfit(counts, right) < 1, (counts, right * DRAWS)

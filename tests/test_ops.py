@@ -32,15 +32,21 @@ def num_rows(case: Values) -> int:
     return math.prod(case["tokens"] if "tokens" in case else case["shape"][:-1])
 
 
-def walk(ops: Iterable[Op] = OPS.values(), skip_torch: bool = False, index: int | None = None) -> list[Any]:
-    """(operator, backend, case) for everything that can run here, or the case `index` of each."""
+def walk(
+    ops: Iterable[Op] = OPS.values(), skip_torch: bool = False, index: int | None = None, slow_triton: bool = False
+) -> list[Any]:
+    """(operator, backend, case) for everything that can run here, or the case `index` of each.
+
+    slow_triton: interpreted kernels in the slow tests alone.
+    """
+    most = 0 if slow_triton else 40
     return [
         pytest.param(
             op,
             backend,
             case,
             id=f"{op.name}-{backend}-{i}",
-            marks=[pytest.mark.slow] if backend == "triton" and is_interpreting() and num_rows(case) > 40 else [],
+            marks=[pytest.mark.slow] if backend == "triton" and is_interpreting() and num_rows(case) > most else [],
         )
         for op in ops
         for backend in backends_here(op)[skip_torch:]
@@ -201,7 +207,7 @@ def test_takes_any_strides(op: Op, backend: str, case: Values) -> None:
         assert op.mutates, reason
 
 
-@pytest.mark.parametrize(("op", "backend", "case"), walk(index=2))
+@pytest.mark.parametrize(("op", "backend", "case"), walk(index=2, slow_triton=True))
 def test_gives_the_same_bits_twice(op: Op, backend: str, case: Values) -> None:
     values = made(op, backend, case, torch.bfloat16)
     first, second = (results(op, lambda **v: op(**v, backend=backend), duplicate(values)) for _ in range(2))
@@ -310,7 +316,7 @@ def test_gradients_agree_with_the_reference(op: Op, backend: str, case: Values) 
 
 
 @pytest.mark.parametrize("kind", COTANGENTS)
-@pytest.mark.parametrize(("op", "backend", "case"), walk(DIFFERENTIABLE, skip_torch=True, index=2))
+@pytest.mark.parametrize(("op", "backend", "case"), walk(DIFFERENTIABLE, skip_torch=True, index=2, slow_triton=True))
 def test_gradients_may_have_any_strides(op: Op, backend: str, case: Values, kind: str) -> None:
     check_gradients(op, backend, made(op, backend, case, torch.float32), kind)
 

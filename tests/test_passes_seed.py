@@ -96,7 +96,8 @@ def test_products_and_collectives_as_one() -> None:
 # ---- the support matrix
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_matrix_in_one_graph(backend: str) -> None:
     """{dense, MoE} x {VL, text} x {no quantisation, int8} as blocks; the slow tests have a whole model for each."""
     for found in shared(2).run(all_cells, backend, (9, 3, 8), timeout=600):

@@ -63,6 +63,7 @@ def asking(served: Served, *bodies: dict[str, Any]) -> Iterator[list[httpx.Respo
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> None:
     with serving(told(), job_seconds=6, stall_seconds=0.5) as served:
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(3)]

@@ -156,7 +156,7 @@ def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "import whorl.nn\nwhorl.nn.ranks._FEW_BYTES = 0")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_two_ranks_equal_one(
     name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

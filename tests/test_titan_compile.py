@@ -142,6 +142,7 @@ def without_kernels() -> dict[str, Any]:
     return shared(1).run(_no_codegen, timeout=TIMEOUT)[0]
 
 
+@pytest.mark.slow
 def test_no_kernel_is_generated(without_kernels: dict[str, Any]) -> None:
     answer = without_kernels
     assert answer["worst"] < TOLERANCE
@@ -161,6 +162,7 @@ def test_no_kernel_is_generated(without_kernels: dict[str, Any]) -> None:
     assert not added
 
 
+@pytest.mark.slow
 def test_the_indexers_loss_stays_in_backward(without_kernels: dict[str, Any]) -> None:
     codes = without_kernels["codes"]
     forward = next(code for code in codes if "whorl.lightning_indexer" in code)

@@ -86,6 +86,7 @@ def test_resume_is_exact(kind: str, swapped: Any, tmp_path: Path) -> None:
     assert resumed.answer == unbroken.answer
 
 
+@pytest.mark.slow
 def test_adamw_goes_on_where_the_swap_optimizer_stopped(plain: Any, swapped: Any, tmp_path: Path) -> None:
     copy_checkpoint(swapped[0] / "checkpoint", tmp_path / "checkpoint", 2)
     resumed = titan_job.run(flags(tmp_path))[0]

@@ -163,6 +163,7 @@ def test_tokens_are_those_of_a_card_with_all_its_dies(plan: Plan) -> None:
     assert row.tokens_per_card * 64 * row.time.total == pytest.approx(tokens)
 
 
+@pytest.mark.slow
 def test_what_takes_all_of_the_memory_fits() -> None:
     needed = plan_of(64).feasible[0]
     for memory, fits in ((needed.memory.total, True), (needed.memory.total * (1 - 1e-9), False)):
@@ -341,6 +342,7 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
             assert masks(keys, topk) == (choose_attention(keys, topk, "cpu") == "masked")
 
 
+@pytest.mark.slow
 def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
     """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
     asked = [PlanOptions(hardware=name, seq=4096, dies=2) for name in ("a3", "h200")]

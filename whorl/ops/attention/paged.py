@@ -1,7 +1,7 @@
 """Attention over a paged cache of keys and values."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,18 +55,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
-    position = (length - count + torch.arange(count, device=q.device)).repeat_interleave(group)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % ROWS))
-    position = torch.nn.functional.pad(position, (0, rows.shape[1] - len(position)), value=length - 1)
     parts, sums, at = [], [], 0
     for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
         while rows.shape[1] - at >= size:
-            out, *found = _tile(rows[:, at : at + size], k, v, position[at : at + size], window)
+            out, *found = _tile(rows[:, at : at + size], k, v, Place(length, count, group, at, size), window)
             parts.append(out)
             sums.append(found)
             at += size
-    out = torch.cat(parts, 1)[:, : count * group].view(heads, count, group, dim).transpose(0, 1)
-    return out, sums
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return whole[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
+
+
+class Place(NamedTuple):
+    """Rows `at` to at + size of the last `queries` of `length` tokens, `group` rows each; padding is at the last."""
+
+    length: int
+    queries: int
+    group: int
+    at: int
+    size: int
+
+    def position(self, row: int) -> int:
+        return min(self.length - self.queries + row // self.group, self.length - 1)
+
+    def blocks(self, window: int) -> range:
+        """Where the blocks of keys begin that some of the rows see."""
+        lowest, highest = self.position(self.at), self.position(self.at + self.size - 1)
+        return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
+
+
+@functools.lru_cache(maxsize=256)  # a model asks for the same in every layer
+def _hidden(place: Place, block: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """[R, keys]: which keys of a block the rows do not see."""
+    with torch.inference_mode(False):  # a gradient may need it another time
+        tokens = torch.arange(place.at, place.at + place.size, device=device) // place.group
+        position = (place.length - place.queries + tokens).clamp(max=place.length - 1)[:, None]
+        key = block + torch.arange(keys, device=device)
+        hidden = key > position
+        return hidden | (key <= position - window) if window else hidden
 
 
 def lse_of(sums: list[list[Tensor]], like: Tensor) -> Tensor:
@@ -76,32 +103,35 @@ def lse_of(sums: list[list[Tensor]], like: Tensor) -> Tensor:
     return found.view(heads, count, group).transpose(0, 1)
 
 
-def _tile(rows: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """rows: [HK, R, D] of queries at `position` [R]; k, v: [HK, multiple of KEYS, D]. The same shape, and [HK, R, 1]
-    the highest score of each row and the sum of its exponentials, relative to that.
+def _tile(rows: Tensor, k: Tensor, v: Tensor, place: Place, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """rows: [HK, R, D] of queries; k, v: [HK, multiple of KEYS, D]. The same shape, and [HK, R, 1] the highest score of
+    each row and the sum of its exponentials, relative to that.
 
     Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by one
     and adds zero, so a row's bits do not depend on its neighbours in the tile.
     """
-    position = position[:, None]
-    total = rows.new_zeros(*rows.shape[:2], 1)
-    top = torch.full_like(total, -torch.inf)
-    out = torch.zeros_like(rows)
-    lowest, highest = int(position.min()), int(position.max())
-    start = max(0, lowest - window + 1) // KEYS * KEYS if window else 0
-    for block in range(start, highest + 1, KEYS):
-        key = block + torch.arange(KEYS, device=rows.device)
-        hidden = key > position
-        if window:
-            hidden |= key <= position - window
-        scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
-        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        shift = new_top.masked_fill(new_top == -torch.inf, 0)
-        weights, keep = torch.exp(scores - shift), torch.exp(top - shift)
+    first, *others = place.blocks(window)
+    top, _, weights = _weigh(rows, k, place, first, window, None)
+    total, out = weights.sum(-1, keepdim=True), weights @ v[:, first : first + KEYS]
+    for block in others:
+        new_top, shift, weights = _weigh(rows, k, place, block, window, top)
+        keep = torch.exp(top - shift)
         total = total * keep + weights.sum(-1, keepdim=True)
         out = out * keep + weights @ v[:, block : block + KEYS]
         top = new_top
     return out / total, top, total
+
+
+def _weigh(
+    rows: Tensor, k: Tensor, place: Place, block: int, window: int, top: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest score so far, what exponentials are relative to, and those of a block, [HK, R, KEYS]."""
+    hidden = _hidden(place, block, KEYS, window, rows.device)
+    scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
+    found = scores.amax(-1, keepdim=True)
+    top = found if top is None else torch.maximum(top, found)
+    shift = top.masked_fill(top == -torch.inf, 0)
+    return top, shift, torch.exp(scores - shift)
 
 
 @functools.cache
@@ -112,10 +142,11 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
     generator = torch.Generator().manual_seed(0)
     heads, dim = shape
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
-    position = torch.arange(MORE_ROWS) + KEYS
-    parts = zip(q.split(ROWS, 1), position.split(ROWS), strict=True)
-    expected = torch.cat([_tile(part, k, v, at, 0)[0] for part, at in parts], 1)
-    return (MORE_ROWS, ROWS) if torch.equal(_tile(q, k, v, position, 0)[0], expected) else (ROWS,)
+    place = Place(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
+    tiles = [(part, place._replace(at=i * ROWS, size=ROWS)) for i, part in enumerate(q.split(ROWS, 1))]
+    parts = [_tile(part, k, v, at, 0)[0] for part, at in tiles]
+    whole = _tile(q, k, v, place, 0)[0]
+    return (MORE_ROWS, ROWS) if torch.equal(whole, torch.cat(parts, 1)) else (ROWS,)
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:
