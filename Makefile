@@ -12,14 +12,15 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 # One thread a process: tests are small and run side by side.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-.PHONY: help venv run test test-all lint format bench
+.PHONY: help venv run test kernels test-all lint format bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run       a first look: the default model answers a question"
 	@echo "make test      the tests, on any machine"
+	@echo "make kernels   compile every Triton kernel for Hopper, without a GPU: registers, spills, widths of loads"
 	@echo "make test-all  the slow ones too; the result goes into bench/results/test_all.md"
 	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
 	@echo "make bench     every operator next to its peers on this machine"
@@ -51,8 +52,13 @@ run: venv
 	@echo "  $(BIN)/whorl selftest                                 whether it computes the right numbers here"
 	@echo "  $(BIN)/whorl train tiny                               train a small DeepSeek-V3.2 on this machine"
 
+KERNELS := tests/test_hopper.py
+
 test: venv
-	@$(PYTEST)
+	@$(PYTEST) --ignore=$(KERNELS)
+
+kernels: venv
+	@$(PYTEST) $(KERNELS)
 
 test-all: venv
 	@$(PIP) -e ".[dev,clients]"
