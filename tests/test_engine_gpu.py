@@ -17,7 +17,7 @@ from whorl.models.qwen3 import Qwen3
 
 pytestmark = pytest.mark.gpu
 
-# Few sequences decode by dot products, many by tiles: two sets of kernels, each exact in itself.
+# Few sequences and many take different kernels.
 FEW, MANY = 4, 16
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
