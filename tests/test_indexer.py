@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from planted import plant
+from scipy import linalg
 from test_ops import DEVICE, backends_here, check
 from torch import Tensor
 
@@ -339,7 +340,6 @@ def test_a_common_hadamard_transform_changes_no_choice() -> None:
 
 
 def test_hadamard_is_scipys_matrix() -> None:
-    linalg = pytest.importorskip("scipy.linalg")
     matrix = torch.from_numpy(linalg.hadamard(16)).double()
     assert torch.equal(hadamard(torch.eye(16).double(), 1.0), matrix)
 
