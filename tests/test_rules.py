@@ -44,9 +44,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "nn": {"device", "collectives", "rope_config", "rope_table", "ops"},
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
-    "engine": {"models", "nn", "passes", "ops", "device", "fields"},
-    "serve": {"engine", "fields"},
-    "chat": {"engine", "fields"},
+    "media": set(),
+    "engine": {"models", "nn", "passes", "ops", "device", "fields", "media", "positions"},
+    "serve": {"engine", "fields", "media"},
+    "chat": {"engine", "fields", "media"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models", "fields"},
     "titan": {"models", "plan", "ops", "device", "judge"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
 LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")

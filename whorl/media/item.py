@@ -1,0 +1,25 @@
+"""One picture or video, ready for a vision tower."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MediaItem:
+    """Patches and what belongs to them. Two items with one digest have equal patches.
+
+    patches: [P, V] fp32. P runs over temporal patches, then merge blocks (row, column), then the rows and columns
+        inside a block; V over channels, frames of the temporal patch, rows and columns of pixels.
+    grid: temporal patches, rows and columns, counted in patches: their product is P.
+    digest: of the original bytes and of everything else that changes pixels.
+    seconds: of a video, the time of each temporal patch.
+    """
+
+    kind: Literal["image", "video"]
+    patches: NDArray[np.float32]
+    grid: tuple[int, int, int]
+    digest: bytes
+    seconds: tuple[float, ...] = ()
