@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     given = parser.parse_args()
 
-    llm = LLM(given.model, max_num_seqs=2 * len(PROMPTS), use_prefix_cache=False)  # weights change, and keys with them
+    llm = LLM(given.model, max_num_seqs=2 * len(PROMPTS))
     model = nn.trainable(cast(torch.nn.Module, llm.model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(given.steps):

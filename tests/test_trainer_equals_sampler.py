@@ -14,6 +14,8 @@ from torch import Tensor
 
 from whorl import nn, ops
 from whorl.engine.llm import Output
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.weight_versions import WeightVersions
 from whorl.engine.weights import load_model
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
@@ -62,6 +64,58 @@ def test_after_a_step_too() -> None:
     assert [decoded(output) for output in after] != [decoded(output) for output in before]
     for output, logprobs in zip(after, trained(model, after), strict=True):
         assert logprobs.tolist() == decoded(output)
+
+
+def change(model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.25)
+
+
+def answers(llm: Any) -> list[list[float]]:
+    return [decoded(output) for output in llm.generate([PROMPT[:n] for n in (12, 21)], SAMPLED, progress=False)]
+
+
+def test_prefixes_of_old_weights_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["qwen3"]()
+    llm = engine(model)
+    before = answers(llm)
+    change(model)
+    assert answers(llm) == answers(engine(model)) != before
+    monkeypatch.setattr(WeightVersions, "have_changed", lambda self: False)
+    change(model)
+    assert answers(llm) != answers(engine(model)), "stale keys must show, or this test shows nothing"
+    llm.forget()
+    assert answers(llm) == answers(engine(model))
+
+
+def test_running_sequences_are_computed_again() -> None:
+    """Tokens that come after weights have changed are wholly of the new ones."""
+    model = MODELS["qwen3"]()
+    llm = engine(model)
+    [seq] = llm.add(PROMPT[:12], SAMPLED)
+    for _ in range(4):
+        llm.step()
+    kept = len(seq.output_ids)
+    change(model)
+    llm.add(PROMPT[:5], SAMPLED)
+    while llm.has_work:
+        llm.step()
+    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    [again] = engine(model).generate([seq.token_ids], scored, progress=False)
+    new, found = ([each.logprob for each in logprobs] for logprobs in (again.prompt_logprobs[11:], seq.logprobs))
+    assert kept > 0
+    assert found[kept:] == new[kept:]
+    assert found[:kept] != new[:kept]
+
+
+def test_weights_that_lie_elsewhere_are_refused() -> None:
+    model = MODELS["qwen3"]()
+    llm = engine(model)
+    weight = next(model.parameters())
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match="replaced by another tensor"):
+        llm.add(PROMPT)
 
 
 # ---- gradients

@@ -97,6 +97,12 @@ class BlockPool:
             self._drop(block)
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
+    def forget(self) -> None:
+        """No block holds a prefix that may be shared; nobody may hold one."""
+        assert self.num_used == 0, f"{self.num_used} blocks are held"
+        self._prefixes.clear()
+        self._keys.clear()
+
     def _match(self, seq: Sequence) -> list[tuple[int, int]]:
         """Blocks, with names, of the longest known prefix that leaves a token to compute: its logits are needed."""
         if not self.use_prefix_cache:

@@ -32,6 +32,7 @@ from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
 from .tensor_parallel import Lead, load
+from .weight_versions import WeightVersions
 
 Prompt = str | List[int]
 _COST_ROWS = 64  # of the longest decode step that is timed for `DraftLength`
@@ -119,6 +120,7 @@ class LLM:
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         self._make_cache(asked, device)
         self._make_runner(asked, device)
+        self._weights = WeightVersions(model)
         self._budget = StepBudget(asked.step_tokens, device=device, fixed=asked.max_prompt_tokens)
         self.scheduler = Scheduler(self.pool, max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.step_tokens)
         self.sampler = Sampler(model, self.vocab_size)
@@ -196,6 +198,8 @@ class LLM:
         prompt_ids = self._encode(prompt)
         behind = list(contents)
         self._check(prompt_ids, params)
+        if self._weights.have_changed():
+            self.forget()
         seed = self._seeds.getrandbits(63)
         copies: list[Sequence] = []
         for copy in range(params.n):
@@ -221,6 +225,15 @@ class LLM:
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
             self.scheduler.finish(seq)
+
+    def forget(self) -> None:
+        """Keys and values of old weights: prefixes are no longer known, and running sequences are computed again.
+
+        `add` and `generate` call it when weights were changed in place. Call it after a change that torch does not
+        count, one through `.data`.
+        """
+        self.scheduler.preempt_all()
+        self.pool.forget()
 
     def close(self) -> None:
         """End the other ranks, where there are any. The end of the program does it, too."""

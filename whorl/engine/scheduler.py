@@ -90,6 +90,10 @@ class Scheduler:
         else:
             self._stop(seq)
 
+    def preempt_all(self) -> None:
+        for seq in reversed(list(self.running)):  # so that they wait in the order of their admission
+            self._preempt(seq)
+
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         for seq in list(self.running):
