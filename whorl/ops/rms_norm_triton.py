@@ -10,6 +10,7 @@ from whorl.device import multiprocessors
 
 from ._overlap_triton import follow, overlap
 from ._rows import as_rows, ceil_div, power_of_2
+from ._sums_triton import row_sum
 
 CACHE = 32 * 2**20  # bytes of one tensor that are more than the second-level cache keeps
 SHARED_MEMORY = 200 * 1024  # bytes that a program may fill with blocks in flight; Hopper has 227 KiB
@@ -71,7 +72,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
-    inverse = _inverse_rms(tl.sum(x * x, 1), C, eps)[:, None]
+    inverse = _inverse_rms(row_sum(x * x, ROWS, BLOCK), C, eps)[:, None]
     y = (x * inverse * weight).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + rows * C + columns, y, mask=mask, eviction_policy=POLICY)
 
@@ -162,6 +163,7 @@ def add_forward(
         NESTED=rows.shape[0] > 1,
         POLICY="evict_first" if y.numel() * y.element_size() >= CACHE else "",
         num_warps=num_warps,
+        enable_fp_fusion=False,
         **overlap(x),
     )
     return y, total

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, store_pair
+from .._sums_triton import row_sum
+from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, rotated, store_pair
 
 
 @triton.jit
@@ -66,6 +67,13 @@ def inverse_rms(total, D: tl.constexpr, eps):
 
 
 @triton.jit
+def _head_sum(x, LENGTH: tl.constexpr):
+    """[tokens, heads] of [tokens, heads, LENGTH]."""
+    rows: tl.constexpr = x.shape[0] * x.shape[1]
+    return tl.reshape(row_sum(tl.reshape(x, (rows, LENGTH)), rows, LENGTH), (x.shape[0], x.shape[1]))
+
+
+@triton.jit
 def _norm_rotate_heads(
     x_ptr,
     y_ptr,
@@ -95,14 +103,13 @@ def _norm_rotate_heads(
     first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
     cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
-    total = tl.sum(first * first + second * second, 2)
+    total = _head_sum(tl.fma(first, first, second * second), BLOCK_C)
     if D > 2 * HALF:
         rest = load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-        total += tl.sum(rest * rest, 2)
+        total += _head_sum(rest * rest, BLOCK_REST)
     inverse = inverse_rms(total, D, eps)
     first, second = first * inverse * w_first, second * inverse * w_second
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
+    turned_first, turned_second = rotated(first, second, cos, sin)
     store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
     if D > 2 * HALF:
         store_rest(y_ptr, y_at, mask, rest * inverse * w_rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
@@ -264,6 +271,7 @@ def _launch(
         **constants,
         GROUPS=groups,
         CACHE_BLOCK=0 if slots is None else k.shape[1],
+        enable_fp_fusion=False,
         **overlap(rows),
     )
 

@@ -121,6 +121,13 @@ def store_pair(y_ptr, at, mask, first, second, HALF: tl.constexpr, BLOCK_C: tl.c
 
 
 @triton.jit
+def rotated(first, second, cos, sin):
+    """Both channels of each pair. What is fused is written: kernels agree to the bit."""
+    cos, sin = tl.broadcast_to(cos, first.shape), tl.broadcast_to(sin, first.shape)
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr,
     y_ptr,
@@ -151,8 +158,7 @@ def _rotate_heads(
     # Heads before angles: a warp issues in order, and the table row has to wait for its position.
     first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
     cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
+    turned_first, turned_second = rotated(first, second, cos, sin)
     store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
     if REST > 0:
         channels = REST_START + tl.arange(0, BLOCK_REST)
