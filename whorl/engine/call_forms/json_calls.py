@@ -52,8 +52,8 @@ class JsonCalls(CallReader):
 
     def _enter(self, state: str, braces: Braces) -> None:
         self._state, self._braces = state, braces
-        self._num_seen, self._end = 0, None  # of text that is held
-        self._end: int | None
+        self._num_seen = 0  # of text that is held
+        self._end: int | None = None
 
     def read(self, text: str, *, is_last: bool) -> tuple[int, Found]:
         done = 0
@@ -109,7 +109,7 @@ class JsonCalls(CallReader):
         if not is_cut and _load('{"":0' + text[:end]) is None:
             return 0, Found.BROKEN
         size, found = self._tag(text[end:], is_last)
-        return (end + size, found) if found is Found.END else (0, found)
+        return (0, found) if found is Found.MORE else (end + size, found)
 
     def _tag(self, text: str, is_last: bool) -> tuple[int, Found]:
         """What follows a call's last brace. A reply that ends there, or in its end tag, needs none."""

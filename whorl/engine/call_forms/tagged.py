@@ -55,7 +55,7 @@ class TaggedCalls(CallReader):
     def _call(self, text: str, is_last: bool) -> tuple[int, Found | None]:
         inner = text.lstrip()
         skipped = len(text) - len(inner)
-        if inner.startswith(self.close):
+        if inner.startswith(self.close) and self._name:  # a stretch without a call is text
             return skipped + len(self.close), Found.END
         if (tag := self._call_tag.match(inner)) is None:
             return self._neither(text, self.begin, self.close, is_last)
