@@ -73,7 +73,7 @@ def test_every_form_is_written_here() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(calls=CALLS, before=st.sampled_from(["", "Let me see."]), thought=st.sampled_from(["", "hm"]), data=st.data())
 def test_calls_are_read_back_however_they_are_cut(
     form: str, calls: list[tuple[str, dict[str, Any]]], before: str, thought: str, data: st.DataObject
@@ -111,7 +111,7 @@ COMMON = ["<think>", "</think>", " ", "\n", "a", "<", "1"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_what_is_malformed_is_the_same_however_it_is_cut(form: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + COMMON), max_size=9)))
@@ -125,11 +125,8 @@ def test_what_is_malformed_is_the_same_however_it_is_cut(form: str, data: st.Dat
         assert content == text, "without a call all of it is text"
 
 
-REPLIES = {
-    form: f"<think>\nh\u00e9 <|\n</think>\n\nLook \u2603:{write([{'function': {'name': 'f', 'arguments': a}} for a in two])}"
-    for form, write in WRITERS.items()
-    for two in [({"s": '\u2603 </"\n', "n": 3}, {"s": "<b>"})]
-}
+TWO = [{"function": {"name": "f", "arguments": a}} for a in ({"s": '\u2603 </"\n', "n": 3}, {"s": "<b>"})]
+REPLIES = {form: f"<think>\nh\u00e9 <|\n</think>\n\nLook \u2603:{write(TWO)}" for form, write in WRITERS.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -244,7 +241,7 @@ def test_a_long_call_that_never_begins_takes_little_time() -> None:
 
 def test_names() -> None:
     assert {form_named(name) for name in (*FORMS, *OTHER_NAMES)} == set(FORMS.values())
-    with pytest.raises(ValueError, match="the tool parser 'mine' is not known. Has: auto, deepseek_v32, qwen3_coder, "):
+    with pytest.raises(ValueError, match=r"parser 'mine' is not known\. Has: auto, deepseek_v32, "):
         form_named("mine")
 
 

@@ -1,4 +1,4 @@
-"""The prompts of DeepSeek-V3.2, against what its makers published: parts of the vectors beside their encoding_dsv32.py."""
+"""Prompts of DeepSeek-V3.2 against what its makers published: parts of the vectors beside their encoding_dsv32.py."""
 
 import json
 from pathlib import Path

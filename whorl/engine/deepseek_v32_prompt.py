@@ -21,7 +21,8 @@ _TOOLS = """\
 ## Tools
 
 You have access to a set of tools you can use to answer the user's question.
-You can invoke functions by writing a "<DSML:function_calls>" block like the following as part of your reply to the user:
+You can invoke functions by writing a "<DSML:function_calls>" block like the following as part of your reply to the \
+user:
 <DSML:function_calls>
 <DSML:invoke name="$FUNCTION_NAME">
 <DSML:parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</DSML:parameter>
@@ -168,7 +169,7 @@ def _in_order(at: int, results: Sequence[Message], calls: Sequence[Any]) -> list
     asked, given = [call.get("id") for call in calls], [result.get("tool_call_id") for result in results]
     if None in asked or None in given or len(set(asked)) < len(asked):
         return list(results)
-    if sorted(asked) != sorted(given):
+    if set(asked) != set(given):
         raise ValueError(f"message {at}: results are of the calls {given}, and the calls are {asked}")
     return [results[given.index(name)] for name in asked]
 

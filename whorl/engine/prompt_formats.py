@@ -1,4 +1,4 @@
-"""Who writes a model's prompts: its own Jinja template, or where it ships none, a program of ours that knows its format.
+"""Who writes a model's prompts: its own Jinja template or, where it ships none, a program that knows its format.
 
 A format is one file with a `render` like `ChatTemplate`'s, and one line in `_FORMATS`.
 """

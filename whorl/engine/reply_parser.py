@@ -4,8 +4,8 @@ The forms are in `call_forms`. Nothing that may be markup comes out before it is
 
 - Text that may be the beginning of a tag is held until it is one or is none.
 - Markup in which no call's name can be read is text, all of it, as the model wrote it.
-- From its name on a call is a call, and its arguments come as they are written. Markup that breaks further on leaves the
-  call where it is, with arguments that are not whole, and the rest is text.
+- From its name on a call is a call, and its arguments come as they are written. Markup that breaks further on leaves
+  the call as it is, with arguments that are not whole, and the rest is text.
 - White space next to a tag is dropped.
 """
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from .call_forms import CallPart, CallReader, CallWriter, Found, Schemas, num_held
 
 THINK, END_THINK = "<think>", "</think>"
+# What the one form of thinking is called: by us, and by vLLM for its models.
+REASONING = ("think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v32")
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from .deepseek_v32 import DeepSeekV32Calls
 from .hermes import HermesCalls
+from .json_calls import JsonCalls as JsonCalls
 from .llama import LlamaCalls
 from .qwen3_coder import Qwen3CoderCalls
 from .reader import CallPart as CallPart
@@ -12,6 +13,7 @@ from .reader import CallWriter as CallWriter
 from .reader import Found as Found
 from .reader import Schemas as Schemas
 from .reader import num_held as num_held
+from .tagged import TaggedCalls as TaggedCalls
 
 # By name, in the order in which templates are looked at: what one form marks, a later one may have, too.
 FORMS: dict[str, type[CallReader]] = {

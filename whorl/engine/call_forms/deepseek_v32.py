@@ -13,6 +13,7 @@ class DeepSeekV32Calls(TaggedCalls):
     begin, name_end, end = f'<{DSML}invoke name="', '">', f"</{DSML}invoke>"
     parameter_begin, parameter_end = f'<{DSML}parameter name="', f"</{DSML}parameter>"
     parameter_tag = re.compile(f'{parameter_begin}([^">\n]+)" string="(true|false)">')
+    before = "\n\n"
     tags = (open,)
     marks = (DSML,)
 

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1, 3.2 and 3.3: a reply that is a JSON object with name and parameters, or several, with `;` between.
+"""Calls of Llama 3.1 to 3.3: a reply that is a JSON object with name and parameters, or several with `;` between.
 
 `<|python_tag|>` may stand before it; in most vocabularies it is a special token and has no text.
 """

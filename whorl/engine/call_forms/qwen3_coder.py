@@ -16,7 +16,7 @@ class Qwen3CoderCalls(TaggedCalls):
     begin, name_end, end = "<function=", ">", "</function>"
     parameter_begin, parameter_end = "<parameter=", "</parameter>"
     parameter_tag = re.compile(r'<parameter=([^">\n]+)>')
-    has_lines = True
+    has_lines = is_alone = True
     tags = (open,)
     marks = ("<function=",)
 
@@ -25,12 +25,7 @@ class Qwen3CoderCalls(TaggedCalls):
         return f"{cls.parameter_begin}{name}>"
 
     def is_text(self, tag: re.Match[str], schema: Any) -> bool:
-        """What is not described is a text."""
-        if not isinstance(schema, dict):
-            return True
-        if "enum" in schema:
-            return all(isinstance(value, str) for value in schema["enum"])
-        return schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys()
+        return self.is_text_schema(schema)
 
     def value(self, text: str) -> str:
         return super().value(_PYTHON.get(text.strip(), text))

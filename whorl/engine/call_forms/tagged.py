@@ -12,7 +12,8 @@ class TaggedCalls(CallReader):
     """open, close: around a stretch of calls. begin, name_end, end: around a call's name, and behind its parameters.
 
     A value that is a text goes on as it comes. Any other goes on when it is whole: as it is if it is JSON, else as a
-    text. has_lines: a line break behind a parameter's tag, and one before its end, are not of the value.
+    text. has_lines: a line break behind a parameter's tag, and one before its end, are not of the value. is_alone: each
+    call has a stretch of its own. before: what the model writes in front of its first call.
     """
 
     open: ClassVar[str]
@@ -24,6 +25,8 @@ class TaggedCalls(CallReader):
     parameter_tag: ClassVar[re.Pattern[str]]  # all of the opening tag; its first group is the name
     parameter_end: ClassVar[str]
     has_lines: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = False
+    before: ClassVar[str] = ""
 
     def __init__(self, calls: CallWriter, schemas: Schemas) -> None:
         super().__init__(calls, schemas)
@@ -39,6 +42,16 @@ class TaggedCalls(CallReader):
     @abstractmethod
     def is_text(self, tag: re.Match[str], schema: Any) -> bool:
         """Whether a parameter's value is a text. schema: its own; None: not known."""
+
+    @staticmethod
+    def is_text_schema(schema: Any) -> bool:
+        """Whether values of a schema are texts; what is not described is one."""
+        if not isinstance(schema, dict):
+            return True
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            return isinstance(values, list) and all(isinstance(value, str) for value in values)
+        return schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys()
 
     def value(self, text: str) -> str:
         """The JSON of a value that is no text."""
