@@ -135,7 +135,8 @@ def prepare(
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
     model, engine: as `LLM` takes them, or hand in an `llm`. names: what clients may call the model; default: its own.
-    chat_template: a file; None: the model's own template. drafting: what commands take about speculation; None: none. settings: fields of `Settings`.
+    drafting: what commands take about speculation; None: none. chat_template: a file; None: the model's own template.
+    settings: fields of `Settings`.
     """
     need_extra()
     from .hosts import hosts_for

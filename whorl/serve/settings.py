@@ -16,9 +16,9 @@ class Settings:
     after SIGTERM. stall: a step this long, or a prompt that waits this long for a worker, makes the server unhealthy.
     origins: whose web pages may ask. api_key: one, or several, which then do not share the prefix cache. allowed_hosts:
     names that requests may call the server by; none or `*`: any. head: from a connection to its request.
-    max_connections: None: by the limit on files. chat_template: a template's text; None: the model's own. tool_parser,
-    reasoning_parser: how replies are taken apart, by name, or auto; see `parsers`. job: what a prompt's template and tokens may take of a worker, in CPU
-    time; a schema half the time and a quarter of the memory.
+    max_connections: None: by the limit on files. job: what a prompt's template and tokens may take of a worker, in CPU
+    time; a schema half the time and a quarter of the memory. chat_template: a template's text; None: the model's own.
+    tool_parser, reasoning_parser: how replies are taken apart, by name, or auto; see `parsers`.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)

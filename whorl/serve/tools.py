@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
 _ANY_NAME = "/[a-zA-Z0-9_.-]+/"
+_EMPTY = '""'
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -33,14 +34,12 @@ def call_grammar(
         return _json_grammar(form, chosen, has_more, _Quotes(tokenizer))
     if issubclass(form, TaggedCalls):
         return _tagged_grammar(form, chosen, has_more, _Quotes(tokenizer))
-    message = (
-        f"tool_choice: this server's tool parser, {form.__name__}, has no grammar that could force a call: say auto"
-    )
+    message = f"tool_choice: the tool parser {form.__name__} has no grammar that could force a call: say auto"
     raise ApiError(400, message, param="tool_choice")
 
 
 class _Quotes:
-    """Writes texts into a grammar. A token of its own, as a tag may be, has no text that a quoted string would match."""
+    """Writes texts into a grammar. A tag that is a token of its own has no text that a quoted string would match."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._ids = {tokenizer.token(i): i for i in tokenizer.added_ids}
@@ -50,12 +49,9 @@ class _Quotes:
     def __call__(self, text: str) -> str:
         parts, at = [], 0
         for token in self._pattern.finditer(text):
-            parts += [text[at : token.start()], self._ids[token[0]]]
+            parts += [_string(text[at : token.start()]), f"<[{self._ids[token[0]]}]>"]
             at = token.end()
-        shown = [
-            f"<[{part}]>" if isinstance(part, int) else _string(part) for part in [*parts, text[at:]] if part != ""
-        ]
-        return " ".join(shown)
+        return " ".join(part for part in [*parts, _string(text[at:])] if part != _EMPTY)
 
 
 def _string(text: str) -> str:
@@ -70,20 +66,26 @@ def _json(schema: Any) -> str:
 
 
 def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
-    schema = {"anyOf": [_call_schema(tool, form.arguments) for tool in tools]}
     more = f" ({quoted(form.between)} call)*" if has_more else ""
     end = quoted(f"\n{form.end}") if form.end else ""
-    return f"start: call{more}\ncall: {quoted(form.begin)} body {end}\nbody: {_json(schema)}\n"
+    bodies = [f"body{number}: {_json(_call_schema(tool, form.arguments))}" for number, tool in enumerate(tools)]
+    body = " | ".join(f"body{number}" for number in range(len(tools)))
+    return "\n".join([f"start: call{more}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
 
 
 def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
     arguments = tool.function.parameters or {"type": "object"}
-    return {
+    return _definitions(arguments) | {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, name: arguments},
         "required": ["name", name],
         "additionalProperties": False,
     }
+
+
+def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a schema's references point to, from the root."""
+    return {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
 
 
 # ---- calls whose parameters are tags
@@ -139,11 +141,12 @@ class _Call:
         is_text = self._form.is_text_schema(given)
         begin = self._quoted(f"{self._form.parameter(key, is_text)}{self._line}")
         if is_text and (values := given.get("enum") or ([given["const"]] if "const" in given else [])):
-            return [f"{name}: {begin} ({' | '.join(map(self._quoted, values))}) {self._quoted(end)}"]
+            texts = " | ".join(self._quoted(value) or _EMPTY for value in values)
+            return [f"{name}: {begin} ({texts}) {self._quoted(end)}"]
         if is_text:
             return [f"{name}: {begin} {name}_text", f"{name}_text[suffix={_string(end)}]: /(?s:.*)/"]
-        shared = {kind: self._parameters[kind] for kind in _DEFINITIONS if kind in self._parameters}
-        return [f"{name}: {begin} {name}_json {self._quoted(end)}", f"{name}_json: {_json(shared | given)}"]
+        whole = _definitions(self._parameters) | given
+        return [f"{name}: {begin} {name}_json {self._quoted(end)}", f"{name}_json: {_json(whole)}"]
 
     def _any_value(self, name: str) -> list[str]:
         """Of a tool that says nothing of its parameters: texts of any name."""
