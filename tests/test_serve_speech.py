@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 from serving import MODEL, Served, Told, byte_tokenizer, serving, told
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from whorl.engine.call_forms import FORMS
 from whorl.engine.llm import LLM
@@ -32,6 +34,7 @@ def tool(name: str, city: Any = None, **more: Any) -> dict[str, Any]:
 
 
 TOOLS: Any = [tool("weather"), tool("map")]
+ENGINE: Any = {"device": "cpu", "max_num_seqs": 4, "block_size": 8, "num_blocks": 2048}
 
 
 def dsml(*cities: str) -> str:
@@ -58,7 +61,23 @@ def llama(*cities: str) -> str:
 WRITERS = {"deepseek_v32": dsml, "qwen3_coder": coder, "hermes": hermes, "llama3": llama}
 
 
-@pytest.fixture(scope="module", params=FORMS)
+def speaker() -> Tokenizer:
+    """With DeepSeek's marker a token of its own."""
+    state = byte_tokenizer().state()
+    backend = Backend.from_str(state.pop("backend"))
+    backend.add_tokens([AddedToken(D, normalized=False)])
+    return Tokenizer(backend, **state)
+
+
+def test_every_form_is_served_here() -> None:
+    assert WRITERS.keys() == FORMS.keys()
+
+
+# Hermes's is served in test_serve.py, too.
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("hermes", "qwen3_coder")]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "llama3", *SLOW])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     write = WRITERS[request.param]
     answers = {
@@ -68,7 +87,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         "think": f"<think>\nhm\n</think>\n\n{write('Rome')}",
         "broken": write("Rome").replace("weather", '"<x"', 1)[:-3],
     }
-    with serving(told(answers), tool_parser=request.param) as running:
+    tokenizer = speaker()
+    model: Any = Told(tokenizer, answers)
+    with serving(LLM(model=model, tokenizer=tokenizer, **ENGINE), tool_parser=request.param) as running:
         yield running
 
 
@@ -161,9 +182,8 @@ class ToldDeepSeek(Told):
             before = self.tokenizer.decode(ids[max(0, at - 200) : at], skip_special=False)
             asked = before.endswith("<\uff5cAssistant\uff5c>")
             if asked or before.endswith("</function_results>\n\n"):
-                question = (
-                    before.rpartition("<\uff5cUser")[2].partition(">")[2].partition("<")[0] if asked else "results"
-                )
+                text = before.rpartition("<\uff5cUser")[2].partition(">")[2]
+                question = text.partition("<")[0] if asked else "results"
                 answer = self.answers.get(f"{openings[ids[at]]}{question}", [])[len(ids) - at - 1 :]
                 return next(iter(answer), self.tokenizer.eos_ids[0])
         return self.tokenizer.eos_ids[0]
@@ -179,9 +199,8 @@ def deepseek() -> Iterator[Served]:
         "<think>weather": f"Two cities.</think>Let me look.{dsml('Rome', 'Oslo')}",
         "<think>results": "Sunny it is.</think>Sunny in both.",
     }
-    settings: Any = {"device": "cpu", "max_num_seqs": 4, "block_size": 8, "num_blocks": 2048}
     model: Any = ToldDeepSeek(tokenizer, answers)
-    with serving(LLM(model=model, tokenizer=tokenizer, **settings)) as running:
+    with serving(LLM(model=model, tokenizer=tokenizer, **ENGINE)) as running:
         yield running
 
 
