@@ -151,10 +151,9 @@ def test_the_servers_options(served: Made) -> None:
     assert done.exit_code == 0, done.stderr
     assert (served.path, served.settings) == ("a/model", ASKED.changed(seed=3))
     (settings,) = served.served
-    assert (settings.names, settings.keys) == (("one", "two"), ("k",))
+    assert (settings.names, settings.keys, settings.tool_parser) == (("one", "two"), ("k",), "hermes")
     assert done.stderr.splitlines() == [
         "whorl: serve: --enable-chunked-prefill is not read: long prompts are always read in chunks",
-        "whorl: serve: --tool-call-parser is not read: tool calls are read in the Hermes form, which hermes names",
         "whorl: serve: --trust-remote-code is not read: no code of a checkpoint is ever run",
     ]
     run("whorl serve --served-model-name one a/model -tp 4 --model_dir b")

@@ -286,7 +286,7 @@ SURFACE = {
     "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--origin"}
-        | {"--port", "--timeout", "--seed", "--pld"}
+        | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | ENGINE
         | DRAFTING
     ),

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, Served, byte_tokenizer, serving, told
 
-from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import AllowError, SamplingParams
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import openai
@@ -327,29 +324,6 @@ def test_a_conversation_with_tools_reaches_the_template(served: Served) -> None:
         '<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": '
         '{"city": "Rome"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n'
     )
-
-
-REPLIES = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', " ", "\n", "a", "<t"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(REPLIES), max_size=8), st.data())
-def test_a_reply_is_the_same_however_it_is_cut(parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    switches = {name: data.draw(st.booleans()) for name in ("may_think", "is_thinking", "has_tools")}
-
-    def parse(pieces: list[str]) -> tuple[str, str, list[str]]:
-        parser, whole = ReplyParser(**switches), Parts()
-        for i, piece in enumerate(pieces):
-            found = parser.add(piece, is_last=i == len(pieces) - 1)
-            whole.reasoning += found.reasoning
-            whole.content += found.content
-            whole.calls += found.calls
-        return whole.reasoning, whole.content, [call.name for call in whole.calls]
-
-    ends = [0, *cuts, len(text)]
-    assert parse([text[a:b] for a, b in itertools.pairwise(ends)]) == parse([text])
 
 
 # ---- grammars

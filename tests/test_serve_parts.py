@@ -1,4 +1,4 @@
-"""Parts of the server by themselves, at their edges: the gate, log-probabilities, metrics, tool calls."""
+"""Parts of the server by themselves, at their edges: the gate, log-probabilities, metrics."""
 
 import asyncio
 import math
@@ -13,7 +13,6 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from whorl.engine.reply_parser import ReplyParser
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
 from whorl.serve.gate import Gate
 from whorl.serve.logprobs import TokenTexts, for_chat, for_completion
@@ -139,13 +138,3 @@ def test_who_left_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     assert (told["request_success_totalabort"], told["request_success_totalstop"]) == (1, 1)
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_prompt_tokens"):
         assert told[f"{name}_count"] == 1
-
-
-# ---- tool calls
-
-
-def test_arguments_may_be_called_parameters() -> None:
-    """As Llama's templates teach a model."""
-    parser = ReplyParser(may_think=False, is_thinking=False, has_tools=True)
-    parts = parser.add('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', is_last=True)
-    assert [(call.name, call.arguments) for call in parts.calls] == [("f", '{"a": 1}')]

@@ -18,8 +18,6 @@ PASTED = "vLLM's names of these options are understood, too."  # for --help
 # Options that take a value, then flags.
 _NEEDLESS_VALUES = {
     "--vocab": "the tokenizer comes with the model",
-    "--tool-call-parser": "tool calls are read in the Hermes form, which hermes names",
-    "--reasoning-parser": "what is between think tags is told apart by itself",
 }
 _NEEDLESS_FLAGS = {
     "--enable-auto-tool-choice": "tool calls are always read",
@@ -51,7 +49,6 @@ MISSING = {
     "--speculative-config": "say --draft-model MODEL and --draft-k N, or --pld for prompt lookup",
     "--tokenizer": "the tokenizer comes with the model: leave it out",
     "--tokenizer-mode": "the tokenizer comes with the model: leave it out",
-    "--chat-template": "the template comes with the model: put yours into its folder as chat_template.jinja",
     "--revision": "download the revision, and give its folder",
     "--download-dir": "Hugging Face's own HF_HOME says where downloads go",
     "--hf-overrides": "edit the config.json of a copy of the model's folder",

@@ -57,7 +57,7 @@ class Answer:
     def __init__(self, screen: Screen, conversation: Conversation) -> None:
         may_think = conversation.tokenizer.token_id(END_THINK) is not None
         is_thinking = may_think and conversation.prompt.rstrip().endswith(THINK)  # some templates open it themselves
-        self._parser = ReplyParser(may_think=may_think, is_thinking=is_thinking, has_tools=False)
+        self._parser = ReplyParser(may_think=may_think, is_thinking=is_thinking)
         self._screen, self._has_thought = screen, False
 
     def add(self, text: str) -> None:

@@ -1,124 +1,165 @@
-"""What is inside a reply: thinking between <think> tags, tool calls in the Hermes form, and the rest.
+"""What is inside a reply: thinking between <think> tags, tool calls in the model's own form, and the rest.
 
-A call is `<tool_call>`, a JSON object with name and arguments, `</tool_call>`.
+The forms are in `call_forms`. Nothing that may be markup comes out before it is known what it is, and nothing is lost:
+
+- Text that may be the beginning of a tag is held until it is one or is none.
+- Markup in which no call's name can be read is text, all of it, as the model wrote it.
+- From its name on a call is a call, and its arguments come as they are written. Markup that breaks further on leaves
+  the call as it is, with arguments that are not whole, and the rest is text.
+- White space next to a tag is dropped.
 """
 
-import json
-import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .call_forms import CallPart, CallReader, CallWriter, Found, Schemas, num_held
+
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
+# What the one form of thinking is called: by us, and by vLLM for its models.
+REASONING = ("think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v32")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     name: str
-    arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    arguments: str  # JSON, where the model writes JSON
+    id: str
 
 
 @dataclass(slots=True)
 class Parts:
+    """What is new, or, of parts that were joined, all there is."""
+
     reasoning: str = ""
     content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
+
+    def join(self, more: "Parts") -> None:
+        self.reasoning += more.reasoning
+        self.content += more.content
+        self.calls += more.calls
+
+    def whole_calls(self) -> list[Call]:
+        found: dict[int, Call] = {}
+        for part in self.calls:
+            if part.name is not None and part.id is not None:
+                found[part.index] = Call(part.name, "", part.id)
+            found[part.index].arguments += part.arguments
+        return list(found.values())
 
 
 class ReplyParser:
     """Takes a reply apart as it grows; what comes out joins to the same, however the text is cut.
 
-    may_think: the model knows the think tags. is_thinking: the prompt has opened one. White space next to a tag is
-    dropped. A call that is not valid JSON, or that never ends, is content.
+    may_think: think tags are told apart. is_thinking: the prompt has opened one. form: of tool calls; None: there are
+    none. schemas: of the tools. is_parallel: False keeps the first call alone.
     """
 
-    def __init__(self, *, may_think: bool, is_thinking: bool, has_tools: bool, is_parallel: bool = True) -> None:
-        self._state = "thinking" if is_thinking else "start" if may_think else "content"
-        self._has_tools, self._is_parallel = has_tools, is_parallel
-        self._text = ""
-        self._is_after_tag = is_thinking
-        self.num_calls = 0
+    def __init__(
+        self,
+        *,
+        may_think: bool,
+        is_thinking: bool,
+        form: type[CallReader] | None = None,
+        schemas: Schemas | None = None,
+        is_parallel: bool = True,
+    ) -> None:
+        self._form, self._schemas = form, schemas or {}
+        self._tags = () if form is None else form.tags
+        self._is_bare = form is not None and form.is_bare  # a brace may open a call: nothing was said before
+        self._calls = CallWriter(is_parallel=is_parallel)
+        self._reader: CallReader | None = None
+        self._text = self._held = ""  # held: the tag in front of the text and the white space before it
+        self._is_after_tag = False
+        self._step: Callable[[Parts, bool], bool] = self._content
+        if may_think:
+            self._step = self._thinking if is_thinking else self._start
+            self._is_after_tag = is_thinking
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
 
     def add(self, text: str, *, is_last: bool = False) -> Parts:
         self._text += text
         parts = Parts()
-        while self._advance(parts, is_last):
+        while self._step(parts, is_last):
             pass
+        parts.calls = self._calls.take()
         return parts
 
-    def _advance(self, parts: Parts, is_last: bool) -> bool:
-        """Whether there may be more to do with the text at hand."""
-        if self._state == "start":
-            return self._start(is_last)
-        if self._state == "thinking":
-            text, is_whole = self._until(END_THINK, is_last)
-            parts.reasoning += text
-            return self._enter("content") if is_whole else False
-        if self._state == "call":
-            return self._call(parts, is_last)
-        text, is_whole = self._until(CALL if self._has_tools else None, is_last)
-        parts.content += text
-        return self._enter("call") if is_whole else False
+    # Each step says whether there may be more to do with the text at hand.
 
-    def _enter(self, state: str) -> bool:
-        self._state, self._is_after_tag = state, True
-        return True
-
-    def _start(self, is_last: bool) -> bool:
+    def _start(self, parts: Parts, is_last: bool) -> bool:
         text = self._text.lstrip()
         if text.startswith(THINK):
             self._text = text[len(THINK) :]
-            return self._enter("thinking")
+            return self._enter(self._thinking)
         if THINK.startswith(text) and not is_last:
             return False
-        self._state = "content"
+        self._step = self._content
         return True
 
-    def _until(self, tag: str | None, is_last: bool) -> tuple[str, bool]:
-        """The text that is certain to come before the tag, and whether the tag was there."""
+    def _thinking(self, parts: Parts, is_last: bool) -> bool:
+        text, tag = self._until((END_THINK,), is_last)
+        parts.reasoning += text
+        self._held = ""
+        return self._enter(self._content) if tag else False
+
+    def _content(self, parts: Parts, is_last: bool) -> bool:
+        if self._is_bare and (opens := self._opens_bare(is_last)) is not False:
+            return bool(opens)
+        text, tag = self._until(self._tags, is_last)
+        parts.content += text
+        return self._open() if tag else False
+
+    def _opens_bare(self, is_last: bool) -> bool | None:
+        """Whether the reply begins with a brace, which then opens a call; None: that cannot be seen yet."""
+        text = self._text.lstrip()
+        if not text and not is_last:
+            return None
+        self._is_bare = False
+        if not text.startswith("{"):
+            return False
+        self._held, self._text = self._text[: len(self._text) - len(text)], text
+        return self._open()
+
+    def _open(self) -> bool:
+        assert self._form is not None
+        self._reader, self._step = self._form(self._calls, self._schemas), self._call
+        return True
+
+    def _call(self, parts: Parts, is_last: bool) -> bool:
+        assert self._reader is not None
+        size, found = self._reader.read(self._text, is_last=is_last)
+        if size:
+            self._text, self._held = self._text[size:], ""
+        if found is Found.END:
+            return self._enter(self._content)
+        if found is Found.MORE and not is_last:
+            return False
+        parts.content += self._held
+        self._held, self._step = "", self._content
+        return True
+
+    def _enter(self, step: Callable[[Parts, bool], bool]) -> bool:
+        self._step, self._is_after_tag = step, True
+        return True
+
+    def _until(self, tags: tuple[str, ...], is_last: bool) -> tuple[str, bool]:
+        """The text that is certain to come before one of the tags, and whether one was there, which is then held."""
         if self._is_after_tag:
             self._text = self._text.lstrip()
             self._is_after_tag = not self._text
-        at = self._text.find(tag) if tag else -1
-        if at >= 0:
-            assert tag is not None
-            text, self._text = self._text[:at].rstrip(), self._text[at + len(tag) :]
+        found = [(at, tag) for tag in tags if (at := self._text.find(tag)) >= 0]
+        if found:
+            at, tag = min(found)
+            text, rest = self._text[:at].rstrip(), self._text[at + len(tag) :]
+            self._held, self._text = self._text[len(text) : at + len(tag)], rest
             return text, True
-        num_held = 0 if is_last or tag is None else _num_held(self._text, tag)
-        end = len(self._text) - num_held
+        if is_last or not tags:
+            end = len(self._text)
+        else:
+            end = len(self._text[: len(self._text) - num_held(self._text, tags)].rstrip())
         text, self._text = self._text[:end], self._text[end:]
         return text, False
-
-    def _call(self, parts: Parts, is_last: bool) -> bool:
-        body, end, rest = self._text.partition(END_CALL)
-        if not end and not is_last:
-            return False
-        call = _parse(body) if end else None
-        if call is None:
-            parts.content += f"{CALL}{body}{end}"
-        elif self._is_parallel or not self.num_calls:
-            parts.calls.append(call)
-            self.num_calls += 1
-        self._text = rest
-        return self._enter("content")
-
-
-def _num_held(text: str, tag: str) -> int:
-    """Length of the end of the text that may belong to the tag, with the white space before it."""
-    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
-    size = next((n for n in sizes if tag.startswith(text[-n:])), 0)
-    before = text[: len(text) - size]
-    return size + len(before) - len(before.rstrip())
-
-
-def _parse(body: str) -> Call | None:
-    try:
-        found = json.loads(body)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(found["name"], arguments)

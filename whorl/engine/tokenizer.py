@@ -1,9 +1,10 @@
 """Text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
 
-Built on the tokenizers package. The chat template is in `chat_template`.
+Built on the tokenizers package. Who writes prompts is in `prompt_formats`.
 """
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from .chat_template import ChatTemplate, Message
 from .gguf_header import read_metadata
+from .prompt_formats import PromptWriter, format_of, prompt_writer
 
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,7 +44,7 @@ def _panics_as(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """One model's vocabulary, its end-of-text ids and its chat template."""
+    """One model's vocabulary, its end-of-text ids and its chat template, or the format that stands for one."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Tokenizer:
         roles: Mapping[str, str],
         templates: Mapping[str, str],
         sampling: Mapping[str, float] | None = None,
+        prompt_format: str | None = None,
     ) -> None:
         # Files may ask for padding to any length, or cut what is longer: neither is wanted of a prompt.
         backend.no_padding()
@@ -66,7 +69,8 @@ class Tokenizer:
         self.added_ids = frozenset(added)
         self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # by `decode`
         self.sampling = dict(sampling or {})
-        self.template = ChatTemplate(templates, roles)
+        self.prompt_format = prompt_format
+        self.template: PromptWriter = prompt_writer(templates, roles, prompt_format)
         if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: end-of-text ids {bad} are outside the vocabulary of {self._size}")
 
@@ -125,11 +129,18 @@ class Tokenizer:
             "roles": self.template.variables,
             "templates": self.template.sources,
             "sampling": self.sampling,
+            "prompt_format": self.prompt_format,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
         return cls(Backend.from_str(state["backend"]), **{k: v for k, v in state.items() if k != "backend"})
+
+    def with_template(self, source: str) -> "Tokenizer":
+        """The same, with another chat template; ValueError where it cannot be parsed."""
+        other = copy.copy(self)
+        other.template, other.prompt_format = ChatTemplate({"default": source}, self.template.variables), None
+        return other
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
@@ -258,12 +269,19 @@ def _from_json(path: Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     roles = _roles(folder / "tokenizer_config.json", config)
-    eos_ids = _end_ids(folder / "generation_config.json", generation)
-    eos_ids = eos_ids or _end_ids(folder / "config.json", _read_json(folder / "config.json"))
+    model = _read_json(folder / "config.json")
+    eos_ids = _end_ids(folder / "generation_config.json", generation) or _end_ids(folder / "config.json", model)
     if "eos_token" in roles and (eos_id := backend.token_to_id(roles["eos_token"])) is not None:
         eos_ids = [*eos_ids, eos_id]
-    sampling = _sampling(folder / "generation_config.json", generation)
-    return Tokenizer(backend, eos_ids=eos_ids, roles=roles, templates=_templates(folder, config), sampling=sampling)
+    templates = _templates(folder, config)
+    return Tokenizer(
+        backend,
+        eos_ids=eos_ids,
+        roles=roles,
+        templates=templates,
+        sampling=_sampling(folder / "generation_config.json", generation),
+        prompt_format=format_of(model, templates),
+    )
 
 
 def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

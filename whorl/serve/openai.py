@@ -123,6 +123,7 @@ def prepare(
     port: int = 8000,
     names: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
+    chat_template: str | Path | None = None,
     drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
     report: bool = False,
@@ -134,13 +135,15 @@ def prepare(
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
     model, engine: as `LLM` takes them, or hand in an `llm`. names: what clients may call the model; default: its own.
-    drafting: what commands take about speculation; None: none. settings: fields of `Settings`.
+    drafting: what commands take about speculation; None: none. chat_template: a file; None: the model's own template.
+    settings: fields of `Settings`.
     """
     need_extra()
     from .hosts import hosts_for
 
     hosts = hosts_for(host, allowed_hosts)
-    chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, **settings)
+    template = None if chat_template is None else _read_template(Path(chat_template))
+    chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, chat_template=template, **settings)
     _check_address(host, port)  # before minutes of loading
     if llm is None:
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
@@ -197,6 +200,18 @@ def _check_address(host: str, port: int) -> None:
                 listener.bind(address)
     except OSError as error:
         raise ValueError(f"serve: cannot listen on {host}, port {port}: {error.strerror}") from error
+
+
+def _read_template(path: Path) -> str:
+    """Its text; ValueError where it cannot be read, or is no template."""
+    from whorl.engine.chat_template import ChatTemplate
+
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"serve: --chat-template {path}: cannot be read: {error}") from error
+    ChatTemplate({"default": text}, {})
+    return text
 
 
 def _names(model: str | Path | None) -> tuple[str, ...]:

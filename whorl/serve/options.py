@@ -31,6 +31,21 @@ class ServeOptions:
         vllm=("--served-model-name",),
         metavar="NAME",
     )
+    chat_template: str | None = option(
+        None, "A file with a chat template. Default: the model's own.", vllm=("--chat-template",), metavar="FILE"
+    )
+    tool_parser: str = option(
+        "auto",
+        "How the model writes tool calls: deepseek_v32, qwen3_coder, hermes, llama3; auto: as its template says.",
+        vllm=("--tool-call-parser",),
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "think: what is between think tags is apart; off: it is content; auto: apart where the model has the tags.",
+        vllm=("--reasoning-parser",),
+        metavar="NAME",
+    )
     max_queue: int = option(1024, "Requests that may wait; one more gets 429.", least=1)
     max_body: int = option(4 << 20, "Bytes of a request; more get 413.", least=1)
     timeout: float = option(600.0, "Seconds for a whole request; longer ones get 503.", least=0.001)
@@ -48,6 +63,9 @@ class ServeOptions:
             "api_key": tuple(self.api_keys) or None,
             "allowed_hosts": self.allowed_hosts,
             "origins": tuple(self.origins),
+            "chat_template": self.chat_template,
+            "tool_parser": self.tool_parser,
+            "reasoning_parser": self.reasoning_parser,
             "max_queue": self.max_queue,
             "max_body": self.max_body,
             "timeout": self.timeout,

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from whorl.engine.reply_parser import CALL, END_THINK
+from whorl.engine.call_forms import CallReader
+from whorl.engine.reply_parser import END_THINK
 from whorl.engine.sequence import SamplingParams
 
 from .gate import ApiError
 from .grammar import Grammars
+from .parsers import AUTO, choose_form, tells_thinking
 from .schema_parts import ChatMessage, ResponseFormat, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import call_grammar
@@ -26,8 +28,9 @@ class Prepared:
     prompts: list[list[int]]
     params: SamplingParams
     texts: list[str]  # of the prompts, for echo
-    may_think: bool = False
+    may_think: bool = False  # thinking is told apart
     is_thinking: bool = False  # the prompt opens a think tag
+    form: type[CallReader] | None = None  # of tool calls; None: there are none
 
 
 class Preparer:
@@ -41,24 +44,28 @@ class Preparer:
         vocab_size: int,
         prompts: WorkerPool,
         schemas: WorkerPool,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
     ) -> None:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
         self._prompts, self._schemas = prompts, schemas
-        self._may_think = tokenizer.token_id(END_THINK) is not None
+        self._form = choose_form(tool_parser, tokenizer)
+        self._may_think = tells_thinking(reasoning_parser, tokenizer)
+        self._has_think = tokenizer.token_id(END_THINK) is not None  # a grammar begins behind it, told apart or not
         size = tokenizer.max_token_bytes
         self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
 
     async def chat(self, request: ChatRequest) -> Prepared:
         variables = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort == "none":
-            variables.setdefault("enable_thinking", False)
+        if request.reasoning_effort not in (None, "minimal"):
+            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         tools = request.tools if request.uses_tools else None
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=asked, logprobs=num_top)
         found = await self.render(request.messages, tools, request.add_generation_prompt, variables)
-        prompt, is_thinking = found["ids"], self._may_think and found["is_thinking"]
+        prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
         self._check_length(prompt, asked)
         allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
         return Prepared(
@@ -67,6 +74,7 @@ class Preparer:
             texts=[],
             may_think=self._may_think,
             is_thinking=is_thinking,
+            form=self._form if request.uses_tools else None,
         )
 
     async def completion(self, request: CompletionRequest) -> Prepared:
@@ -174,10 +182,11 @@ class Preparer:
             assert request.tools is not None
             assert request.tool_choice is not None
             return call_grammar(
+                self._form,
                 request.tools,
                 request.tool_choice,
                 is_parallel=request.parallel_tool_calls is not False,
-                has_tokens=self.tokenizer.token_id(CALL) is not None,
+                tokenizer=self.tokenizer,
             )
         return self._format_grammar(request.response_format)
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from whorl import __version__
-from whorl.engine.reply_parser import Call, Parts, ReplyParser
+from whorl.engine.call_forms import CallPart
+from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
 from .engine_thread import Job, Piece
@@ -107,7 +108,8 @@ class ChatReply(Reply):
             ReplyParser(
                 may_think=self.prepared.may_think,
                 is_thinking=self.prepared.is_thinking,
-                has_tools=request.uses_tools,
+                form=self.prepared.form,
+                schemas={tool.function.name: tool.function.parameters or {} for tool in request.tools or ()},
                 is_parallel=request.parallel_tool_calls is not False,
             )
             for _ in range(count)
@@ -127,18 +129,14 @@ class ChatReply(Reply):
 
     def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
         self._logprobs[piece.index] += piece.logprobs
-        num_calls = self._parsers[piece.index].num_calls
-        for delta in _deltas(self._parse(piece), num_calls):
+        for delta in _deltas(self._parse(piece)):
             yield self._delta(piece.index, delta)
         if piece.finish_reason is not None:
             yield self._delta(piece.index, {}, self._reason(piece))
 
     def collect(self, piece: Piece) -> None:
         self._logprobs[piece.index] += piece.logprobs
-        parts, whole = self._parse(piece), self._whole[piece.index]
-        whole.reasoning += parts.reasoning
-        whole.content += parts.content
-        whole.calls += parts.calls
+        self._whole[piece.index].join(self._parse(piece))
         if piece.finish_reason is not None:
             self._reasons[piece.index] = self._reason(piece)
 
@@ -150,7 +148,8 @@ class ChatReply(Reply):
         if parts.reasoning:
             message["reasoning_content"] = parts.reasoning
         if parts.calls:
-            message["tool_calls"] = [_call(call, call.arguments) for call in parts.calls]
+            calls = parts.whole_calls()
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = self._take_logprobs(index)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
 
@@ -175,18 +174,24 @@ class ChatReply(Reply):
         return for_chat(self.texts, found) if found else None
 
 
-def _deltas(parts: Parts, num_calls: int) -> Iterator[dict[str, Any]]:
+def _deltas(parts: Parts) -> Iterator[dict[str, Any]]:
     if parts.reasoning:
         yield {"reasoning_content": parts.reasoning}
     if parts.content:
         yield {"content": parts.content}
-    for index, call in enumerate(parts.calls, start=num_calls):
-        yield {"tool_calls": [{"index": index} | _call(call, "")]}
-        yield {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]}
+    for part in parts.calls:
+        yield from _call_deltas(part)
 
 
-def _call(call: Call, arguments: str) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _call_deltas(part: CallPart) -> Iterator[dict[str, Any]]:
+    if part.id is not None and part.name is not None:
+        yield {"tool_calls": [{"index": part.index} | _call(part.id, part.name, "")]}
+    if part.arguments:
+        yield {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class CompletionReply(Reply):

@@ -92,7 +92,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="none turns thinking off; the others leave it to the template"
+        None, description="none turns thinking off, minimal leaves it to the template, the others turn it on"
     )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

@@ -37,6 +37,8 @@ class Service:
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
         self.settings = settings
+        if settings.chat_template is not None:
+            tokenizer = tokenizer.with_template(settings.chat_template)
         self.tokenizer: Tokenizer = tokenizer
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
@@ -51,6 +53,8 @@ class Service:
             vocab_size=llm.vocab_size,
             prompts=self._prompts,
             schemas=self._schemas,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .parsers import check_names
+
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _JOB = ("job_seconds", "job_memory")
 
@@ -15,7 +17,8 @@ class Settings:
     origins: whose web pages may ask. api_key: one, or several, which then do not share the prefix cache. allowed_hosts:
     names that requests may call the server by; none or `*`: any. head: from a connection to its request.
     max_connections: None: by the limit on files. job: what a prompt's template and tokens may take of a worker, in CPU
-    time; a schema half the time and a quarter of the memory.
+    time; a schema half the time and a quarter of the memory. chat_template: a template's text; None: the model's own.
+    tool_parser, reasoning_parser: how replies are taken apart, by name, or auto; see `parsers`.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
@@ -32,6 +35,9 @@ class Settings:
     max_connections: int | None = None
     job_seconds: float = 10.0
     job_memory: int = 1 << 30
+    chat_template: str | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -42,6 +48,7 @@ class Settings:
             raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
         if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
+        check_names(self.tool_parser, self.reasoning_parser)
         sizes = ("max_body", "max_queue", "max_connections", *_JOB)
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:

@@ -1,33 +1,156 @@
-"""Tool calls that must come: the grammar that forces one."""
+"""Tool calls that must come: the grammar that forces them, in the form that the model writes."""
 
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whorl.engine.reply_parser import CALL, END_CALL
+from whorl.engine.call_forms import CallReader, JsonCalls, TaggedCalls
 
+from .gate import ApiError
 from .json_layout import json_layout
 from .schema_parts import NamedTool, Tool
 
+if TYPE_CHECKING:
+    from whorl.engine.tokenizer import Tokenizer
 
-def call_grammar(tools: Sequence[Tool], choice: NamedTool | str, *, is_parallel: bool, has_tokens: bool) -> str:
-    """A grammar, in llguidance's Lark, of which every sentence is a call of one of the tools.
+_ANY_NAME = "/[a-zA-Z0-9_.-]+/"
+_EMPTY = '""'
+_DEFINITIONS = ("$defs", "definitions")
 
-    has_tokens: the tags are tokens of their own; such a token has no text that a quoted string would match.
-    """
+
+def call_grammar(
+    form: type[CallReader],
+    tools: Sequence[Tool],
+    choice: NamedTool | str,
+    *,
+    is_parallel: bool,
+    tokenizer: "Tokenizer",
+) -> str:
+    """A grammar, in llguidance's Lark, of which every sentence is a call of one of the tools."""
     chosen = [t for t in tools if isinstance(choice, str) or t.function.name == choice.function.name]
-    calls: dict[str, Any] = {"anyOf": [_call_schema(tool) for tool in chosen]}
-    calls["x-guidance"] = json_layout(calls)
-    more = r' ("\n" call)*' if is_parallel and isinstance(choice, str) else ""
-    begin, end = (CALL, END_CALL) if has_tokens else (f'"{CALL}"', f'"{END_CALL}"')
-    return f'start: call{more}\ncall: {begin} "\\n" body "\\n" {end}\nbody: %json {json.dumps(calls)}\n'
+    has_more = is_parallel and isinstance(choice, str)
+    if issubclass(form, JsonCalls):
+        return _json_grammar(form, chosen, has_more, _Quotes(tokenizer))
+    if issubclass(form, TaggedCalls):
+        return _tagged_grammar(form, chosen, has_more, _Quotes(tokenizer))
+    message = f"tool_choice: the tool parser {form.__name__} has no grammar that could force a call: say auto"
+    raise ApiError(400, message, param="tool_choice")
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+class _Quotes:
+    """Writes texts into a grammar. A tag that is a token of its own has no text that a quoted string would match."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._ids = {tokenizer.token(i): i for i in tokenizer.added_ids}
+        names = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts, at = [], 0
+        for token in self._pattern.finditer(text):
+            parts += [_string(text[at : token.start()]), f"<[{self._ids[token[0]]}]>"]
+            at = token.end()
+        return " ".join(part for part in [*parts, _string(text[at:])] if part != _EMPTY)
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Any) -> str:
+    return f"%json {json.dumps(schema | {'x-guidance': json_layout(schema)})}"
+
+
+# ---- calls that are JSON
+
+
+def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
+    more = f" ({quoted(form.between)} call)*" if has_more else ""
+    end = quoted(f"\n{form.end}") if form.end else ""
+    bodies = [f"body{number}: {_json(_call_schema(tool, form.arguments))}" for number, tool in enumerate(tools)]
+    body = " | ".join(f"body{number}" for number in range(len(tools)))
+    return "\n".join([f"start: call{more}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
+
+
+def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
     arguments = tool.function.parameters or {"type": "object"}
-    return {
+    return _definitions(arguments) | {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
-        "required": ["name", "arguments"],
+        "properties": {"name": {"const": tool.function.name}, name: arguments},
+        "required": ["name", name],
         "additionalProperties": False,
     }
+
+
+def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a schema's references point to, from the root."""
+    return {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
+
+
+# ---- calls whose parameters are tags
+
+
+def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
+    calls = " | ".join(f"call{number}" for number in range(len(tools)))
+    begin, end = quoted(f"{form.open}\n"), quoted(f"\n{form.close}")
+    many = 'call ("\\n" call)*' if has_more else "call"
+    if form.is_alone:
+        more = ' ("\\n" block)*' if has_more else ""
+        start = f"block{more}\nblock: {begin} call {end}"
+    else:
+        start = f"{begin} {many} {end}"
+    lines = [f"start: {quoted(form.before)} {start}", f"call: {calls}"]
+    for number, tool in enumerate(tools):
+        lines += _Call(form, number, tool, quoted).rules()
+    return "\n".join(lines) + "\n"
+
+
+class _Call:
+    """The rules of one tool."""
+
+    def __init__(self, form: type[TaggedCalls], number: int, tool: Tool, quoted: _Quotes) -> None:
+        self._form, self._number, self._tool, self._quoted = form, number, tool, quoted
+        self._parameters = tool.function.parameters or {}
+        self._line = "\n" if form.has_lines else ""
+
+    def rules(self) -> list[str]:
+        properties: dict[str, Any] = self._parameters.get("properties") or {}
+        required = self._parameters.get("required") or ()
+        names = [f"value{self._number}_{at}" for at in range(len(properties))]
+        parts = [
+            f'{name} "\\n"' if key in required else f'({name} "\\n")?'
+            for name, key in zip(names, properties, strict=True)
+        ]
+        rules = [
+            rule
+            for name, (key, schema) in zip(names, properties.items(), strict=True)
+            for rule in self._value(name, key, schema)
+        ]
+        if not properties and self._parameters and self._parameters.get("additionalProperties") is not False:
+            parts, rules = [f'(value{self._number} "\\n")*'], self._any_value(f"value{self._number}")
+        form, name = self._form, self._tool.function.name
+        begin = self._quoted(f"{form.begin}{name}{form.name_end}\n")
+        # Without parameters DeepSeek-V3.2 writes an empty line.
+        empty = "" if required else ' "\\n"?'
+        return [f"call{self._number}: {begin}{empty} {' '.join(parts)} {self._quoted(form.end)}", *rules]
+
+    def _value(self, name: str, key: str, schema: Any) -> list[str]:
+        end = f"{self._line}{self._form.parameter_end}"
+        given = schema if isinstance(schema, dict) else {}
+        is_text = self._form.is_text_schema(given)
+        begin = self._quoted(f"{self._form.parameter(key, is_text)}{self._line}")
+        if is_text and (values := given.get("enum") or ([given["const"]] if "const" in given else [])):
+            texts = " | ".join(self._quoted(value) or _EMPTY for value in values)
+            return [f"{name}: {begin} ({texts}) {self._quoted(end)}"]
+        if is_text:
+            return [f"{name}: {begin} {name}_text", f"{name}_text[suffix={_string(end)}]: /(?s:.*)/"]
+        whole = _definitions(self._parameters) | given
+        return [f"{name}: {begin} {name}_json {self._quoted(end)}", f"{name}_json: {_json(whole)}"]
+
+    def _any_value(self, name: str) -> list[str]:
+        """Of a tool that says nothing of its parameters: texts of any name."""
+        before, _, behind = self._form.parameter("\0", True).partition("\0")
+        end = _string(f"{self._line}{self._form.parameter_end}")
+        opening = f"{self._quoted(before)} {_ANY_NAME} {self._quoted(f'{behind}{self._line}')}"
+        return [f"{name}: {opening} {name}_text", f"{name}_text[suffix={end}]: /(?s:.*)/"]

@@ -1,0 +1,41 @@
+"""How models write tool calls: one file a form, one line in `FORMS`."""
+
+from collections.abc import Collection
+
+from .deepseek_v32 import DeepSeekV32Calls
+from .hermes import HermesCalls
+from .json_calls import JsonCalls as JsonCalls
+from .llama import LlamaCalls
+from .qwen3_coder import Qwen3CoderCalls
+from .reader import CallPart as CallPart
+from .reader import CallReader as CallReader
+from .reader import CallWriter as CallWriter
+from .reader import Found as Found
+from .reader import Schemas as Schemas
+from .reader import num_held as num_held
+from .tagged import TaggedCalls as TaggedCalls
+
+# By name, in the order in which templates are looked at: what one form marks, a later one may have, too.
+FORMS: dict[str, type[CallReader]] = {
+    "deepseek_v32": DeepSeekV32Calls,
+    "qwen3_coder": Qwen3CoderCalls,
+    "hermes": HermesCalls,
+    "llama3": LlamaCalls,
+}
+OTHER_NAMES = {"qwen3": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "llama3"}  # vLLM's, and models'
+
+
+def form_named(name: str) -> type[CallReader]:
+    """ValueError: there is none."""
+    if (found := FORMS.get(OTHER_NAMES.get(name, name))) is None:
+        has = ", ".join(["auto", *FORMS, *OTHER_NAMES])
+        raise ValueError(f"the tool parser {name!r} is not known. Has: {has}")
+    return found
+
+
+def form_of(prompt_format: str | None, templates: Collection[str]) -> type[CallReader]:
+    """The form that a model was taught: by its prompts' format, else by what its templates say, else Hermes's."""
+    if prompt_format in FORMS:
+        return FORMS[prompt_format]
+    text = "\n".join(templates)
+    return next((form for form in FORMS.values() if any(mark in text for mark in form.marks)), HermesCalls)
