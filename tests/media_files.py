@@ -60,6 +60,7 @@ def film(
     codec: str = "libvpx",
     container: str = "webm",
     size: tuple[int, int] = (96, 64),
+    colours: str = "yuv420p",
 ) -> bytes:
     """Frame i is grey, of level 5 i."""
     import av
@@ -67,7 +68,7 @@ def film(
     buffer, (width, height) = io.BytesIO(), size
     with av.open(buffer, "w", format=container) as file:
         stream: Any = file.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, colours
         for index in range(num_frames):
             grey: NDArray[np.uint8] = np.full((height, width, 3), 5 * index, np.uint8)
             file.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))

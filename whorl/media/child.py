@@ -72,10 +72,10 @@ def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8
         options = image_options(job["options"])
         image = to_rgb(open_picture(parts[0], max_pixels))
         return resized(image, image_size(image.height, image.width, options), options.resample)[None], {}
-    options = video_options(job["options"])
+    video = video_options(job["options"])
     if job["kind"] == "frames":
-        return read_frames(parts, options, max_pixels=max_pixels), {}
-    frames, indices, fps = read_video(parts[0], options, max_pixels=max_pixels, max_frames=job["max_frames"])
+        return read_frames(parts, video, max_pixels=max_pixels), {}
+    frames, indices, fps = read_video(parts[0], video, max_pixels=max_pixels, max_frames=job["max_frames"])
     return frames, {"indices": indices, "fps": fps}
 
 

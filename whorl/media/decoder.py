@@ -80,7 +80,7 @@ class Decoder:
         self, kind: str, parts: Sequence[bytes], options: Any, sizes: ImageOptions
     ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
         limits = self._limits
-        job = {"kind": kind, "sizes": [len(part) for part in parts], "options": asdict(options)}
+        job: dict[str, Any] = {"kind": kind, "sizes": [len(part) for part in parts], "options": asdict(options)}
         job |= {"max_pixels": limits.max_pixels, "max_frames": limits.max_frames}
         process = self._started()
         assert process.stdin is not None

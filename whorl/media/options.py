@@ -132,7 +132,7 @@ def _image_options(where: str, given: Mapping[str, Any]) -> ImageOptions:
     size = given.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(f"{where}: size is {size!r}, expected shortest_edge and longest_edge")
-    found = {
+    found: dict[str, Any] = {
         "patch_size": given.get("patch_size"),
         "min_pixels": given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
         "max_pixels": given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
