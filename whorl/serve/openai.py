@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from whorl.engine.llm import LLM
+    from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
+_WITH_MEDIA = ("/v1/chat/completions", "/tokenize")  # addresses whose messages may hold pictures
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -32,8 +34,11 @@ def need_extra() -> None:
         raise ValueError(f"serve: {', '.join(missing)} not installed: pip install 'whorl[serve]'")
 
 
-def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
-    """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown."""
+def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = None) -> "FastAPI":
+    """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown.
+
+    processor: of the model's pictures and videos; None: it takes none.
+    """
     need_extra()
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
@@ -46,7 +51,7 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
     from .gate import ApiError, Cors, Gate, validation_error
     from .service import Service
 
-    service = Service(llm, settings)
+    service = Service(llm, settings, processor)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,6 +90,7 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
         allowed_hosts=settings.allowed_hosts,
         max_body=settings.max_body,
         body_seconds=settings.body_seconds,
+        larger=None if processor is None else dict.fromkeys(_WITH_MEDIA, settings.max_media_body),
     )
     if settings.origins:
         names = list(settings.origins)
@@ -125,6 +131,7 @@ def prepare(
     allowed_hosts: Sequence[str] = (),
     drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
+    processor: "Processor | None" = None,
     report: bool = False,
     **settings: Any,
 ) -> Callable[[], int]:
@@ -133,7 +140,8 @@ def prepare(
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
-    model, engine: as `LLM` takes them, or hand in an `llm`. names: what clients may call the model; default: its own.
+    model, engine: as `LLM` takes them, or hand in an `llm`, and with it the `processor` of its pictures. names: what
+    clients may call the model; default: its own.
     drafting: what commands take about speculation; None: none. settings: fields of `Settings`.
     """
     need_extra()
@@ -143,13 +151,22 @@ def prepare(
     chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, **settings)
     _check_address(host, port)  # before minutes of loading
     if llm is None:
+        processor = _processor(model, chosen)
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
     if report:
         from whorl.engine.sequence_parallel import describe
 
         print(describe(llm.sp_report), file=sys.stderr)
-    app = create_app(llm, chosen)
+    app = create_app(llm, chosen, processor)
     return lambda: _serve(app, chosen, host, port)
+
+
+def _processor(model: str | Path | None, settings: Settings) -> "Processor | None":
+    """Before minutes of loading: it may need what is not installed."""
+    from whorl.engine.weights import resolve
+    from whorl.media import Processor
+
+    return Processor.from_folder(resolve(model), settings.media)
 
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":

@@ -1,6 +1,8 @@
 """What a server is told once: its names, who may ask, and its limits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from whorl.media import Limits
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _JOB = ("job_seconds", "job_memory")
@@ -15,7 +17,8 @@ class Settings:
     origins: whose web pages may ask. api_key: one, or several, which then do not share the prefix cache. allowed_hosts:
     names that requests may call the server by; none or `*`: any. head: from a connection to its request.
     max_connections: None: by the limit on files. job: what a prompt's template and tokens may take of a worker, in CPU
-    time; a schema half the time and a quarter of the memory.
+    time; a schema half the time and a quarter of the memory. media: what a picture or video may take; max_media_body:
+    of requests that may hold some; media_hosts, media_folder: where they may be fetched from, beside data: URIs.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
@@ -32,6 +35,10 @@ class Settings:
     max_connections: int | None = None
     job_seconds: float = 10.0
     job_memory: int = 1 << 30
+    media: Limits = field(default_factory=Limits)
+    max_media_body: int = 64 << 20
+    media_hosts: tuple[str, ...] = ()
+    media_folder: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -42,7 +49,7 @@ class Settings:
             raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
         if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
-        sizes = ("max_body", "max_queue", "max_connections", *_JOB)
+        sizes = ("max_body", "max_media_body", "max_queue", "max_connections", *_JOB)
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
