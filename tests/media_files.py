@@ -1,6 +1,7 @@
 """Pictures and videos as files, for tests: drawn, encoded, and broken in ways that matter."""
 
 import base64
+import functools
 import io
 import struct
 import zlib
@@ -53,6 +54,7 @@ def lying_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
 
 
+@functools.cache
 def film(
     num_frames: int = 30,
     *,

@@ -279,14 +279,26 @@ TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
     *("--system", "--think", "--no-think", "--reset", "--no-stream"),
 }
-PROMPT = {"--prompt", "-p", "--prompt-file", "-f", "--chat", "-c", "--interactive", "-i", "--json"}
+PROMPT = {
+    "--prompt",
+    "-p",
+    "--prompt-file",
+    "-f",
+    "--chat",
+    "-c",
+    "--interactive",
+    "-i",
+    "--json",
+    "--image",
+    "--video",
+}
 SURFACE = {
     "whorl": ["--version"],
     "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
     "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--origin"}
-        | {"--port", "--timeout", "--seed", "--pld"}
+        | {"--port", "--timeout", "--seed", "--pld", "--media-folder", "--media-hosts"}
         | ENGINE
         | DRAFTING
     ),
