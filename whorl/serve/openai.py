@@ -151,8 +151,8 @@ def prepare(
     chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, **settings)
     _check_address(host, port)  # before minutes of loading
     if llm is None:
-        processor = _processor(model, chosen)
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
+        processor = _processor(model, llm, chosen)
     if report:
         from whorl.engine.sequence_parallel import describe
 
@@ -161,8 +161,10 @@ def prepare(
     return lambda: _serve(app, chosen, host, port)
 
 
-def _processor(model: str | Path | None, settings: Settings) -> "Processor | None":
-    """Before minutes of loading: it may need what is not installed."""
+def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Processor | None":
+    """Of a model that has a tower for pictures."""
+    if getattr(llm.model, "tower", None) is None:
+        return None
     from whorl.engine.weights import resolve
     from whorl.media import Processor
 
