@@ -160,8 +160,9 @@ class Served:
 
 @contextlib.contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
+    processor = settings.pop("processor", None)
     chosen = Settings(**({"names": (MODEL,)} | settings))
-    app = create_app(llm, chosen)
+    app = create_app(llm, chosen, processor)
     (listener,) = listen("127.0.0.1", 0)
     server = HttpServer(app, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -279,7 +279,19 @@ TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
     *("--system", "--think", "--no-think", "--reset", "--no-stream"),
 }
-PROMPT = {"--prompt", "-p", "--prompt-file", "-f", "--chat", "-c", "--interactive", "-i", "--json"}
+PROMPT = {
+    "--prompt",
+    "-p",
+    "--prompt-file",
+    "-f",
+    "--chat",
+    "-c",
+    "--interactive",
+    "-i",
+    "--json",
+    "--image",
+    "--video",
+}
 SURFACE = {
     "whorl": ["--version"],
     "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
@@ -287,6 +299,7 @@ SURFACE = {
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--origin"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
+        | {"--media-folder", "--media-hosts"}
         | ENGINE
         | DRAFTING
     ),

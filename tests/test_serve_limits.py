@@ -58,7 +58,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
                     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "url": 1}]}
                 ]
             },
-            "messages.0.content.1.type: Input should be 'text', not 'image_url' (and 2 more)",
+            "messages.0.content.1.image_url: Field required (and 1 more)",
         ),
         (CHAT, {"messages": MESSAGES, "temperature": -1, "top_p": 7}, "greater than or equal to 0 (and 1 more)"),
         (CHAT, {"messages": MESSAGES, "temperature": -1}, "temperature"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from whorl.bench.command import bench
-from whorl.chat.options import ChatOptions, SamplingOptions
+from whorl.chat.options import ChatOptions, MediaOptions, SamplingOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
@@ -122,6 +122,7 @@ def generate(
     ] = None,
     as_json: Json = False,
     *,
+    media: MediaOptions,
     sampling: SamplingOptions,
     chat: ChatOptions,
     model_dir: ModelDir = None,
@@ -135,7 +136,7 @@ def generate(
 
         text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive)
     given = {"prompt": text, "sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
-    _run_model("generate", model, model_dir, report=report, as_json=as_json, **given)
+    _run_model("generate", model, model_dir, media=media, report=report, as_json=as_json, **given)
 
 
 @app.command(cls=PastedCommand, epilog=PASTED)

@@ -53,7 +53,7 @@ MISSING = {
     "--download-dir": "Hugging Face's own HF_HOME says where downloads go",
     "--hf-overrides": "edit the config.json of a copy of the model's folder",
     "--rope-scaling": "edit rope_scaling in the config.json of a copy of the model's folder",
-    "--limit-mm-per-prompt": "models take text alone",
+    "--limit-mm-per-prompt": "a request may have up to 64 pictures and videos: leave it out",
     "--cpu-offload-gb": "weights stay on their device: share the model among more, with --tensor-parallel-size",
     "--swap-space": "a full cache computes again what it has to give up: leave it out",
     "--additional-config": "vllm-ascend's own settings have no counterpart, but --compilation-config is read",
@@ -64,7 +64,10 @@ MISSING = {
     "--ssl-certfile": "put a proxy that speaks TLS in front",
     "--root-path": "let the proxy in front take the prefix off",
 }
-SEVERAL = ("--served-model-name",)  # vLLM takes several values behind one name; here, where MODEL came before
+SEVERAL = (
+    "--served-model-name",
+    "--allowed-media-domains",
+)  # vLLM takes several values behind one name; here, where MODEL came before
 
 
 class PastedCommand(TyperCommand):

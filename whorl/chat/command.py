@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 
-from .options import ChatOptions, SamplingOptions
+from .options import ChatOptions, MediaOptions, SamplingOptions
 from .text_streams import as_argument, prepare_streams, read_stdin
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.sequence import SamplingParams, Sequence
 
+    from .attachments import Attachment, Attachments
     from .conversation import Conversation
 
 DEFAULT_TOKENS = 256  # of `whorl generate`: a base model may never stop by itself
@@ -33,6 +34,7 @@ class Options:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     chat: ChatOptions = field(default_factory=ChatOptions)
     drafting: DraftOptions = field(default_factory=DraftOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
     report: bool = False
     as_json: bool = False
 
@@ -48,6 +50,8 @@ class Options:
             raise ValueError("--prompt and --interactive: say one of them")
         if not chat.chat and (chat.system is not None or chat.think is not None):
             raise ValueError("--system, --think and --no-think are written by the chat template: add --chat")
+        if not chat.chat and (self.media.images or self.media.videos):
+            raise ValueError("--image and --video are written by the chat template: add --chat")
         if chat.reset and not chat.interactive:
             raise ValueError("--reset is about a conversation: add --interactive")
         if self.as_json and chat.interactive:
@@ -57,10 +61,13 @@ class Options:
 def prepare(options: Options) -> Callable[[], int]:
     """Load the model and take the prompt in, refusing with ValueError what cannot be done. The rest is the work: it
     gives the exit code, 0, or 130 after Ctrl-C."""
+    from .attachments import Attachments
     from .conversation import Conversation
     from .terminal import Chat, Screen
 
     options.check()
+    attachments = Attachments(options.model)
+    attached = _attached(options.media, attachments)  # before minutes of loading
     chat = options.chat
     system = as_argument(chat.system, "--system")
     prepare_streams()
@@ -76,14 +83,27 @@ def prepare(options: Options) -> Callable[[], int]:
         llm, system=system, is_chat=chat.chat, has_memory=not chat.reset, enable_thinking=chat.think
     )
     if options.prompt is not None:
-        seq = conversation.ask(options.prompt, params, fit=options.sampling.max_tokens is None)
+        fit = options.sampling.max_tokens is None
+        seq = conversation.ask(options.prompt, params, fit=fit, attached=attached)
         return lambda: _answer_once(options, conversation, seq)
     if chat.chat:
         conversation.check()
     screen = Screen()
     if screen.is_terminal:
         screen.note(f"{options.model or 'SmolLM2-135M-Instruct'}: type a message, or /help. Ctrl-D ends.")
-    return Chat(conversation, params, screen=screen, is_streaming=not chat.no_stream).run
+    return Chat(
+        conversation,
+        params,
+        screen=screen,
+        is_streaming=not chat.no_stream,
+        attachments=attachments,
+        attached=attached,
+    ).run
+
+
+def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachment]":
+    images = [attachments.read("image", file) for file in media.images]
+    return images + [attachments.read("video", file) for file in media.videos]
 
 
 def load(options: Options) -> "LLM":

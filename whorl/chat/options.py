@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from whorl.fields import option
 
-SAMPLING, CHAT = "Sampling", "Chat"
+SAMPLING, CHAT, MEDIA = "Sampling", "Chat", "Pictures"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,3 +53,19 @@ class ChatOptions:
     )
     reset: bool = option(False, "No memory: each message is the first.", panel=CHAT)
     no_stream: bool = option(False, "Print an answer when it is whole.", panel=CHAT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaOptions:
+    """Files that go with the prompt; in a conversation with its first message."""
+
+    images: tuple[str, ...] = option(
+        (), "A picture that goes with the prompt; may be repeated.", "--image", panel=MEDIA, metavar="FILE"
+    )
+    videos: tuple[str, ...] = option(
+        (),
+        "A video, or a folder of its frames as pictures; may be repeated.",
+        "--video",
+        panel=MEDIA,
+        metavar="FILE",
+    )

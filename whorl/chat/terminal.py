@@ -6,16 +6,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from whorl.engine import roofline
 from whorl.engine.llm import LLM
 from whorl.engine.reply_parser import END_THINK, THINK, Parts, ReplyParser
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
+from .attachments import Attachment, Attachments
 from .conversation import Conversation
+from .conversation import as_text as content_text
 from .prompt_progress import PromptProgress
 from .text_streams import as_text
 
@@ -165,14 +168,19 @@ class Chat:
         screen: Screen | None = None,
         read: Callable[[str], str] = read_line,
         is_streaming: bool = True,
+        attachments: Attachments | None = None,
+        attached: List[Attachment] = (),
     ) -> None:
         self.conversation, self.params = conversation, params
+        self._attachments, self._attached = attachments or Attachments(None), list(attached)
         self._screen, self._read, self._is_streaming = screen or Screen(), read, is_streaming
         self._last: Sequence | None = None
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/reset": (self._reset, "forget the conversation"),
             "/system": (self._system, "TEXT: set the system message, and forget the conversation; without TEXT: none"),
             "/think": (self._think, "on, off or auto: whether the model thinks first, if it can"),
+            "/image": (lambda file: self._attach("image", file), "FILE: a picture that goes with the next message"),
+            "/video": (lambda file: self._attach("video", file), "FILE: a video, or a folder of its frames, likewise"),
             "/save": (self._save, "FILE: write the conversation to a new file: .json, or text"),
             "/stats": (self._stats, "what the last answer took"),
             "/help": (self._help, "this list"),
@@ -196,7 +204,8 @@ class Chat:
                 self._screen.note(f"whorl: {error}")
 
     def answer(self, text: str) -> None:
-        seq = self.conversation.ask(text, self.params, fit=True)
+        seq = self.conversation.ask(text, self.params, fit=True, attached=self._attached)
+        self._attached = []
         shown = Answer(self._screen, self.conversation)
         late: list[str] = []
         stream(self.conversation.llm, seq, shown.add if self._is_streaming else late.append)
@@ -227,6 +236,7 @@ class Chat:
 
     def _reset(self, argument: str) -> None:
         self.conversation.forget()
+        self._attached = []
         self._screen.note("(conversation forgotten)")
 
     def _system(self, argument: str) -> None:
@@ -243,13 +253,22 @@ class Chat:
         self.conversation.enable_thinking = choices[argument]
         self._screen.note(f"(thinking: {argument})")
 
+    def _attach(self, kind: Literal["image", "video"], file: str) -> None:
+        if not file:
+            raise ValueError(f"/{kind}: expected a file name")
+        if not self.conversation.is_chat:
+            raise ValueError(f"/{kind} needs a chat template: start with --chat")
+        found = self._attachments.read(kind, file)
+        self._attached.append(found)
+        self._screen.note(f"({found.name}, {found.num_tokens} tokens, goes with the next message)")
+
     def _save(self, argument: str) -> None:
         if not argument:
             raise ValueError("/save: expected a file name")
         conversation = self.conversation
         system = [{"role": "system", "content": conversation.system}] if conversation.system else []
         messages = [*system, *conversation.messages]
-        as_text = "\n\n".join(f"{message['role']}:\n{message['content']}" for message in messages)
+        as_text = "\n\n".join(f"{message['role']}:\n{content_text(message['content'])}" for message in messages)
         as_json = json.dumps(messages, indent=2, ensure_ascii=False)
         path = Path(argument).expanduser()
         try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
+from whorl.media import MediaItem
 
 from .metrics import Metrics
 
@@ -56,10 +57,11 @@ class Piece:
 
 @dataclass(eq=False)
 class Job:
-    """The prompts of one request and the sequences made of them."""
+    """The prompts of one request and the sequences made of them. media: of each prompt."""
 
     prompts: List[List[int]]
     params: List[SamplingParams]
+    media: List[List[MediaItem]]
     size: int  # how many sequences
     loop: asyncio.AbstractEventLoop
     events: "asyncio.Queue[Piece | Exception]" = field(default_factory=asyncio.Queue)
@@ -111,16 +113,19 @@ class EngineThread:
         while self._thread.is_alive() and time.monotonic() < end:
             await asyncio.sleep(0.01)
 
-    async def submit(self, prompts: List[List[int]], params: List[SamplingParams]) -> Job:
+    async def submit(
+        self, prompts: List[List[int]], params: List[SamplingParams], media: List[List[MediaItem]] | None = None
+    ) -> Job:
         """Queue all prompts or none. ValueError: the engine refuses one; QueueFull and EngineError: it is not the
-        request's fault."""
+        request's fault. media: pictures and videos of each prompt; None: there are none."""
         self.check()
         size = sum(each.n for each in params)
         self.check_size(size)
         if self._num_waiting + size > self.max_queue:
             raise QueueFull(f"{self._num_waiting} sequences wait already; up to {self.max_queue} may")
         loop = asyncio.get_running_loop()
-        job = Job(prompts, params, size, loop, accepted=loop.create_future())
+        behind = [()] * len(prompts) if media is None else media
+        job = Job(prompts, params, behind, size, loop, accepted=loop.create_future())
         self._num_waiting += size
         self._commands.put(lambda: self._add(job))
         try:
@@ -201,8 +206,9 @@ class EngineThread:
         if job.accepted.cancelled():
             return
         try:
-            for prompt, params in zip(job.prompts, job.params, strict=True):
-                job.sequences += self.llm.add(prompt, params)
+            for prompt, params, media in zip(job.prompts, job.params, job.media, strict=True):
+                more: dict[str, Any] = {"media": media} if media else {}
+                job.sequences += self.llm.add(prompt, params, **more)
         except BaseException as error:  # of this request alone: nothing has run. A panic is no Exception
             self._abort(job)
             self._call(job.loop, _settle, job.accepted, error)

@@ -89,8 +89,11 @@ class Gate:
         allowed_hosts: Sequence[str],
         max_body: int,
         body_seconds: float,
+        larger: Mapping[str, int] | None = None,
     ) -> None:
+        """max_body: bytes. larger: by address, where more are taken."""
         self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
+        self._larger = larger or {}
         self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,8 +153,9 @@ class Gate:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         announced = Headers(scope=scope).get("content-length", "")
+        limit = max(self.max_body, self._larger.get(scope["path"], 0))
         if announced.isdigit():
-            self._check_size(int(announced))
+            _check_size(int(announced), limit)
         body = bytearray()
         try:
             async with asyncio.timeout(self.body_seconds):
@@ -160,15 +164,11 @@ class Gate:
                     if message["type"] == "http.disconnect":
                         return bytes(body)
                     body += message.get("body", b"")
-                    self._check_size(len(body))
+                    _check_size(len(body), limit)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.body_seconds:g} seconds") from None
-
-    def _check_size(self, size: int) -> None:
-        if size > self.max_body:
-            raise ApiError(413, f"the body has {size} bytes; up to {self.max_body} are taken", code="body_too_large")
 
 
 class Cors(CORSMiddleware):
@@ -179,6 +179,11 @@ class Cors(CORSMiddleware):
         if response.status_code < 400:
             return response
         return ApiError(response.status_code, bytes(response.body).decode(), code="cors").response()
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise ApiError(413, f"the body has {size} bytes; up to {limit} are taken", code="body_too_large")
 
 
 def _is_stream(begun: Message) -> bool:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from whorl.engine.llm import LLM
+    from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
+_WITH_MEDIA = ("/v1/chat/completions", "/tokenize")  # addresses whose messages may hold pictures
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -32,8 +34,11 @@ def need_extra() -> None:
         raise ValueError(f"serve: {', '.join(missing)} not installed: pip install 'whorl[serve]'")
 
 
-def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
-    """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown."""
+def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = None) -> "FastAPI":
+    """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown.
+
+    processor: of the model's pictures and videos; None: it takes none.
+    """
     need_extra()
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
@@ -46,7 +51,7 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
     from .gate import ApiError, Cors, Gate, validation_error
     from .service import Service
 
-    service = Service(llm, settings)
+    service = Service(llm, settings, processor)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,6 +90,7 @@ def create_app(llm: "LLM", settings: Settings) -> "FastAPI":
         allowed_hosts=settings.allowed_hosts,
         max_body=settings.max_body,
         body_seconds=settings.body_seconds,
+        larger=None if processor is None else dict.fromkeys(_WITH_MEDIA, settings.max_media_body),
     )
     if settings.origins:
         names = list(settings.origins)
@@ -126,6 +132,7 @@ def prepare(
     chat_template: str | Path | None = None,
     drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
+    processor: "Processor | None" = None,
     report: bool = False,
     **settings: Any,
 ) -> Callable[[], int]:
@@ -134,9 +141,9 @@ def prepare(
 
     It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
-    model, engine: as `LLM` takes them, or hand in an `llm`. names: what clients may call the model; default: its own.
-    drafting: what commands take about speculation; None: none. chat_template: a file; None: the model's own template.
-    settings: fields of `Settings`.
+    model, engine: as `LLM` takes them, or hand in an `llm`, and with it the `processor` of its pictures. names: what
+    clients may call the model; default: its own. drafting: what commands take about speculation; None: none.
+    chat_template: a file; None: the model's own template. settings: fields of `Settings`.
     """
     need_extra()
     from .hosts import hosts_for
@@ -147,12 +154,23 @@ def prepare(
     _check_address(host, port)  # before minutes of loading
     if llm is None:
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
+        processor = _processor(model, llm, chosen)
     if report:
         from whorl.engine.sequence_parallel import describe
 
         print(describe(llm.sp_report), file=sys.stderr)
-    app = create_app(llm, chosen)
+    app = create_app(llm, chosen, processor)
     return lambda: _serve(app, chosen, host, port)
+
+
+def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Processor | None":
+    """Of a model that has a tower for pictures."""
+    if getattr(llm.model, "tower", None) is None:
+        return None
+    from whorl.engine.weights import resolve
+    from whorl.media import Processor
+
+    return Processor.from_folder(resolve(model), settings.media)
 
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":

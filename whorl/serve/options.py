@@ -53,6 +53,19 @@ class ServeOptions:
     origins: tuple[str, ...] = option(
         (), "Web pages that may ask (CORS); may be repeated. Default: none.", "--origin", metavar="URL"
     )
+    media_hosts: tuple[str, ...] = option(
+        (),
+        "Hosts that pictures and videos may be fetched from by http(s), with a port where it is not the usual one; may "
+        "be repeated. Default: none, only data: URIs.",
+        vllm=("--allowed-media-domains",),
+        metavar="NAME",
+    )
+    media_folder: str | None = option(
+        None,
+        "A folder below which file: URLs may name pictures and videos. Default: none.",
+        vllm=("--allowed-local-media-path",),
+        metavar="FOLDER",
+    )
 
     def settings(self) -> dict[str, Any]:
         """As `openai.prepare` takes them."""
@@ -70,4 +83,6 @@ class ServeOptions:
             "max_body": self.max_body,
             "timeout": self.timeout,
             "drain_seconds": self.drain,
+            "media_hosts": tuple(self.media_hosts),
+            "media_folder": self.media_folder or None,
         }

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.call_forms import CallReader
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.sequence import SamplingParams
+from whorl.media import MediaItem, Place
+from whorl.media.places import PADS
 
 from .gate import ApiError
 from .grammar import Grammars
+from .media_intake import MediaIntake, media_of
 from .parsers import AUTO, choose_form, tells_thinking
-from .schema_parts import ChatMessage, ResponseFormat, Tool
+from .schema_parts import ChatMessage, Part, ResponseFormat, TextPart, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
@@ -31,10 +34,14 @@ class Prepared:
     may_think: bool = False  # thinking is told apart
     is_thinking: bool = False  # the prompt opens a think tag
     form: type[CallReader] | None = None  # of tool calls; None: there are none
+    media: Sequence[MediaItem] = ()  # of the only prompt
 
 
 class Preparer:
-    """What may take long is done by the workers: `prompts` for templates and tokens, `schemas` for grammars."""
+    """What may take long is done by the workers: `prompts` for templates and tokens, `schemas` for grammars.
+
+    media: takes pictures and videos in; None: the model takes none.
+    """
 
     def __init__(
         self,
@@ -44,12 +51,14 @@ class Preparer:
         vocab_size: int,
         prompts: WorkerPool,
         schemas: WorkerPool,
+        media: MediaIntake | None = None,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
     ) -> None:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
-        self._prompts, self._schemas = prompts, schemas
+        self._prompts, self._schemas, self._media = prompts, schemas, media
+        self._pads = {} if media is None else {tokenizer.token_id(pad): pad for pad in PADS.values()}
         self._form = choose_form(tool_parser, tokenizer)
         self._may_think = tells_thinking(reasoning_parser, tokenizer)
         self._has_think = tokenizer.token_id(END_THINK) is not None  # a grammar begins behind it, told apart or not
@@ -64,7 +73,8 @@ class Preparer:
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=asked, logprobs=num_top)
-        found = await self.render(request.messages, tools, request.add_generation_prompt, variables)
+        items = await self.media(request.messages)
+        found = await self.render(request.messages, tools, request.add_generation_prompt, variables, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
         self._check_length(prompt, asked)
         allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
@@ -75,7 +85,16 @@ class Preparer:
             may_think=self._may_think,
             is_thinking=is_thinking,
             form=self._form if request.uses_tools else None,
+            media=items,
         )
+
+    async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
+        """The pictures and videos of a conversation. max_tokens: that they may have; None: what the model takes."""
+        if self._media is not None:
+            return await self._media.read(messages, self.max_model_len if max_tokens is None else max_tokens)
+        for where, _ in media_of(messages):
+            raise ApiError(400, f"{where}: this model takes text alone", param=where, code="text_only")
+        return []
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         params = self._params(
@@ -112,12 +131,19 @@ class Preparer:
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
         variables: dict[str, Any],
+        media: Sequence[MediaItem] = (),
         *,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """A conversation's ids and whether it opens a think tag. max_tokens: None: what the model takes."""
+        """A conversation's ids and whether it opens a think tag. max_tokens: None: what the model takes.
+
+        media: what stands in its messages, in their order.
+        """
         if bad := [name for name in _OWN if name in variables]:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
+
+        size = None if self._media is None else self._media.merge_size
+        places = None if size is None else [Place.of(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
             given = [_message(message) for message in messages]
@@ -129,6 +155,7 @@ class Preparer:
                 variables=variables,
                 max_bytes=self._max_bytes if max_tokens is None else None,
                 max_tokens=self.max_model_len if max_tokens is None else max_tokens,
+                places=places,
             )
 
         return await self._prompts.run(work)
@@ -217,6 +244,9 @@ class Preparer:
             raise ApiError(
                 400, f"prompt: ids {bad[:4]} are outside the vocabulary of {self.vocab_size}", param="prompt"
             )
+        if pads := [self._pads[i] for i in ids if i in self._pads]:
+            where = "pictures and videos are sent in messages, to /v1/chat/completions"
+            raise ApiError(400, f"prompt: {pads[0]} stands for a picture or video, and there is none: {where}")
 
     def _check_length(self, ids: Sequence[int], max_tokens: int | None) -> None:
         asked = max(1, max_tokens or 1)
@@ -232,11 +262,21 @@ def _each(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
+def _content(parts: Sequence[Part]) -> str | list[dict[str, str]]:
+    """Text in one piece; templates that know pictures take the parts one by one."""
+    if all(isinstance(part, TextPart) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.type.removesuffix("_url")}
+        for part in parts
+    ]
+
+
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """As templates want it: content is text, arguments are objects."""
-    found = message.model_dump(exclude_none=True, exclude={"refusal", "annotations"})
+    """As templates want it: content is text or parts, arguments are objects."""
+    found = message.model_dump(exclude_none=True, exclude={"content", "refusal", "annotations"})
     content = message.content
-    found["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    found["content"] = _content(content) if isinstance(content, list) else content or ""
     for call in found.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):

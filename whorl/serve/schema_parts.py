@@ -6,7 +6,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 
@@ -57,6 +59,44 @@ class TextPart(Strict):
     text: str
 
 
+class ImageUrl(Strict):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="low: up to 512 x 512 pixels")
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
+class VideoUrl(Strict):
+    url: str
+
+
+class VideoPart(Strict):
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+
+
+_KINDS = {"text": "words", "image_url": "picture", "video_url": "video"}
+
+
+def _kind_of_part(given: Any) -> str | None:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+# Tags that are no names of fields, which stand beside them in the place of an error.
+Part = Annotated[
+    Annotated[TextPart, Tag("words")] | Annotated[ImagePart, Tag("picture")] | Annotated[VideoPart, Tag("video")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="kind_of_part",
+        custom_error_message="a part's type is 'text', 'image_url' or 'video_url'",
+    ),
+]
+
+
 class FunctionCall(Strict):
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -71,7 +111,7 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None

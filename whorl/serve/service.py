@@ -14,6 +14,7 @@ from whorl.engine.reply_parser import END_THINK
 from .engine_thread import EngineThread
 from .gate import KEY_NUMBER, ApiError
 from .logprobs import TokenTexts
+from .media_intake import MediaIntake
 from .metrics import Metrics
 from .prepare import Prepared, Preparer
 from .replies import ChatReply, CompletionReply, Reply
@@ -27,12 +28,13 @@ from .worker_pool import WorkerPool
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.tokenizer import Tokenizer
+    from whorl.media import Processor
 
 
 class Service:
-    """One model, asked over HTTP."""
+    """One model, asked over HTTP. processor: of its pictures, closed with the service; None: it takes none."""
 
-    def __init__(self, llm: "LLM", settings: Settings) -> None:
+    def __init__(self, llm: "LLM", settings: Settings, processor: "Processor | None" = None) -> None:
         tokenizer: Any = llm.tokenizer  # the engine asks less of it than the server
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
@@ -47,12 +49,14 @@ class Service:
         self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)
         half = {"seconds": settings.job_seconds / 2, "memory": settings.job_memory // 4}  # done again in this process
         self._schemas = WorkerPool("schema", state | half, max_queue=settings.max_queue)
+        self._media = None if processor is None else MediaIntake(processor, settings)
         self._preparer = Preparer(
             tokenizer,
             max_model_len=llm.max_model_len,
             vocab_size=llm.vocab_size,
             prompts=self._prompts,
             schemas=self._schemas,
+            media=self._media,
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
         )
@@ -66,6 +70,8 @@ class Service:
     async def stop(self) -> None:
         self._prompts.close()
         self._schemas.close()
+        if self._media is not None:
+            self._media.close()
         await self.engine.stop()
 
     # ---- generating
@@ -95,7 +101,8 @@ class Service:
         async with asyncio.timeout_at(deadline):
             prepared: Prepared = await prepare(request)
             params = replace(prepared.params, cache_salt=self._salt(request, http))
-            job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts))
+            media = [prepared.media] if prepared.media else None
+            job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts), media)
         reply = make_reply(prepared, job, model)
         if request.stream:
             return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
@@ -133,7 +140,8 @@ class Service:
             ids = await self._preparer.encode(request.prompt, add_special=special, max_tokens=MAX_IDS)
         else:
             variables = dict(request.chat_template_kwargs or {})
-            given = request.messages, request.tools, request.add_generation_prompt, variables
+            items = await self._preparer.media(request.messages, max_tokens=MAX_IDS)
+            given = request.messages, request.tools, request.add_generation_prompt, variables, items
             ids = (await self._preparer.render(*given, max_tokens=MAX_IDS))["ids"]
         found = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
         if request.return_token_strs:

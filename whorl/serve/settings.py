@@ -1,6 +1,8 @@
 """What a server is told once: its names, who may ask, and its limits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from whorl.media import Limits
 
 from .parsers import check_names
 
@@ -18,7 +20,9 @@ class Settings:
     names that requests may call the server by; none or `*`: any. head: from a connection to its request.
     max_connections: None: by the limit on files. job: what a prompt's template and tokens may take of a worker, in CPU
     time; a schema half the time and a quarter of the memory. chat_template: a template's text; None: the model's own.
-    tool_parser, reasoning_parser: how replies are taken apart, by name, or auto; see `parsers`.
+    tool_parser, reasoning_parser: how replies are taken apart, by name, or auto; see `parsers`. media: what a picture
+    or video may take; max_media_body: of requests that may hold some; media_hosts, media_folder: where they may be
+    fetched from, beside data: URIs.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
@@ -38,6 +42,10 @@ class Settings:
     chat_template: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    media: Limits = field(default_factory=Limits)
+    max_media_body: int = 64 << 20
+    media_hosts: tuple[str, ...] = ()
+    media_folder: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -49,7 +57,7 @@ class Settings:
         if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
         check_names(self.tool_parser, self.reasoning_parser)
-        sizes = ("max_body", "max_queue", "max_connections", *_JOB)
+        sizes = ("max_body", "max_media_body", "max_queue", "max_connections", *_JOB)
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")

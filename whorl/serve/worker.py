@@ -69,8 +69,12 @@ class Jobs:
         variables: dict[str, Any],
         max_bytes: int | None,
         max_tokens: int,
+        places: Sequence[Any] | None,
     ) -> dict[str, Any]:
-        """A conversation's ids, and whether its prompt opens a think tag."""
+        """A conversation's ids, and whether its prompt opens a think tag.
+
+        places: of its pictures and videos, as `Place.to_json` gives them; None: the model takes none.
+        """
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
@@ -79,6 +83,10 @@ class Jobs:
             raise
         except Exception as error:  # a template is a program, and its variables come from the client
             raise Refused(f"the chat template failed: {error}", "template") from error
+        if places is not None:
+            from whorl.media.places import Place, expand
+
+            text = expand(text, [Place.from_json(place) for place in places])
         (ids,) = self.encode([text], False, max_bytes, max_tokens)
         return {"ids": ids, "is_thinking": text.rstrip().endswith(THINK)}
 

@@ -1,0 +1,175 @@
+"""Pictures and videos from the web: from hosts that are named, at public addresses, without redirects, within limits.
+
+The URL is taken apart once, by a pattern that knows no user names, no backslashes and no escapes in the host; its host
+is resolved once, and the connection goes to the address that was looked at. Proxies of the environment are not used.
+"""
+
+import contextlib
+import http.client
+import logging
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .addresses import is_public
+from .errors import MediaError
+
+_LOG = logging.getLogger("whorl.media")
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?P<host>[a-z0-9.-]+)(:(?P<port>[0-9]{1,5}))?(?P<path>[/?][!-~]*)?", re.I | re.A
+)
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?", re.I | re.A)
+_PORTS = {"http": 80, "https": 443}
+_PIECE = 64 << 10
+_MAX_URL = 8192
+_SENT = {"Accept": "image/png, image/jpeg, image/webp, video/mp4, video/webm", "Accept-Encoding": "identity"}
+_SENT |= {"User-Agent": "whorl", "Connection": "close"}
+NOT_FETCHED = "it could not be fetched"
+
+Resolve = Callable[[str, int], Sequence[str]]
+Connect = Callable[[str, int, float], socket.socket]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL, taken apart. Nobody looks at its text again."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        match = _URL.fullmatch(url) if len(url) <= _MAX_URL else None
+        port = 0 if match is None else int(match["port"] or _PORTS[match["scheme"].lower()])
+        if match is None or "\\" in url or not 0 < port < 65536:
+            raise MediaError("its URL is not taken: expected http(s)://HOST/PATH in ASCII, without a user name")
+        scheme, host = match["scheme"].lower(), match["host"].lower().removesuffix(".")
+        path = (match["path"] or "/").partition("#")[0]
+        return cls(scheme, host, port, path if path.startswith("/") else f"/{path}")
+
+    @property
+    def host_header(self) -> str:
+        return self.host if self.port == _PORTS[self.scheme] else f"{self.host}:{self.port}"
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Every address that the system has for it."""
+    return [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]  # type: ignore[misc]
+
+
+def connect(address: str, port: int, seconds: float) -> socket.socket:
+    return socket.create_connection((address, port), timeout=seconds)
+
+
+class HttpSource:
+    """hosts: names, each with a port where it is not the scheme's own. Raises ValueError for what is no name."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        resolve: Resolve = resolve,
+        connect: Connect = connect,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        if bad := [host for host in hosts if not _HOST.fullmatch(host)]:
+            raise ValueError(f"media_hosts: {bad[0]!r} is no name of a host, or of a host and a port")
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._resolve, self._connect, self._context = resolve, connect, context
+
+    def fetch(self, url: str, *, max_bytes: int, deadline: float) -> bytes:
+        """deadline: on `time.monotonic`'s clock, for all of it."""
+        target = Target.of(url)
+        self._check_host(target)
+        try:
+            address = self._address(target)
+            with self._connection(target, address, deadline) as connection:
+                data = _body(connection, target, max_bytes)
+            return data
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, MediaError):
+                raise
+            _LOG.warning("not fetched from %s: %s: %s", target.host, type(error).__name__, ascii(str(error))[:300])
+            is_late = time.monotonic() >= deadline
+            raise MediaError(f"{NOT_FETCHED} in time" if is_late else NOT_FETCHED, "not_fetched") from None
+
+    def _check_host(self, target: Target) -> None:
+        if not self._hosts:
+            raise MediaError("this server fetches nothing: send the file itself as a data: URI")
+        name = f"{target.host}:{target.port}"
+        has_usual_port = target.port == _PORTS[target.scheme]
+        if name not in self._hosts and not (has_usual_port and target.host in self._hosts):
+            raise MediaError(f"this server does not fetch from {target.host_header}")
+
+    def _address(self, target: Target) -> str:
+        """The one to connect to; every address that the name has must be public."""
+        found = self._resolve(target.host, target.port)
+        if bad := [address for address in found if not is_public(address)]:
+            _LOG.warning("not fetched from %s: its address %s is not public", target.host, bad[0])
+            raise MediaError(f"{target.host} is not at a public address", "not_fetched")
+        if not found:
+            raise OSError("no address")
+        return found[0]
+
+    @contextlib.contextmanager
+    def _connection(self, target: Target, address: str, deadline: float) -> Iterator[http.client.HTTPConnection]:
+        """It is shut at the deadline, whatever is going on then: each read by itself might be quick enough."""
+        with self._connect(address, target.port, _left(deadline)) as raw, raw.dup() as handle:
+            # A handle of its own, as wrapping in TLS takes that of `raw`.
+            timer = threading.Timer(_left(deadline), _shut, (handle,))
+            timer.daemon = True
+            timer.start()
+            connection = http.client.HTTPConnection(target.host, target.port)
+            try:
+                raw.settimeout(_left(deadline))
+                connection.sock = self._secured(raw, target)
+                yield connection
+                _left(deadline)  # what was shut may look like the end of the body
+            finally:
+                timer.cancel()
+                connection.close()
+
+    def _secured(self, raw: socket.socket, target: Target) -> socket.socket:
+        if target.scheme == "http":
+            return raw
+        context = self._context or ssl.create_default_context()
+        return context.wrap_socket(raw, server_hostname=target.host)
+
+
+def _left(deadline: float) -> float:
+    """Seconds; TimeoutError where there are none."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _shut(raw: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def _body(connection: http.client.HTTPConnection, target: Target, max_bytes: int) -> bytes:
+    connection.request("GET", target.path, headers=_SENT | {"Host": target.host_header})
+    response = connection.getresponse()
+    if 300 <= response.status < 400:
+        raise MediaError(f"{target.host} redirects, which this server does not follow", "not_fetched")
+    if response.status != 200:
+        raise MediaError(f"{NOT_FETCHED}: {target.host} answers with status {response.status}", "not_fetched")
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise MediaError(f"{NOT_FETCHED}: {target.host} sends it compressed", "not_fetched")
+    data = bytearray()
+    # Counted as it comes: what the header says of the length may be anything.
+    while piece := response.read(min(_PIECE, max_bytes + 1 - len(data))):
+        data += piece
+        if len(data) > max_bytes:
+            raise MediaError(f"it has more than {max_bytes} bytes", "too_large")
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return bytes(data)

@@ -1,0 +1,91 @@
+"""Bytes to `MediaItem`s: the one place where pictures and videos of every origin pass."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .decoder import Decoders, need_pillow
+from .errors import MediaError
+from .limits import Limits
+from .options import ImageOptions, Options, VideoOptions, read_options
+from .pixels import Pixels, digest
+from .sizes import frame_indices, patch_seconds
+
+LOW_DETAIL = 512 * 512  # pixels: what OpenAI makes of a picture with detail = "low"
+
+
+class Processor:
+    """For one model. May be used by several threads; `close` ends its processes."""
+
+    def __init__(self, options: Options, limits: Limits | None = None, *, num_processes: int = 2) -> None:
+        self.options, self.limits = options, limits or Limits()
+        self._decoders = Decoders(self.limits, num_processes)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, limits: Limits | None = None, *, num_processes: int = 2
+    ) -> "Processor | None":
+        """None where the model takes no pictures. ValueError: it does, and what that needs is not there."""
+        options = read_options(folder) if Path(folder).is_dir() else None
+        if options is None:
+            return None
+        need_pillow()
+        return cls(options, limits, num_processes=num_processes)
+
+    @property
+    def merge_size(self) -> int:
+        return self.options.image.merge_size
+
+    def close(self) -> None:
+        self._decoders.close()
+
+    def image(self, data: bytes, *, is_low: bool = False) -> Pixels:
+        """is_low: no larger than `LOW_DETAIL`."""
+        self._check_bytes(data)
+        options = self._image_options(is_low)
+        with self._decoders.one() as decoder:
+            values = decoder.image(data, options)
+        return Pixels(kind="image", values=values, options=options, digest=digest("image", [data], options))
+
+    def video(self, data: bytes) -> Pixels:
+        self._check_bytes(data)
+        options = self._video_options()
+        with self._decoders.one() as decoder:
+            values, indices, fps = decoder.video(data, options)
+        name = digest("video", [data], options, max_frames=self.limits.max_frames)
+        seconds = patch_seconds(indices, fps, options.frames.temporal_patch_size)
+        return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
+
+    def frames(self, parts: Sequence[bytes], *, fps: float | None = None) -> Pixels:
+        """A video as a list of pictures. fps: None: they have been chosen already, at the model's own rate."""
+        options = self._video_options()
+        if len(parts) > self.limits.max_frames:
+            raise MediaError(f"it has {len(parts)} frames; up to {self.limits.max_frames} are taken", "too_large")
+        if fps is not None and not 0 < fps <= 1e6:
+            raise MediaError(f"the video's fps is {fps:g}, expected more than 0")
+        self._check_bytes(*parts)
+        rate = options.fps if fps is None else fps
+        indices = frame_indices(len(parts), rate, options)
+        with self._decoders.one() as decoder:
+            values = decoder.frames([parts[index] for index in indices], options)
+        name = digest("frames", parts, options, fps=rate)
+        seconds = patch_seconds(indices, rate, options.frames.temporal_patch_size)
+        return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
+
+    def _check_bytes(self, *parts: bytes) -> None:
+        size = sum(map(len, parts))
+        if not parts or not all(parts):
+            raise MediaError("it is empty")
+        if size > self.limits.max_bytes:
+            raise MediaError(f"it has {size} bytes; up to {self.limits.max_bytes} are taken", "too_large")
+
+    def _image_options(self, is_low: bool) -> ImageOptions:
+        options = self.options.image
+        if not is_low:
+            return options
+        return replace(options, max_pixels=max(min(options.max_pixels, LOW_DETAIL), options.min_pixels))
+
+    def _video_options(self) -> VideoOptions:
+        if self.options.video is None:
+            raise MediaError("this model takes no videos: its folder has no video_preprocessor_config.json")
+        return self.options.video

@@ -1,0 +1,127 @@
+"""The pictures and videos of a request: fetched, decoded and cut into patches, off the event loop, within limits."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from whorl.media import MediaError, MediaItem, Processor
+from whorl.media.pixels import Pixels
+from whorl.media.sources import Sources
+
+from .engine_thread import EngineError, QueueFull
+from .gate import ApiError
+from .schema_parts import ChatMessage, ImagePart, VideoPart
+from .settings import Settings
+
+_T = TypeVar("_T")
+_NUM_THREADS = 4  # some may wait for the network while others decode
+_STATUS = {"too_large": 413}
+_CODES = {
+    "invalid": "invalid_media",
+    "too_large": "media_too_large",
+    "too_costly": "too_costly",
+    "not_fetched": "media_not_fetched",
+}
+
+
+def media_of(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart | VideoPart]]:
+    """Each with its place in the request."""
+    for number, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart | VideoPart):
+                yield f"messages.{number}.content.{index}", part
+
+
+class MediaIntake:
+    """processor: closed with this. settings: whose limits and origins are kept."""
+
+    def __init__(self, processor: Processor, settings: Settings) -> None:
+        self._processor, self._limits, self._max_queue = processor, processor.limits, settings.max_queue
+        self._sources = Sources(processor.limits, hosts=settings.media_hosts, folder=settings.media_folder)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="whorl-media")
+        self._num_requests = 0
+
+    @property
+    def merge_size(self) -> int:
+        return self._processor.merge_size
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processor.close()
+
+    async def read(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[MediaItem]:
+        """Ready for the model, in the order of the messages. max_tokens: that all of them may have."""
+        found = list(media_of(messages))
+        if not found:
+            return []
+        if len(found) > self._limits.max_items:
+            most = self._limits.max_items
+            raise ApiError(400, f"{len(found)} pictures and videos in one request; up to {most} are taken")
+        if self._num_requests >= self._max_queue:
+            raise QueueFull(f"the pictures of {self._num_requests} requests are being read already")
+        self._num_requests += 1
+        try:
+            return await self._all(found, _Room(max_tokens), time.monotonic() + self._limits.fetch_seconds)
+        finally:
+            self._num_requests -= 1
+
+    async def _all(
+        self, found: Sequence[tuple[str, ImagePart | VideoPart]], room: "_Room", deadline: float
+    ) -> list[MediaItem]:
+        """Several at once; the first that is refused ends the others that have not begun."""
+
+        def one(where: str, part: ImagePart | VideoPart) -> Callable[[], MediaItem]:
+            return lambda: self._item(where, part, room, deadline)
+
+        tasks = [asyncio.ensure_future(self._on_thread(one(where, part))) for where, part in found]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:
+            raise EngineError("the server is shutting down") from None
+        return await asyncio.wrap_future(future)
+
+    def _item(self, where: str, part: ImagePart | VideoPart, room: "_Room", deadline: float) -> MediaItem:
+        try:
+            pixels = self._pixels(part, deadline)
+            room.take(pixels.num_tokens)
+            return pixels.item()
+        except MediaError as error:
+            status, code = _STATUS.get(error.kind, 400), _CODES[error.kind]
+            raise ApiError(status, f"{where}: {error}", param=where, code=code) from None
+
+    def _pixels(self, part: ImagePart | VideoPart, deadline: float) -> Pixels:
+        if isinstance(part, ImagePart):
+            given = part.image_url
+            url, is_low = (given, False) if isinstance(given, str) else (given.url, given.detail == "low")
+            return self._processor.image(self._sources.read(url, "image", deadline=deadline).parts[0], is_low=is_low)
+        url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
+        source = self._sources.read(url, "video", deadline=deadline)
+        if source.is_frames:
+            return self._processor.frames(source.parts, fps=source.fps)
+        return self._processor.video(source.parts[0])
+
+
+class _Room:
+    """Tokens that the pictures of one request may have: what does not fit is not cut into patches."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._most, self._taken = max_tokens, 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            self._taken += count
+            if self._taken > self._most:
+                what = f"the pictures and videos have {self._taken} tokens or more"
+                limit = f"this model's sequences have up to {self._most}"
+                raise ApiError(400, f"{what}; {limit}. Send fewer or smaller ones.", code="context_length_exceeded")
