@@ -207,6 +207,7 @@ def test_public_names() -> None:
         "merge_mrope",
         "mrope",
         "mrope_",
+        "packed_attention",
         "paged_attention",
         "penalize",
         "permute",
@@ -245,7 +246,7 @@ def test_operators() -> None:
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
-    inference |= {"qk_norm_rope_write"}
+    inference |= {"qk_norm_rope_write", "packed_attention"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
     inference |= {
         "indexer_target",

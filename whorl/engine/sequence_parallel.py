@@ -146,4 +146,4 @@ def _layers(model: Any) -> Any:
         raise ValueError(
             f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward call apart from attention"
         )
-    return model.model.layers
+    return model.decoder.layers
