@@ -147,7 +147,7 @@ class Layer(llama.Layer):
 
 
 class Qwen3(llama.Llama):
-    config_class = Qwen3Config
+    config_class: type[Qwen3Config] = Qwen3Config
     layer_class = Layer
 
     @classmethod

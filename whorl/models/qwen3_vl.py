@@ -40,7 +40,9 @@ class Qwen3VLConfig(qwen3.Qwen3Config):
             # The text has a field of this name, too, and nobody reads it.
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
             "vision": tower,
-            "position_rule": PositionRule.from_hf({"model_type": kind, "vision_config": vision, **ids}),
+            "position_rule": PositionRule.from_hf(
+                {"model_type": kind, "vision_config": {"spatial_merge_size": tower.spatial_merge_size}, **ids}
+            ),
             **ids,
         }
 

@@ -58,7 +58,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: 
     """
     found, end = [], 0
     for part in sequences("packed_attention", read(starts, len(q)), len(q)):
-        found.append(_segment(*(widen(x[part]).transpose(0, 1).contiguous() for x in (q, k, v)), scale))
+        heads = [widen(x[part]).transpose(0, 1).contiguous() for x in (q, k, v)]
+        found.append(_segment(heads[0], heads[1], heads[2], scale))
         end = part.stop
     rest = q.new_zeros(q[end:].shape, dtype=found[0].dtype if found else q.dtype)
     out = torch.cat([*found, rest])
