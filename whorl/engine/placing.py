@@ -95,22 +95,22 @@ def place(prompt_ids: Sequence[int], media: Sequence[MediaItem], model: Any, *, 
 
 
 def _check_item(number: int, item: MediaItem, tower: Any, most: int) -> None:
-    what, (frames, rows, columns), merge = f"media: item {number}", item.grid, tower.spatial_merge_size
+    what, (frames, rows, columns), merge = _name(number, item), item.grid, tower.spatial_merge_size
+    Content(range(1), item.digest)  # refuses one that is too short to tell pictures apart
     if min(item.grid) < 1 or rows % merge or columns % merge or (item.kind == "image" and frames != 1):
         raise ValueError(
-            f"{what} is a {item.kind} with a grid of {item.grid}, expected 1 or more of each, rows and columns in "
-            f"multiples of {merge}, and one temporal patch of a picture"
+            f"{what}: expected 1 or more of each, rows and columns in multiples of {merge}, and of an image one temporal "
+            "patch"
         )
     expected = (frames * rows * columns, tower.patch_values)
     if item.patches.shape != expected or item.patches.dtype != np.float32:
         raise ValueError(
-            f"{what} has patches of {list(item.patches.shape)} {item.patches.dtype}, and its grid of {item.grid} "
-            f"calls for {list(expected)} float32"
+            f"{what} has patches of {list(item.patches.shape)} {item.patches.dtype}, and its grid calls for "
+            f"{list(expected)} float32"
         )
     if (count := tower.num_tokens(item.grid)) > most:
         raise ValueError(
-            f"{what} is a {item.kind} of {count} tokens, and at most {most} are held (encoder_cache): make it smaller, "
-            "or hold more"
+            f"{what} has {count} tokens, and at most {most} are held (encoder_cache): make it smaller, or hold more"
         )
 
 
@@ -129,12 +129,16 @@ def _place(
         is_run = len(run) == size and run[-1] - run[0] == size - 1
         if not is_run or (ids[run] != placeholders[item.kind]).any():
             raise ValueError(
-                f"media: item {number} is a {item.kind} with a grid of {item.grid}: {item.grid[0]} runs of {size} "
-                f"tokens {placeholders[item.kind]} stand for it, and run {frame} is not in the prompt where it should "
-                f"be, which {_found(ids, run)}: are items and placeholders in one order, and as many?"
+                f"{_name(number, item)}: {item.grid[0]} runs of {size} tokens {placeholders[item.kind]} stand for it, "
+                f"and run {frame} is not in the prompt where it should be, which {_found(ids, run)}: are items and "
+                "placeholders in one order, and as many?"
             )
         spans.append(range(int(run[0]), int(run[-1]) + 1))
     return Placed(item, tuple(spans))
+
+
+def _name(number: int, item: MediaItem) -> str:
+    return f"media: item {number} ({item.kind}, grid {'x'.join(map(str, item.grid))})"
 
 
 def _found(ids: NDArray[np.int64], run: NDArray[np.int64]) -> str:
