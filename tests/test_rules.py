@@ -270,7 +270,7 @@ ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
     *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
-    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization"),
+    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--encoder-cache"),
 }
 DRAFTING = {
     *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.device import lasting
@@ -12,6 +13,11 @@ from whorl.nn import Inserted
 
 from .batch import Insert
 from .encoder import Job
+
+
+def as_tensor(patches: NDArray[np.float32]) -> Tensor:
+    """Torch takes no array that may not be written to."""
+    return torch.from_numpy(np.require(patches, requirements=["C", "W"]))
 
 
 class Features:
@@ -29,8 +35,7 @@ class Features:
 
     def run(self, job: Job) -> None:
         if job.item is not None:
-            patches = torch.from_numpy(np.require(job.item.patches, requirements=["C", "W"]))
-            there = lasting(patches, self._device).to(self._device, non_blocking=True)
+            there = lasting(as_tensor(job.item.patches), self._device).to(self._device, non_blocking=True)
             self._on_the_way[job.number] = self._tower.begin(there, job.item.grid)
         features = self._tower.advance(self._on_the_way[job.number], job.layers)
         if features is not None:
@@ -42,8 +47,10 @@ class Features:
         """For a call of so many rows."""
         like = self._done[inserts[0].number]
         mask = torch.zeros(num_rows, 1, dtype=torch.bool, device=self._device)
-        features = like.new_zeros(like.shape[0], num_rows, like.shape[2])
+        # Tensors of their own: as inputs of a captured graph, views of one tensor would be something else.
+        features = tuple(like.new_zeros(num_rows, like.shape[2]) for _ in like)
         for row, number, offset, length in inserts:
             mask[row : row + length] = True
-            features[:, row : row + length] = self._done[number][:, offset : offset + length]
-        return Inserted(mask=mask, features=tuple(features.unbind()))
+            for into, found in zip(features, self._done[number], strict=True):
+                into[row : row + length] = found[offset : offset + length]
+        return Inserted(mask=mask, features=features)

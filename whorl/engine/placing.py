@@ -99,8 +99,7 @@ def _check_item(number: int, item: MediaItem, tower: Any, most: int) -> None:
     Content(range(1), item.digest)  # refuses one that is too short to tell pictures apart
     if min(item.grid) < 1 or rows % merge or columns % merge or (item.kind == "image" and frames != 1):
         raise ValueError(
-            f"{what}: expected 1 or more of each, rows and columns in multiples of {merge}, and of an image one temporal "
-            "patch"
+            f"{what}: expected 1 or more of each, rows and columns in multiples of {merge}, and of an image one frame"
         )
     expected = (frames * rows * columns, tower.patch_values)
     if item.patches.shape != expected or item.patches.dtype != np.float32:
