@@ -112,7 +112,7 @@ class PromptForward:
         self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
         self._capture(self._compiled, device)
         self.with_pictures: passes.Compiled | None = None
-        if (tower := getattr(model, "tower", None)) is not None:
+        if getattr(model, "tower", None) is not None:
             self.with_pictures = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
             self._capture(self.with_pictures, device, *_example(model, device))
         found = self._compiled.reports[0].min_tokens
@@ -150,6 +150,7 @@ class PromptForward:
             _ATTEND.reset(token)
 
 
+@torch.inference_mode()  # as calls are: a graph that was captured of other tensors is captured anew
 def _example(model: Any, device: str) -> list[Tensor]:
     """A mask and features. All of their values differ and are every rank's: the passes see that ranks have the same."""
     width, count = model.config.hidden_size, 1 + len(model.tower.config.deepstack_visual_indexes)
