@@ -207,6 +207,7 @@ def test_public_names() -> None:
         "merge_mrope",
         "mrope",
         "mrope_",
+        "packed_attention",
         "paged_attention",
         "penalize",
         "permute",
@@ -245,7 +246,7 @@ def test_operators() -> None:
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
-    inference |= {"qk_norm_rope_write"}
+    inference |= {"qk_norm_rope_write", "packed_attention"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
     inference |= {
         "indexer_target",
@@ -269,7 +270,7 @@ ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
     *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
-    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization"),
+    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--encoder-cache"),
 }
 DRAFTING = {
     *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),

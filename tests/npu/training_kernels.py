@@ -19,7 +19,8 @@ def _check(call: Call, *more: Tensor) -> None:
     tensors = (call.query, call.key, call.value, *more)
     assert call.input_layout == "BSND", call.input_layout
     assert call.head_num == tensors[0].shape[2]
-    assert (call.keep_prob, call.sparse_mode) == (1.0, 3)
+    assert call.keep_prob == 1.0
+    assert call.sparse_mode == (0 if call.atten_mask is None else 3)  # all keys are seen, or those up to the query's
     assert all(x.is_contiguous() and x.dtype == tensors[0].dtype for x in tensors)
 
 

@@ -7,8 +7,9 @@ the device.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,9 +69,21 @@ class Score:
     position: int
 
 
+class Insert(NamedTuple):
+    """Rows from `row` on that get `length` features of a picture, from `offset` on. number: the encoder's."""
+
+    row: int
+    number: int
+    offset: int
+    length: int
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One forward call. `samples` and `scores` say what becomes of its rows."""
+    """One forward call. `samples` and `scores` say what becomes of its rows.
+
+    axes: [A, T] positions, where some sequence has pictures and more than one of its tokens runs; else None.
+    """
 
     is_decode: bool
     arrays: Mapping[str, Sequence[float] | np.ndarray]
@@ -79,6 +92,8 @@ class Call:
     samples: list[Sample] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     score_rows: list[int] = field(default_factory=list)
+    axes: np.ndarray | None = None
+    inserts: list[Insert] = field(default_factory=list)
 
     @property
     def size(self) -> Size:
@@ -122,6 +137,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     scores: list[Score] = []
     score_rows: list[int] = []
     tables = []
+    shown: list[tuple[int, Chunk]] = []
     for chunk in chunks:
         seq, first_row, start = chunk.sequence, len(tokens), chunk.start
         end = start + chunk.length + len(chunk.draft)
@@ -132,6 +148,8 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         starts.append(len(tokens))
         contexts.append(end)
         entry_lanes.append(seq.lane)
+        if seq.placement is not None:
+            shown.append((first_row, chunk))
         if chunk.is_new:
             tables.append((seq.lane, seq.block_table))
         if chunk.is_last:
@@ -146,7 +164,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     arrays = {
         "tokens": tokens,
         "lanes": lane,
-        "positions": at,
+        "positions": _turned(at, shown) if chunks[0].is_decode else at,
         "slots": block * block_size + at % block_size,
         "table_at": lane * table_width + at // block_size,
         "blocks": block,
@@ -157,7 +175,52 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         "sample_lanes": lane[sample_rows],
         **_sampling(samples),
     }
-    return Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows)
+    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows)
+    if shown and not call.is_decode:
+        call.axes = _axes(at, shown)
+        call.inserts = [insert for row, chunk in shown for insert in _inserts(row, chunk)]
+    return call
+
+
+# ---- sequences with pictures
+
+
+def _turned(at: np.ndarray, shown: Sequence[tuple[int, Chunk]]) -> np.ndarray:
+    """Positions of decoded tokens, by which they are rotated: behind pictures they are not their indices."""
+    if not shown:
+        return at
+    turned = at.copy()
+    for row, chunk in shown:
+        assert chunk.sequence.placement is not None
+        turned[row : row + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
+    return turned
+
+
+def _axes(at: np.ndarray, shown: Sequence[tuple[int, Chunk]]) -> np.ndarray:
+    """Those of text are the same on all axes."""
+    placements = [chunk.sequence.placement for _, chunk in shown]
+    axes: np.ndarray | None = None
+    for (row, chunk), placement in zip(shown, placements, strict=True):
+        assert placement is not None
+        if axes is None:
+            axes = np.tile(at, (len(placement.axes), 1))
+        stop = chunk.start + chunk.length
+        axes[:, row : row + chunk.length] = placement.positions(chunk.start, stop)
+    assert axes is not None
+    return axes
+
+
+def _inserts(row: int, chunk: Chunk) -> Iterator[Insert]:
+    seq, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
+    assert seq.placement is not None
+    for index, placed in enumerate(seq.placement.items):
+        if placed.stop <= start or placed.start >= stop:
+            continue
+        for frame, span in enumerate(placed.spans):
+            first, end = max(span.start, start), min(span.stop, stop)
+            if first < end:
+                offset = frame * len(span) + first - span.start
+                yield Insert(row + first - start, seq.features[index], offset, end - first)
 
 
 def _tokens(chunk: Chunk) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from whorl.device import HOST, default_device, require
+from whorl.media import MediaItem
 from whorl.nn import Model
 from whorl.passes import Report
 
@@ -22,8 +23,11 @@ from .blocks import BlockPool
 from .caches import block_size as cache_block_size
 from .caches import cache_memory, token_bytes
 from .contents import Content
+from .encoder import NO_WORK, Encoder
 from .launch import Place
 from .memory import memory_left, need_accelerator
+from .placing import Placement, place
+from .request_limits import check_request
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
@@ -122,7 +126,10 @@ class LLM:
         self._make_runner(asked, device)
         self._weights = WeightVersions(model)
         self._budget = StepBudget(asked.step_tokens, device=device, fixed=asked.max_prompt_tokens)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.step_tokens)
+        tower = getattr(model, "tower", None)
+        self.encoder = None if tower is None else Encoder(tower.config.depth, asked.encoder_cache)
+        counts = {"max_num_seqs": asked.max_num_seqs, "max_num_batched_tokens": asked.step_tokens}
+        self.scheduler = Scheduler(self.pool, **counts, encoder=self.encoder)
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
@@ -189,15 +196,18 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         contents: Iterable[Content] = (),
+        media: List[MediaItem] = (),
     ) -> list[Sequence]:
         """Queue a prompt; one sequence for each of `params.n`. Refuses what could never run with a ValueError.
 
-        contents: what stands behind placeholder tokens; blocks are shared where it is the same.
+        contents: what stands behind placeholder tokens; blocks are shared where it is the same. media: pictures and
+        videos in the order of their placeholders, of which the prompt has one for each feature.
         """
         params = params or SamplingParams()
         prompt_ids = self._encode(prompt)
         behind = list(contents)
         self._check(prompt_ids, params)
+        placement = self.place(prompt_ids, media)
         if self._weights.have_changed():
             self.forget()
         seed = self._seeds.getrandbits(63)
@@ -211,6 +221,7 @@ class LLM:
                     seed=seed,
                     copy=copy,
                     contents=behind,
+                    placement=placement,
                     eos_ids=self.eos_ids,
                     detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                     after=copies[0] if copies and self.pool.use_prefix_cache else None,
@@ -219,6 +230,10 @@ class LLM:
         for seq in copies:
             self.scheduler.add(seq)
         return copies
+
+    def place(self, prompt_ids: List[int], media: List[MediaItem]) -> Placement | None:
+        """Where a prompt's media stand; ValueError where they do not fit. Any thread may ask, before `add` does."""
+        return place(prompt_ids, media, self.model, most=self.settings.encoder_cache)
 
     def abort(self, seq: Sequence) -> None:
         """Stop a sequence and free its blocks; nothing happens to one that is finished."""
@@ -234,6 +249,8 @@ class LLM:
         """
         self.scheduler.preempt_all()
         self.pool.forget()
+        if self.encoder is not None:
+            self.encoder.forget()
 
     def close(self) -> None:
         """End the other ranks, where there are any. The end of the program does it, too."""
@@ -254,10 +271,14 @@ class LLM:
         prompts: Prompt | List[Prompt],
         params: SamplingParams | List[SamplingParams] | None = None,
         *,
+        media: List[List[MediaItem]] | None = None,
         progress: bool = True,
     ) -> list[Output]:
-        """Outputs in the order of the prompts, the `n` of a prompt side by side. AllowError: an `allow` gave up."""
-        sequences = self._add_all(_as_prompts(prompts), params)
+        """Outputs in the order of the prompts, the `n` of a prompt side by side. AllowError: an `allow` gave up.
+
+        media: pictures and videos of each prompt.
+        """
+        sequences = self._add_all(_as_prompts(prompts), params, media)
         try:
             self._run(sequences, progress)
         finally:  # after an error or Ctrl-C nothing of this call stays behind
@@ -273,7 +294,12 @@ class LLM:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
+        encoder, pictures = self.encoder, {}
+        if encoder is not None:
+            pictures = {"num_encoded": encoder.num_encoded, "num_encoder_hits": encoder.num_hit}
+            pictures["num_encoder_tokens"] = encoder.num_held
         return {
+            **pictures,
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -296,14 +322,17 @@ class LLM:
         """Schedule a round and start it on the device; sequences stand as they will when it has run."""
         lookahead = self.proposer.k if self.proposer else 0
         chunks = self.scheduler.schedule(lookahead=lookahead, max_prompt_tokens=self._budget.tokens)
-        if not chunks:
+        work = NO_WORK if self.encoder is None else self.encoder.take()
+        if not chunks and not work.jobs:
             return
         started = time.perf_counter()
+        if work.jobs or work.dropped:
+            self.runner.encode(work)
         batch = Batch(chunks)
         if self.proposer is not None:
             self._propose(self.proposer, batch)
         self._flights.append((batch, self.sampler.start(self.runner.run(batch))))
-        if num_filled := sum(chunk.length for chunk in chunks if not chunk.is_decode):
+        if num_filled := sum(chunk.length for chunk in chunks if not chunk.is_decode) + work.num_tokens:
             self._budget.observe(num_filled, time.perf_counter() - started)
         for chunk in chunks:
             seq = chunk.sequence
@@ -311,6 +340,8 @@ class LLM:
             seq.num_unread += chunk.is_last
             if not chunk.is_decode:  # a generated token's block is published when the host knows the token
                 self.pool.publish(seq)
+                if self.encoder is not None:
+                    self.encoder.passed(seq)
         self.num_steps += 1
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
@@ -382,40 +413,27 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
-            raise ValueError("prompt: 0 tokens; at least 1 is needed to predict the next")
-        if bad := [i for i in prompt_ids if not 0 <= i < self.model.vocab_size]:
-            raise ValueError(f"prompt: token ids {bad[:4]} are outside the vocabulary of {self.model.vocab_size}")
-        limit, length = self.max_model_len, len(prompt_ids)
-        if length >= limit:
-            raise ValueError(f"prompt: {length} tokens leave no room for an answer: sequences have up to {limit}")
-        if params.max_tokens is not None and length + params.max_tokens > limit:
-            raise ValueError(
-                f"prompt of {length} tokens and max_tokens {params.max_tokens} make {length + params.max_tokens}: "
-                f"sequences have up to {limit}. Ask for at most {limit - length}, or None for as many as fit"
-            )
-        if params.min_tokens > limit - length:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}; behind this prompt there is room for {limit - length}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        ids = [*params.logit_bias, *params.stop_token_ids]
-        if bad := [i for i in ids if not 0 <= i < self.model.vocab_size]:
-            raise ValueError(f"logit_bias, stop_token_ids: {bad[:4]} are outside the vocabulary")
-        if params.n > 1 and params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are the same for every copy: ask for them with n = 1")
+        limits = {"vocab_size": self.model.vocab_size, "limit": self.max_model_len}
+        check_request(prompt_ids, params, **limits, has_tokenizer=self.tokenizer is not None)
 
-    def _add_all(self, prompts: List[Prompt], params: SamplingParams | List[SamplingParams] | None) -> list[Sequence]:
+    def _add_all(
+        self,
+        prompts: List[Prompt],
+        params: SamplingParams | List[SamplingParams] | None,
+        media: List[List[MediaItem]] | None,
+    ) -> list[Sequence]:
         each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        shown = [()] * len(prompts) if media is None else media
         if len(each) != len(prompts):
             raise ValueError(
                 f"generate: {len(prompts)} prompts and {len(each)} params; give one for all or one for each"
             )
+        if len(shown) != len(prompts):
+            raise ValueError(f"generate: {len(prompts)} prompts and media of {len(shown)}; give a list for each prompt")
         sequences: list[Sequence] = []
         try:
-            for prompt, asked in zip(prompts, each, strict=True):
-                sequences += self.add(prompt, asked)
+            for prompt, asked, items in zip(prompts, each, shown, strict=True):
+                sequences += self.add(prompt, asked, media=items)
         except ValueError:
             for seq in sequences:
                 self.abort(seq)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from whorl.device import accelerator, synchronize
-from whorl.nn import weighted
+from whorl.nn import Weighted, weighted
 
 _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # of a copy; larger than any cache
 _COPIES = 10
@@ -15,13 +15,20 @@ _COPIES = 10
 
 def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
     """Bytes that a decode step of `batch` sequences moves at least, each with `context` keys in the cache."""
-    total = sum(layer.step_bytes(batch) for _, layer in weighted(model))
+    total = sum(layer.step_bytes(batch) for layer in _of_tokens(model))
     return total + batch * sum(spec.step_bytes(context) for spec in model.cache_specs())
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:
     """That a prompt of so many tokens needs at least."""
-    return model.attention_flops(num_tokens) + sum(layer.prompt_flops(num_tokens) for _, layer in weighted(model))
+    return model.attention_flops(num_tokens) + sum(layer.prompt_flops(num_tokens) for layer in _of_tokens(model))
+
+
+def _of_tokens(model: Any) -> list[Weighted]:
+    """The layers that a token runs through: not those of a tower, which has run when a picture becomes tokens."""
+    tower = getattr(model, "tower", None)
+    outside = set() if tower is None else set(tower.modules())
+    return [layer for _, layer in weighted(model) if layer not in outside]
 
 
 def num_values(model: Any) -> int:

@@ -20,9 +20,11 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import Model, Step
+from whorl.nn import Inserted, Model, Step
 
 from .batch import Batch, Call, Sample, Score, Size, layout
+from .encoder import Work
+from .features import Features
 from .sequence_parallel import PromptForward, Settings
 
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
@@ -81,7 +83,16 @@ class Runner:
         self._use_graphs = wants_graphs(device, use_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
         self._pool = graph_pool(device) if self._use_graphs else None
+        tower = getattr(model, "tower", None)
+        self.features = None if tower is None else Features(tower, device)
         self.prompts = None if sp is None else PromptForward(model, device, Settings(**sp))
+
+    def encode(self, work: Work) -> None:
+        """The tower's part of a step, before `run`."""
+        assert self.features is not None, "only a model with a tower is given pictures"
+        self.features.drop(work.dropped)
+        for job in work.jobs:
+            self.features.run(job)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:
@@ -97,31 +108,51 @@ class Runner:
         given = self._inputs.send(call, size, self._padding)
         if graph is None:
             width = -(-call.num_keys // self.block_size)
-            hidden, logits, token_ids = self._compute(given, width, is_decode=call.is_decode, is_dense=call.is_dense)
+            how: dict[str, Any] = {"is_decode": call.is_decode, "is_dense": call.is_dense}
+            how |= {} if call.axes is None else self._shown(call)
+            hidden, logits, token_ids = self._compute(given, width, **how)
         else:
             graph.replay()
             count = call.size[0]
             hidden, logits, token_ids = (out[:count] for out in graph.outputs)
         return Result(call.samples, logits, token_ids, call.scores, hidden[call.score_rows] if call.scores else hidden)
 
+    def _shown(self, call: Call) -> dict[str, Any]:
+        """What a call with pictures has beside its indices."""
+        assert call.axes is not None
+        axes = lasting(torch.from_numpy(np.ascontiguousarray(call.axes)), self.device)
+        inserted = None
+        if call.inserts:
+            assert self.features is not None
+            inserted = self.features.inserted(call.inserts, call.size[0])
+        return {"positions": axes.to(self.device, non_blocking=True), "inserted": inserted}
+
     def _compute(
-        self, given: dict[str, Tensor], width: int, *, is_decode: bool, is_dense: bool
+        self,
+        given: dict[str, Tensor],
+        width: int,
+        *,
+        is_decode: bool,
+        is_dense: bool,
+        positions: Tensor | None = None,
+        inserted: Inserted | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states of the rows, logits and tokens of the samples: everything that a graph records.
 
-        width: blocks of a lane that the call may read.
+        width: blocks of a lane that the call may read. positions: [A, T], where they have several axes.
         """
         if is_decode:  # where a row's block is new in its lane; a prompt's were sent when it was admitted
             self._tables.view(-1).index_copy_(0, given["table_at"], given["blocks"])
         tokens = given["tokens"]
         step = Step(
             token_ids=torch.where(tokens < 0, self._tokens[given["lanes"]], tokens),
-            positions=given["positions"],
+            positions=given["positions"] if positions is None else positions,
             slots=given["slots"],
             block_tables=self._tables[:, :width].index_select(0, given["entry_lanes"]),
             query_starts=given["query_starts"],
             context_lens=given["context_lens"],
             max_position=min(width * self.block_size, self.max_len),
+            inserted=inserted,
         )
         hidden = self._forward(step, is_decode)
         if not len(given["seeds"]):  # in the middle of prompts; not every backend takes empty tensors

@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
+from .encoder import Encoder
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class Chunk:
     """`length` tokens from `start` on, and a draft of up to `room` behind them.
 
-    is_last: it reaches the sequence's last token, so that its logits give the next one; is_new: the sequence has just
-    been admitted. All is said when the chunk is made: later the sequence may be further.
+    is_last: it reaches the sequence's last token, so that its logits give the next one; is_new: the sequence's first
+    since it was admitted. All is said when the chunk is made: later the sequence may be further.
     """
 
     __slots__ = ("draft", "is_last", "is_new", "length", "probs", "room", "sequence", "start")
@@ -38,7 +39,9 @@ class Chunk:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, encoder: Encoder | None = None
+    ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}, expected at least 1")
         if max_num_batched_tokens < max_num_seqs:
@@ -46,7 +49,7 @@ class Scheduler:
                 f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}: "
                 "every running sequence decodes a token in each step"
             )
-        self.pool = pool
+        self.pool, self.encoder = pool, encoder
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -63,7 +66,8 @@ class Scheduler:
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
         """The next step's chunks; each sequence has at most one. lookahead: the longest draft wanted.
 
-        max_prompt_tokens: of all that do more than decode one token; None: what the step has room for.
+        max_prompt_tokens: of all that do more than decode one token, and of the encoder's work, which waits there to be
+        taken; None: what the step has room for.
         """
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
@@ -115,6 +119,8 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.pool.release(seq)
+        if self.encoder is not None:
+            self.encoder.release(seq)
         self._lanes.append(seq.lane)
         seq.lane = -1
 
@@ -135,16 +141,21 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             self.running.append(seq)
-            seq.lane = self._lanes.pop()
+            seq.lane, seq.is_new = self._lanes.pop(), True
             if not seq.num_preempted:
                 seq.num_cached = seq.num_computed
-            budget -= self._fill(seq, budget, chunks, is_new=True)
+            budget -= self._fill(seq, budget, chunks)
 
-    def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk], *, is_new: bool = False) -> int:
-        length = min(seq.num_pending, budget)
+    def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """What of the budget the sequence takes: tokens, and pictures that are encoded for it."""
+        if budget <= 0:
+            return 0
+        room, cost = (budget, 0) if self.encoder is None else self.encoder.reach(seq, budget)
+        length = min(seq.num_pending, room)
         if length > 0:
-            chunks.append(Chunk(seq, length, is_new=is_new))
-        return length
+            chunks.append(Chunk(seq, length, is_new=seq.is_new))
+            seq.is_new = False
+        return length + cost
 
     def _admissible(self) -> list[Sequence]:
         """In order of arrival; copies of a prompt wait until the first has it in the cache, then share it."""

@@ -16,6 +16,8 @@ from .token_counts import TokenCounts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .placing import Placement
+
 _NUMBERS = itertools.count()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies share no pattern
 
@@ -180,6 +182,7 @@ class Sequence:
         seed: int = 0,
         copy: int = 0,
         contents: Iterable[Content] = (),
+        placement: "Placement | None" = None,
         eos_ids: Iterable[int] = (),
         detokenizer: Detokenizer | None = None,
         after: "Sequence | None" = None,
@@ -187,7 +190,10 @@ class Sequence:
         self.id = next(_NUMBERS)
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(self.token_ids)
-        self.contents = sorted_contents(contents, self.prompt_len)
+        self.placement = placement  # of pictures and videos; None: text alone
+        shown = () if placement is None else placement.contents
+        self.contents = sorted_contents((*contents, *shown), self.prompt_len)
+        self.features: dict[int, int] = {}  # of pictures that are still needed: the encoder's number, by place
         self.params, self.copy, self.after = params, copy, after
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
@@ -205,6 +211,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.chain: list[int] = []  # names of the full blocks' contents, see blocks.py
         self.lane = -1  # its place in the device's tables while it runs
+        self.is_new = False  # whether the device has not been sent its block table
         self.num_computed = 0
         self.num_unread = 0  # tokens sampled on the device that the host has not seen
         self.num_cached = 0  # tokens that the prefix cache gave on first admission

@@ -2,7 +2,8 @@
 
 The model is captured once, as one graph over any number of tokens. What tokens see of each other stays outside of it:
 attention is one opaque node, which finds the call's step and caches here. So the graph has no inputs but token ids and
-weights, writes to nothing, and serves every batch, chunk and prefix hit.
+weights, writes to nothing, and serves every batch, chunk and prefix hit. Calls with pictures have a graph of their own,
+whose further inputs are the features; between layers each rank adds its share of their rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from whorl import passes
-from whorl.nn import Step
+from whorl.nn import Inserted, Step
 from whorl.passes.settings import resolve
 
 from .settings import EngineSettings
@@ -84,8 +85,9 @@ class _Prompt(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return self.model.hidden(token_ids, _mix)  # type: ignore[no-any-return]
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None, *features: Tensor) -> Tensor:
+        inserted = None if mask is None else Inserted(mask=mask, features=features)
+        return self.model.hidden(token_ids, _mix, inserted)  # type: ignore[no-any-return]
 
 
 def _mix(attention: Any, qkv: Tensor) -> Tensor:
@@ -108,15 +110,19 @@ class PromptForward:
             min_tokens="auto" if settings.mode == "auto" else least, quantize=settings.quantize, fuse=settings.fuse
         )
         self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
-        self._capture(device)
+        self._capture(self._compiled, device)
+        self.with_pictures: passes.Compiled | None = None
+        if getattr(model, "tower", None) is not None:
+            self.with_pictures = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
+            self._capture(self.with_pictures, device, *_example(model, device))
         found = self._compiled.reports[0].min_tokens
         self.min_tokens: float = float("inf") if found == "never" else float(found)
 
     @torch.inference_mode()
-    def _capture(self, device: str) -> None:
+    def _capture(self, compiled: passes.Compiled, device: str, *shown: Tensor) -> None:
         """On tokens that attend to nothing: no cache is needed, and none is written."""
         token_ids = torch.arange(_EXAMPLE, device=device) % 2
-        self._run(token_ids, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width))
+        self._run(compiled, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width), token_ids, *shown)
 
     @property
     def report(self) -> passes.Report:
@@ -131,14 +137,26 @@ class PromptForward:
         def attend(layer: int, qkv: Tensor, width: int) -> Tensor:
             return self._attentions[layer].mix(qkv, rotary, step, caches[layer])  # type: ignore[no-any-return]
 
-        return self._run(step.token_ids, attend)
+        if (inserted := step.inserted) is None:
+            return self._run(self._compiled, attend, step.token_ids)
+        assert self.with_pictures is not None
+        return self._run(self.with_pictures, attend, step.token_ids, inserted.mask, *inserted.features)
 
-    def _run(self, token_ids: Tensor, attend: Callable[[int, Tensor, int], Tensor]) -> Tensor:
+    def _run(self, compiled: passes.Compiled, attend: Callable[[int, Tensor, int], Tensor], *given: Tensor) -> Tensor:
         token = _ATTEND.set(attend)
         try:
-            return self._compiled(token_ids)  # type: ignore[no-any-return]
+            return compiled(*given)  # type: ignore[no-any-return]
         finally:
             _ATTEND.reset(token)
+
+
+@torch.inference_mode()  # as calls are: a graph that was captured of other tensors is captured anew
+def _example(model: Any, device: str) -> list[Tensor]:
+    """A mask and features. All of their values differ and are every rank's: the passes see that ranks have the same."""
+    width, count = model.config.hidden_size, 1 + len(model.tower.config.deepstack_visual_indexes)
+    mask = torch.arange(_EXAMPLE, device=device)[:, None] % 3 == 1
+    values = torch.arange(_EXAMPLE * width, device=device).view(_EXAMPLE, width) / (_EXAMPLE * width)
+    return [mask, *((values + i).to(model.dtype) for i in range(count))]
 
 
 def _layers(model: Any) -> Any:
@@ -146,4 +164,4 @@ def _layers(model: Any) -> Any:
         raise ValueError(
             f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward call apart from attention"
         )
-    return model.model.layers
+    return model.decoder.layers

@@ -103,6 +103,12 @@ class EngineSettings:
         above=0,
         most=1,
     )
+    encoder_cache: int = option(
+        16384,
+        "Tokens of pictures and videos whose features are kept; one that has more is refused.",
+        panel=CACHE,
+        least=1,
+    )
     use_prefix_cache: bool = option(
         True,
         "Find what prompts have in common with earlier ones in the cache.",

@@ -15,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
 
-from .batch import Call, layout
+from .batch import Call, Insert, layout
 from .caches import cache_memory, token_bytes
+from .encoder import Job, Work
+from .features import as_tensor
 from .launch import Crew, Member, Place, start
 from .runner import Result, Runner
 
-_STOP, _CALL, _LOGITS = range(3)
-_HEADER = 7  # numbers: the kind of message, and up to six about it
+_STOP, _CALL, _LOGITS, _DROP, _ENCODE = range(5)
+_HEADER = 9  # numbers: the kind of message, and up to eight about it
+_INSERT = len(Insert._fields)
 
 
 class Lead:
@@ -112,10 +116,26 @@ class LeadRunner(Runner):
     def run_call(self, call: Call) -> Result:
         with self.crew.together():
             arrays, tables = _pack(call)
-            _send(self.crew, _CALL, *call.size, call.num_keys, call.is_decode, len(tables))
-            packed = torch.from_numpy(np.concatenate([arrays, tables.view(np.uint8)]))
-            distributed.broadcast(packed, 0, group=self.crew.control)
+            axes = np.zeros((0, 0), dtype=np.int64) if call.axes is None else np.ascontiguousarray(call.axes)
+            inserts = np.array(call.inserts, dtype=np.int64).reshape(-1, _INSERT)
+            more = (call.num_keys, call.is_decode, len(axes), len(inserts), len(tables))
+            _send(self.crew, _CALL, *call.size, *more)
+            numbers = (each.reshape(-1).view(np.uint8) for each in (axes, inserts, tables))
+            distributed.broadcast(torch.from_numpy(np.concatenate([arrays, *numbers])), 0, group=self.crew.control)
             return super().run_call(call)
+
+    def encode(self, work: Work) -> None:
+        """Every rank has the whole tower, and the features of every picture."""
+        with self.crew.together():
+            if work.dropped:
+                _send(self.crew, _DROP, len(work.dropped))
+                distributed.broadcast(torch.tensor(work.dropped), 0, group=self.crew.control)
+            for job in work.jobs:
+                grid, width = ((0, 0, 0), 0) if job.item is None else (job.item.grid, job.item.patches.shape[1])
+                _send(self.crew, _ENCODE, job.number, job.layers, *grid, width)
+                if job.item is not None:
+                    distributed.broadcast(as_tensor(job.item.patches), 0, group=self.crew.control)
+            super().encode(work)
 
 
 def _send(crew: Crew, *header: int) -> None:
@@ -131,13 +151,25 @@ def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return packed, np.array(tables, dtype=np.int64)
 
 
-def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, is_decode: int, num_tables: int) -> Call:
-    tables, left = [], packed[len(packed) - 8 * num_tables :].view(np.int64).tolist()
-    while left:
-        lane, count, *left = left
-        tables.append((lane, left[:count]))
-        left = left[count:]
-    return Call(bool(is_decode), _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, is_decode: int, *counts: int) -> Call:
+    """counts: axes of positions, runs of rows that are given features, and numbers of tables."""
+    num_axes, num_inserts, num_tables = counts
+    numbers = packed[len(packed) - 8 * _more(size[0], *counts) :].view(np.int64)
+    axes, inserts, left = np.split(numbers, (num_axes * size[0], len(numbers) - num_tables))
+    tables, rest = [], left.tolist()
+    while rest:
+        lane, count, *rest = rest
+        tables.append((lane, rest[:count]))
+        rest = rest[count:]
+    call = Call(bool(is_decode), _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+    call.axes = axes.reshape(num_axes, size[0]) if num_axes else None
+    call.inserts = [Insert(*row) for row in inserts.reshape(num_inserts, _INSERT).tolist()]
+    return call
+
+
+def _more(rows: int, num_axes: int, num_inserts: int, num_tables: int) -> int:
+    """Numbers of eight bytes behind a call's arrays."""
+    return num_axes * rows + num_inserts * _INSERT + num_tables
 
 
 def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarray]:
@@ -175,13 +207,28 @@ class FollowRunner(Runner):
                 return
             if kind == _CALL:
                 self.run_call(self._receive(member, *numbers))
-            else:
+            elif kind == _LOGITS:
                 self._head(*numbers[:2])
+            elif kind == _DROP:
+                dropped = torch.zeros(numbers[0], dtype=torch.int64)
+                distributed.broadcast(dropped, 0, group=member.control)
+                self.encode(Work(dropped.tolist(), [], 0))
+            else:
+                self.encode(Work([], [self._job(member, *numbers[:6])], 0))
+
+    def _job(self, member: Member, number: int, layers: int, frames: int, rows: int, columns: int, width: int) -> Job:
+        if not width:
+            return Job(number=number, layers=layers)
+        patches = torch.empty(frames * rows * columns, width)
+        distributed.broadcast(patches, 0, group=member.control)
+        # Which picture it is concerns rank 0 alone.
+        item = MediaItem(kind="image", patches=patches.numpy(), grid=(frames, rows, columns), digest=b"")
+        return Job(number=number, layers=layers, item=item)
 
     def _receive(self, member: Member, rows: int, entries: int, samples: int, *more: int) -> Call:
         size = rows, entries, samples
         num_bytes = layout(size)[1]
-        packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * more[-1], dtype=torch.uint8)
+        packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * _more(rows, *more[2:]), dtype=torch.uint8)
         distributed.broadcast(packed, 0, group=member.control)
         return _unpack(packed.numpy(), size, *more)
 

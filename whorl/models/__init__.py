@@ -8,6 +8,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
+    "Qwen3VLForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",
 }
 
 

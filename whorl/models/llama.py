@@ -12,6 +12,7 @@ from whorl import ops
 from whorl.models.fields import count, flag, number
 from whorl.nn import (
     ONE,
+    Inserted,
     KVCache,
     Linear,
     Packed,
@@ -205,15 +206,25 @@ class Llama(Module):
         self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
         self.rope = Rope(config.rope, max_length)
         self.max_length = self.rope.max_length
-        self.model = Decoder(config, self.layer_class, ranks)
+        self.model = self.body(config, ranks)
         if not config.tie_word_embeddings:
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
 
+    def body(self, config: Any, ranks: Ranks) -> Module:
+        """All but the head: what a checkpoint has under `model`."""
+        return Decoder(config, self.layer_class, ranks)
+
+    @property
+    def decoder(self) -> Decoder:
+        """What tokens run through."""
+        assert isinstance(self.model, Decoder)
+        return self.model
+
     def cache_specs(self) -> list[PagedKV]:
-        return [layer.self_attn.cache_spec(self.dtype) for layer in self.model.layers]  # type: ignore[union-attr,operator]
+        return [layer.self_attn.cache_spec(self.dtype) for layer in self.decoder.layers]  # type: ignore[union-attr,operator]
 
     def attention_flops(self, num_tokens: int) -> float:
-        return sum(layer.self_attn.flops(num_tokens) for layer in self.model.layers)  # type: ignore[union-attr,operator]
+        return sum(layer.self_attn.flops(num_tokens) for layer in self.decoder.layers)  # type: ignore[union-attr,operator]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         rotary = self.rope.rows(step)
@@ -221,7 +232,7 @@ class Llama(Module):
         def mix(attention: Attention, qkv: Tensor) -> Tensor:
             return attention.mix(qkv, rotary, step, caches[attention.layer])
 
-        return self.hidden(step.token_ids, mix)
+        return self.hidden(step.token_ids, mix, step.inserted)
 
     def logprobs(self, packed: Packed) -> Tensor:
         """Of every token but the first of a sequence, given those before it: [T - B] fp32, with a gradient.
@@ -238,15 +249,18 @@ class Llama(Module):
         logits = self.logits(hidden[packed.scored - 1])
         return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
 
-    def hidden(self, token_ids: Tensor, mix: Mix) -> Tensor:
+    def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
-        x, residual = self.model.embed_tokens(token_ids), None
-        for layer in self.model.layers:
+        decoder = self.decoder
+        x, residual = decoder.embed_tokens(token_ids), None
+        x = x if inserted is None else inserted.embed(x)
+        for i, layer in enumerate(decoder.layers):
             x, residual = layer(x, residual, mix)
-        return self.model.norm(x, residual)[0]
+            x = x if inserted is None else inserted.add(x, i)
+        return decoder.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        head = self.decoder.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return head.logits(hidden)
 
     @classmethod

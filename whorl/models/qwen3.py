@@ -32,7 +32,7 @@ class Qwen3Config(llama.LlamaConfig):
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        is_sparse = values.get("model_type") == "qwen3_moe"
+        is_sparse = values.get("model_type") in ("qwen3_moe", "qwen3_vl_moe")
         if not is_sparse:
             values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
         experts = _experts(values) if is_sparse else None
@@ -120,12 +120,14 @@ class Attention(llama.Attention):
 class MoE(Module):
     """Each token goes to the few experts its router scores highest; their outputs are added by those scores."""
 
+    experts_class: type[Experts] = Experts
+
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, ranks: Ranks) -> None:
         super().__init__()
         self.gate = Linear(config.hidden_size, experts.num_experts)
         self.k, self.renormalize = experts.num_experts_per_tok, experts.norm_topk_prob
         sizes = experts.num_experts, config.hidden_size, experts.moe_intermediate_size
-        self.experts = Experts(*sizes, per_token=self.k, ranks=ranks)
+        self.experts = self.experts_class(*sizes, per_token=self.k, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = ops.route(self.gate(x), self.k, renormalize=self.renormalize)
@@ -133,17 +135,19 @@ class MoE(Module):
 
 
 class Layer(llama.Layer):
+    moe_class: type[MoE] = MoE
+
     def attention(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
 
     def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Module:
         if config.experts is not None and layer in config.experts.layers:
-            return MoE(config, config.experts, ranks)
+            return self.moe_class(config, config.experts, ranks)
         return llama.MLP(config, layer, ranks)
 
 
 class Qwen3(llama.Llama):
-    config_class = Qwen3Config
+    config_class: type[Qwen3Config] = Qwen3Config
     layer_class = Layer
 
     @classmethod

@@ -7,12 +7,12 @@ and columns of it. The loader needs nothing else.
 
 from .attention import Rope, attend
 from .cache import CacheSpec, KVCache, PagedKV
-from .experts import Experts
+from .experts import Experts, StackedExperts
 from .linear import Linear
 from .model import Model
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 from .ranks import ONE, Ranks, Unit
-from .step import Step
+from .step import Inserted, Step
 from .training import Packed, check_training, pack, trainable
 from .vocabulary import Vocabulary
 from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, hold, slots, weighted
@@ -24,7 +24,9 @@ __all__ = [
     "Format",
     "Formats",
     "Index",
+    "Inserted",
     "KVCache",
+    "LayerNorm",
     "Linear",
     "Matrix",
     "Model",
@@ -35,6 +37,7 @@ __all__ = [
     "Ranks",
     "Rope",
     "Slot",
+    "StackedExperts",
     "Step",
     "Unit",
     "Vocabulary",

@@ -44,7 +44,12 @@ class Rope:
             )
         if self._cos_sin is None or self._cos_sin.device != step.positions.device:
             self._cos_sin = self.table.cos_sin(step.positions.device, seq_len=self.max_length)
-        return self._cos_sin[step.positions]
+        if step.positions.dim() == 1:
+            return self._cos_sin[step.positions]
+        sections, layout = self.table.config.sections, self.table.config.layout
+        if sections is None or layout is None:
+            raise ValueError(f"positions have {len(step.positions)} axes, and config.json names no mrope_section")
+        return ops.merge_mrope(self._cos_sin, step.positions, sections, layout)
 
 
 def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:

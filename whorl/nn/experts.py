@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .ranks import ONE, Ranks
-from .weight import Formats, Matrix, Part, Slot, Weighted
+from .weight import Formats, Index, Matrix, Part, Slot, Weighted
+from .weights.dense import Dense
 
 
 class Experts(Weighted):
@@ -64,3 +65,30 @@ class Experts(Weighted):
     def prompt_flops(self, num_tokens: int) -> float:
         all_of_them = self.gate_up_proj.prompt_flops(num_tokens) + self.down_proj.prompt_flops(num_tokens)
         return all_of_them * self.per_token / self.num_experts
+
+
+class StackedExperts(Experts):
+    """The same of checkpoints that hold all experts in two tensors, [E, 2 F, C] and [E, C, F], or transposed.
+
+    Where weights are quantised the format names its own tensors, one by one.
+    """
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        if not isinstance(self.gate_up_proj.format, Dense):
+            yield from super().slots(name)
+            return
+        num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
+        every, whole, held = slice(0, num), slice(0, width), self.inner
+        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
+        if held == slice(0, inner):
+            first = _stacked(gate_up, (num, 2 * inner, width), (every, slice(0, 2 * inner), whole))
+        else:  # a rank's rows of gate and of up lie apart
+            gate, up = gate_up.chunk(2, 1)
+            second = _stacked(up, (num, 2 * inner, width), (every, slice(inner + held.start, inner + held.stop), whole))
+            first = _stacked(gate, (num, 2 * inner, width), (every, held, whole), second)
+        yield f"{name}.gate_up_proj", first
+        yield f"{name}.down_proj", _stacked(down, (num, width, inner), (every, whole, held))
+
+
+def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Slot) -> Slot:
+    return Slot(into=into, shape=shape, index=index, more=more, is_either_way=True)

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual that it adds."""
+"""Norms of rows: RMSNorm, with the residual that it adds, and LayerNorm."""
 
 from collections.abc import Iterator
 
@@ -33,3 +33,29 @@ class RMSNorm(Weighted):
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1)
+
+
+class LayerNorm(Weighted):
+    """Mean and variance of a row in fp32, one rounding; weight and bias in the model's dtype."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        for key in ("weight", "bias"):
+            self.register_parameter(key, nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        for key in ("weight", "bias"):
+            yield f"{name}.{key}", Slot(into=getattr(self, key), shape=(self.size,), index=(slice(0, self.size),))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.fill_(1)
+        self.bias.fill_(0)

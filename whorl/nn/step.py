@@ -2,7 +2,26 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inserted:
+    """What some of a call's rows are given beside their tokens, such as the features of a picture.
+
+    features: [T, C] each, zero in other rows: the first takes the place of the tokens' embeddings, the next is added
+    after layer 0, the one after it after layer 1, and so on (deepstack).
+    """
+
+    mask: Tensor  # [T, 1] bool: the rows
+    features: tuple[Tensor, ...]
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.where(self.mask, self.features[0], x)
+
+    def add(self, x: Tensor, layer: int) -> Tensor:
+        return x + self.features[layer + 1] if layer + 1 < len(self.features) else x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,9 +32,10 @@ class Step:
     """
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, or [A, T] where they have several axes
     slots: Tensor  # [T] int64: block * block_size + offset of each token's cache entry; -1 writes none
     block_tables: Tensor  # [B, MB] int32
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32: keys that the last query of each sequence sees, new tokens included
     max_position: int
+    inserted: Inserted | None = None

@@ -26,13 +26,20 @@ class Slot:
     """Where a checkpoint's tensor goes: its `index` part is copied `into` a view of a parameter.
 
     dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, and it is
-    converted.
+    converted. more: other parts of the same tensor, where what goes into a rank's parameter is not one run of it.
+    is_either_way: the last two dims may be exchanged in the file; where they are equal, they are not.
     """
 
     into: Tensor
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: Index
     dtype: torch.dtype | None = None
+    more: "tuple[Slot, ...]" = ()
+    is_either_way: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape can be it."""
+        return shape == self.shape or (self.is_either_way and shape == (*self.shape[:-2], *self.shape[:-3:-1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from whorl.device import register_backend as register_backend
 from ._op import OPS as OPS
 from ._op import Op as Op
 from .attention import causal_attention as causal_attention
+from .attention import packed_attention as packed_attention
 from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
 from .attention import qk_norm_rope_write as qk_norm_rope_write

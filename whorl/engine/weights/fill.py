@@ -52,8 +52,8 @@ def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
     """What a checkpoint may hold a second time: the head of a model that uses the embedding for it."""
     if any(name.startswith("lm_head.") for name in wanted):
         return {}
-    first = "model.embed_tokens."
-    return {f"lm_head.{n.removeprefix(first)}": slot for n, slot in wanted.items() if n.startswith(first)}
+    found = ((name.partition("embed_tokens."), slot) for name, slot in wanted.items())
+    return {f"lm_head.{end}": slot for (_, is_embedding, end), slot in found if is_embedding}
 
 
 def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot], copies: Mapping[str, Slot]) -> None:
@@ -64,7 +64,7 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
         "of another shape": [
             f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
             for n, s in sources.items()
-            if n in every and s.shape != every[n].shape
+            if n in every and not every[n].fits(s.shape)
         ],
         "of a dtype that cannot be converted": [
             f"{n} {s.dtype}"
@@ -83,7 +83,12 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
 
 
 def _copy(name: str, slot: Slot, source: Source) -> None:
-    part = source.read(slot.index)
+    for other in slot.more:
+        _copy(name, other, source)
+    if source.shape == slot.shape:
+        part = source.read(slot.index)
+    else:  # `check_fit` has seen that the last two dims are exchanged
+        part = source.read((*slot.index[:-2], *slot.index[:-3:-1])).transpose(-1, -2)
     assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
     slot.into.copy_(part)
     if slot.into.dtype == torch.float16 and part.dtype != torch.float16 and not slot.into.isfinite().all():

@@ -1,0 +1,139 @@
+"""Qwen3-VL, dense and mixture of experts: Qwen3 as it is, with the features of pictures in the place of placeholders.
+
+A picture's features come from the tower in qwen3_vl_tower.py. They stand for the embeddings of its placeholder tokens,
+and more of them are added after the first layers (deepstack): `whorl.nn.Inserted`. Positions have three axes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.nn import Module
+
+from whorl.models import llama, qwen3
+from whorl.models.fields import count, flag
+from whorl.models.qwen3_vl_tower import Tower, TowerConfig
+from whorl.nn import Ranks, StackedExperts
+from whorl.positions import PositionRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3VLConfig(qwen3.Qwen3Config):
+    """The text's configuration; `vision` is the tower's."""
+
+    vision: TowerConfig
+    position_rule: PositionRule
+    image_token_id: int
+    video_token_id: int
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        text, vision = (_section(values, name) for name in ("text_config", "vision_config"))
+        kind = values.get("model_type")
+        found = qwen3.Qwen3Config.read({**text, "model_type": kind})
+        if found["experts"] is not None:  # its router has no switch for it
+            found["experts"] = replace(found["experts"], norm_topk_prob=True)
+        tower = TowerConfig.from_hf(vision)
+        _check_widths(found, tower)
+        ids = {name: count(values, name, default) for name, default in _TOKEN_IDS.items()}
+        return found | {
+            # The text has a field of this name, too, and nobody reads it.
+            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+            "vision": tower,
+            "position_rule": PositionRule.from_hf(
+                {"model_type": kind, "vision_config": {"spatial_merge_size": tower.spatial_merge_size}, **ids}
+            ),
+            **ids,
+        }
+
+
+_TOKEN_IDS = {"image_token_id": 151655, "video_token_id": 151656}
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"config.json: {name} is {found!r}, expected an object with names and values")
+    return found
+
+
+def _check_widths(text: Mapping[str, Any], tower: TowerConfig) -> None:
+    if tower.out_hidden_size != text["hidden_size"]:
+        raise ValueError(
+            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, and the text has a hidden_size of "
+            f"{text['hidden_size']}: features stand in the place of embeddings"
+        )
+    if len(tower.deepstack_visual_indexes) > text["num_hidden_layers"]:
+        raise ValueError(
+            f"config.json: vision_config.deepstack_visual_indexes names {len(tower.deepstack_visual_indexes)} layers, "
+            f"whose features are added after as many layers of the text, which has {text['num_hidden_layers']}"
+        )
+
+
+class MoE(qwen3.MoE):
+    experts_class = StackedExperts
+
+
+class Layer(qwen3.Layer):
+    moe_class = MoE
+
+
+class Body(Module):
+    def __init__(self, config: Qwen3VLConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.visual = Tower(config.vision)
+        self.language_model = llama.Decoder(config, Layer, ranks)
+
+
+class Qwen3VL(qwen3.Qwen3):
+    config_class = Qwen3VLConfig
+    layer_class = Layer
+    model: Body
+
+    def body(self, config: Qwen3VLConfig, ranks: Ranks) -> Module:
+        return Body(config, ranks)
+
+    @property
+    def decoder(self) -> llama.Decoder:
+        return self.model.language_model
+
+    @property
+    def tower(self) -> Tower:
+        return self.model.visual
+
+    @classmethod
+    def tiny(cls, vision: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+        """A config.json small enough for tests; changes are of the text, `num_experts` makes it sparse."""
+        sizes = {"vocab_size": 110, "num_hidden_layers": 3, "rope_parameters": _rope()}
+        text = super().tiny(**{**sizes, **changes})
+        is_sparse = text["model_type"] == "qwen3_moe"
+        del text["architectures"]
+        kind = "qwen3_vl_moe" if is_sparse else "qwen3_vl"
+        return {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration" if is_sparse else "Qwen3VLForConditionalGeneration"],
+            "model_type": kind,
+            "text_config": text | {"model_type": f"{kind}_text"},
+            "vision_config": _tiny_tower(text["hidden_size"]) | {"model_type": f"{kind}_vision"} | dict(vision or {}),
+            "image_token_id": 101,
+            "video_token_id": 102,
+            "vision_start_token_id": 103,
+            "vision_end_token_id": 104,
+            "tie_word_embeddings": False,
+        }
+
+
+def _rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+def _tiny_tower(width: int) -> dict[str, Any]:
+    return {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": width,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    }

@@ -1,0 +1,293 @@
+"""The vision tower of Qwen3-VL: patches of one picture or video to features of the text model's width.
+
+A picture runs by itself, whatever runs beside it, and may stop after any layer and go on later: a large one then never
+holds up those that decode. Every rank has the whole tower.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module, ModuleList
+
+from whorl import ops
+from whorl.models.fields import count, number
+from whorl.nn import Formats, LayerNorm, Linear, Slot, Weighted
+from whorl.rope_config import RopeConfig
+from whorl.rope_table import get_rope
+
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerConfig:
+    """`vision_config` by its own names."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    rope_theta: float = 10000.0
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "TowerConfig":
+        """With what Hugging Face's class fills in."""
+        if (activation := values.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+            raise ValueError(f"config.json: vision_config.hidden_act is {activation!r}, expected gelu_pytorch_tanh")
+        defaults = {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 3584,
+            "num_position_embeddings": 2304,
+        }
+        sizes = {name: count(values, name, default) for name, default in defaults.items()}
+        _check_sizes(sizes)
+        return cls(
+            **sizes,
+            deepstack_visual_indexes=_deepstack(values, sizes["depth"]),
+            rope_theta=number(values.get("rope_parameters") or {}, "rope_theta", 10000.0),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch: channels, frames, rows, columns."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """Of the square that positions were learned on."""
+        return math.isqrt(self.num_position_embeddings)
+
+    def num_tokens(self, grid: Grid) -> int:
+        return math.prod(grid) // self.spatial_merge_size**2
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    width, heads, positions = sizes["hidden_size"], sizes["num_heads"], sizes["num_position_embeddings"]
+    if width % heads or width // heads % 4:
+        raise ValueError(
+            f"config.json: vision_config has {heads} heads of {width} channels: rows and columns turn a quarter of a "
+            "head's channels each, in pairs"
+        )
+    if math.isqrt(positions) ** 2 != positions:
+        raise ValueError(f"config.json: vision_config.num_position_embeddings is {positions}, expected a square")
+
+
+def _deepstack(values: Mapping[str, Any], depth: int) -> tuple[int, ...]:
+    found = values.get("deepstack_visual_indexes", (8, 16, 24))
+    is_list = isinstance(found, list | tuple) and all(isinstance(i, int) and 0 <= i < depth for i in found)
+    if not is_list or list(found) != sorted(set(found)):
+        raise ValueError(
+            f"config.json: vision_config.deepstack_visual_indexes is {found!r}, expected numbers of its {depth} "
+            "layers, each higher than the one before"
+        )
+    return tuple(found)
+
+
+# ---- layers
+
+
+class PatchProduct(Linear):
+    """The convolution whose kernel is as large as its stride: a product of whole patches."""
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__(config.patch_values, config.hidden_size, bias=True)
+        size = config.patch_size
+        self.stored = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        for source, slot in super().slots(name):
+            if source.endswith(".weight") and slot.shape == self.shape:
+                index = tuple(slice(0, size) for size in self.stored)
+                slot = Slot(into=slot.into.view(self.stored), shape=self.stored, index=index, dtype=slot.dtype)
+            yield source, slot
+
+
+class PatchEmbedding(Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.proj = PatchProduct(config)
+
+
+class LearnedPositions(Weighted):
+    """A square of learned positions, resampled to the rows and columns of a picture; corners stay corners."""
+
+    weight: Tensor
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.side, self.width, self.merge = config.side, config.hidden_size, config.spatial_merge_size
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        table = torch.empty(self.side**2, self.width, dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        shape = tuple(self.weight.shape)
+        yield f"{name}.weight", Slot(into=self.weight, shape=shape, index=tuple(slice(0, size) for size in shape))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.normal_(std=0.02, generator=generator)
+
+    def forward(self, grid: Grid) -> Tensor:
+        """[P, width] of one frame, in fp32: the four nearest, by how near they are."""
+        rows, columns = (self._taps(size) for size in grid[1:])
+        at = rows[0][:, None, :, None] * self.side + columns[0][None, :, None, :]
+        share = rows[1][:, None, :, None] * columns[1][None, :, None, :]
+        at, share = (block_order(x.flatten(2), self.merge).to(self.weight.device) for x in (at, share))
+        return (self.weight[at].float() * share[..., None]).sum(1)
+
+    def _taps(self, size: int) -> tuple[Tensor, Tensor]:
+        """[size, 2] places in the table along one side, and their weights."""
+        place = torch.arange(size, dtype=torch.float32) * (self.side - 1) / max(size - 1, 1)
+        low = place.floor()
+        upper = place - low
+        taps = torch.stack((low, low + 1), 1).long().clamp(max=self.side - 1)
+        return taps, torch.stack((1 - upper, upper), 1)
+
+
+class Attention(Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.heads, self.scale = config.num_heads, config.head_dim**-0.5
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
+        self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
+        q, k = ops.rope(q, k, rotary)
+        return self.proj(ops.packed_attention(q, k, v, starts, scale=self.scale).flatten(1))
+
+
+class MLP(Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, bias=True)
+        self.linear_fc2 = Linear(config.intermediate_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x), approximate="tanh"))
+
+
+class Block(Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (LayerNorm(config.hidden_size, _EPS) for _ in range(2))
+        self.attn, self.mlp = Attention(config), MLP(config)
+
+    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotary, starts)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(Module):
+    """A block of neighbouring patches becomes one token. Deepstack's norms span the whole block."""
+
+    def __init__(self, config: TowerConfig, *, norms_block: bool) -> None:
+        super().__init__()
+        self.width, self.norms_block = config.hidden_size * config.spatial_merge_size**2, norms_block
+        self.norm = LayerNorm(self.width if norms_block else config.hidden_size, _EPS)
+        self.linear_fc1 = Linear(self.width, self.width, bias=True)
+        self.linear_fc2 = Linear(self.width, config.out_hidden_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.view(-1, self.width) if self.norms_block else x).view(-1, self.width)
+        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
+
+
+# ---- the tower
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """A picture or video on its way: `layer` layers have run."""
+
+    x: Tensor  # [P, C]
+    rotary: Tensor  # [P, R]
+    starts: Tensor  # [frames + 1] int32: a patch sees those of its frame
+    merged: list[Tensor] = field(default_factory=list)  # of deepstack, [N, text width] each
+    layer: int = 0
+
+
+class Tower(Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbedding(config)
+        self.pos_embed = LearnedPositions(config)
+        self.blocks = ModuleList(Block(config) for _ in range(config.depth))
+        self.merger = Merger(config, norms_block=False)
+        self.deepstack_merger_list = ModuleList(
+            Merger(config, norms_block=True) for _ in config.deepstack_visual_indexes
+        )
+
+    @torch.inference_mode()
+    def begin(self, patches: Tensor, grid: Grid) -> Encoding:
+        """patches: [P, V] fp32, in the order of `whorl.media.MediaItem`, on the tower's device."""
+        frames, rows, columns = grid
+        dtype = self.pos_embed.weight.dtype
+        if tuple(patches.shape) != (math.prod(grid), self.config.patch_values):
+            raise ValueError(
+                f"tower: patches are {list(patches.shape)}, and a grid of {grid} has "
+                f"[{math.prod(grid)}, {self.config.patch_values}]"
+            )
+        x = self.patch_embed.proj(patches.to(dtype)) + self.pos_embed(grid).to(dtype).repeat(frames, 1)
+        starts = torch.arange(frames + 1, dtype=torch.int32) * rows * columns
+        return Encoding(x, self._rotary(grid, patches.device), starts.to(patches.device))
+
+    @torch.inference_mode()
+    def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
+        """Run so many layers more; after the last one the features [1 + deepstack, N, text width]."""
+        for i in range(encoding.layer, min(encoding.layer + layers, self.config.depth)):
+            encoding.x = self.blocks[i](encoding.x, encoding.rotary, encoding.starts)
+            encoding.layer = i + 1
+            if i in self.config.deepstack_visual_indexes:
+                merger = self.deepstack_merger_list[self.config.deepstack_visual_indexes.index(i)]
+                encoding.merged.append(merger(encoding.x))
+        if encoding.layer < self.config.depth:
+            return None
+        return torch.stack([self.merger(encoding.x), *encoding.merged])
+
+    def encode(self, patches: Tensor, grid: Grid) -> Tensor:
+        """All at once: features [1 + deepstack, N, text width]."""
+        features = self.advance(self.begin(patches, grid), self.config.depth)
+        assert features is not None
+        return features
+
+    def _rotary(self, grid: Grid, device: torch.device) -> Tensor:
+        """[P, R] of cos and sin: half of the angles turn with the row, half with the column."""
+        frames, *sides = grid
+        half = self.config.head_dim // 2
+        rope = RopeConfig.from_keywords(head_dim=half, max_position=self.config.side, base=self.config.rope_theta)
+        table = get_rope(rope, grow=True).cos_sin(seq_len=max(sides))
+        row, column = torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")
+        at = [block_order(x[..., None], self.config.spatial_merge_size)[:, 0] for x in (row, column)]
+        (cos, sin), (cos_column, sin_column) = (table[each].chunk(2, -1) for each in at)
+        return torch.cat((cos, cos_column, sin, sin_column), -1).repeat(frames, 1).to(device)
+
+
+def block_order(x: Tensor, merge: int) -> Tensor:
+    """[rows, columns, n] to [P, n]: merge blocks one after the other, each row by row."""
+    blocks = x.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # row of blocks, row, column of blocks, column
+    return blocks.transpose(1, 2).flatten(0, 3)

@@ -1,0 +1,108 @@
+"""Bidirectional attention of packed segments: what the patches of a frame see of each other in a vision tower."""
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from .._tracing import is_readable
+from . import bidirectional_torch_npu
+from .packed import check_starts, read, sequences
+
+ROWS = 512  # queries whose scores are held at once
+WITHOUT = {"triton": "not written yet: the torch reference runs, one product for each segment"}
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> None:
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"packed_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype"
+        )
+    if q.dim() != 3 or not q.shape == k.shape == v.shape:
+        raise ValueError(
+            f"packed_attention: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected three of [T, H, D]"
+        )
+    if starts.dim() != 1 or not len(starts) or starts.dtype != torch.int32:
+        raise ValueError(
+            f"packed_attention: starts is {list(starts.shape)} {starts.dtype}, expected [B + 1] torch.int32"
+        )
+    if not scale > 0:
+        raise ValueError(f"packed_attention: scale is {scale}, expected a positive number")
+    if is_readable(starts):
+        check_starts("packed_attention", starts.tolist(), len(q))
+
+
+def _fake(q: Tensor, **_: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _flops(values: Values) -> int:
+    """q . k and p v, two each for a channel of a head and a key."""
+    count = len(values["q"])
+    parts = sequences("packed_attention", read(values["starts"], count), count)
+    pairs = sum((part.stop - part.start) ** 2 for part in parts)
+    return 4 * pairs * values["q"].shape[1] * values["q"].shape[2]
+
+
+@operator(check=_check, fake=_fake, flops=_flops, forward_only=True, without=WITHOUT)
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
+    """Attention inside each of the segments that are packed one after the other; a token sees its whole segment.
+
+    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32, the tokens of segment b being starts[b]
+    to starts[b + 1]; result like q, contiguous. Rows past the last start are zero. Scores, softmax and sums in fp32,
+    one rounding. On the CPU a segment's bits depend on the segment alone: not on what is packed beside it, nor on its
+    place; on Ascend, which promises no order of sums, that is not said. No gradient.
+
+    starts begin at 0, do not fall and do not pass T: refused on the CPU and on Ascend. They are read back once, which
+    waits for the device.
+    """
+    found, end = [], 0
+    for part in sequences("packed_attention", read(starts, len(q)), len(q)):
+        heads = [widen(x[part]).transpose(0, 1).contiguous() for x in (q, k, v)]
+        found.append(_segment(heads[0], heads[1], heads[2], scale))
+        end = part.stop
+    rest = q.new_zeros(q[end:].shape, dtype=found[0].dtype if found else q.dtype)
+    out = torch.cat([*found, rest])
+    return narrow(out, q.dtype).contiguous()
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[H, n, D] each, to [n, H, D]. Products have the sizes of this segment, whatever else there is."""
+    rows = [torch.softmax(part @ k.transpose(1, 2), -1) @ v for part in (q * scale).split(ROWS, 1)]
+    return torch.cat(rows, 1).transpose(0, 1)
+
+
+packed_attention.impl("torch_npu", "bidirectional_torch_npu:forward", accepts=bidirectional_torch_npu.reason)
+
+
+_HEADS = {"heads": 2, "dim": 32}
+_CASES: list[Values] = [
+    {"lengths": (5,), "heads": 1, "dim": 16},
+    {"lengths": (7, 4, 1), **_HEADS},
+    {"lengths": (12, 9), "scale": 0.01, **_HEADS},
+    {"lengths": (6, 0, 8), "idle": 3, "heads": 3, "dim": 72},
+    {"lengths": (0,), **_HEADS},
+    {"lengths": (), "idle": 2, **_HEADS},
+    {"lengths": (20, 11), "sliced": True, **_HEADS},
+    {"lengths": (600,), "heads": 1, "dim": 16},  # more than ROWS
+]
+_TOWER = {"heads": 16, "dim": 72}
+_BENCH: list[Values] = [{"lengths": (4096,) * 4, **_TOWER}, {"lengths": (1200,) * 16, **_TOWER}]
+
+
+def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, idle: int = 0, tokens: Sizes = ()) -> Values:
+    count = sum(lengths) + idle
+    return {
+        "q": draw.normal(count, heads, dim),
+        "k": draw.scaled(count, heads, dim),
+        "v": draw.scaled(count, heads, dim),
+        "starts": torch.tensor([0, *lengths]).cumsum(0).int().to(draw.device),
+        "scale": dim**-0.5,
+    }
+
+
+def _with_tokens(case: Values) -> Values:
+    return {"tokens": (sum(case["lengths"]) + case.get("idle", 0),), **case}
+
+
+packed_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

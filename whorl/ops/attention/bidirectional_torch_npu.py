@@ -1,0 +1,33 @@
+"""Bidirectional attention of packed segments on Ascend: npu_fusion_attention for one segment after the other."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import fusion_attention_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+from .packed import sequences
+
+
+def reason(q: Tensor, k: Tensor, v: Tensor, **_: object) -> str | None:
+    if not q.numel():
+        return "empty tensors are not taken"
+    return fusion_attention_limit(query_shape=q.shape, key_shape=k.shape, value_dim=v.shape[2], dtype=dtype_name(q))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for part in sequences("packed_attention", _torch_npu.on_host(starts), len(q)):
+        out[part] = _torch_npu.call(
+            "npu_fusion_attention",
+            query=q[None, part].contiguous(),
+            key=k[None, part].contiguous(),
+            value=v[None, part].contiguous(),
+            head_num=q.shape[1],
+            input_layout="BSND",
+            scale=scale,
+            keep_prob=1.0,
+            sparse_mode=0,
+        )[0][0]
+    return out
