@@ -25,14 +25,18 @@ Index = tuple[slice, ...]
 class Slot:
     """Where a checkpoint's tensor goes: its `index` part is copied `into` a view of a parameter.
 
-    dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, and it is
-    converted.
+    dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, or in one
+    of `also`, and it is converted.
+    default: what `into` is filled with where the checkpoint has no such tensor; None: it must have one.
+    A tensor of one number may be stored in any number of dimensions.
     """
 
     into: Tensor
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: Index
     dtype: torch.dtype | None = None
+    also: tuple[torch.dtype, ...] = ()
+    default: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +65,7 @@ class Format(ABC):
     """How matrices are held. One that says what its values are can do everything; products of its own are faster."""
 
     unit = Unit()
+    is_weight_only = True  # its products are those of its values, so that values in the model's dtype may replace it
 
     @abstractmethod
     def tensors(self, matrix: "Matrix") -> dict[str, Tensor]:
@@ -100,6 +105,7 @@ class Formats:
 
     of: Callable[[str], Format]
     unit: Unit = Unit()  # noqa: RUF009 (a tuple)
+    ignored: tuple[str, ...] = ()  # ends of the names of tensors that the checkpoint may have and nothing here uses
 
 
 class Weighted(nn.Module):
@@ -119,6 +125,9 @@ class Weighted(nn.Module):
     def finish(self) -> None:
         """Called when a checkpoint's tensors have been copied."""
 
+    def unpack(self) -> None:
+        """Replace quantised weights by their values in the model's dtype, where products are the same."""
+
     def step_bytes(self, batch: int) -> float:
         """That a decode step of `batch` sequences reads."""
         return sum(parameter.nbytes for parameter in self.parameters())
@@ -137,6 +146,7 @@ class Matrix(Weighted):
     """[rows, columns], or a stack of such: one or several projections of a checkpoint as one weight."""
 
     format: Format
+    name: str  # in the model
     dtype: torch.dtype  # the model's
     weight: Tensor  # in formats that have a parameter of this name
 
@@ -146,7 +156,7 @@ class Matrix(Weighted):
 
     def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         first, *others = (part.source(name) for part in self.parts)
-        self.format, self.dtype = formats.of(first), dtype
+        self.format, self.name, self.dtype = formats.of(first), name, dtype
         if (odd := next((other for other in others if formats.of(other) != self.format), None)) is not None:
             raise ValueError(
                 f"{first} and {odd} are one matrix here, and the checkpoint has them in different formats: "
@@ -178,6 +188,22 @@ class Matrix(Weighted):
 
     def finish(self) -> None:
         self.format.finish(self)
+
+    def unpack(self) -> None:
+        from .weights.dense import DENSE
+
+        if self.format != DENSE and self.format.is_weight_only:
+            values = self.format.values(self)
+            self.replace(weight=values)
+            self.format = DENSE
+            self.format.finish(self)
+
+    def replace(self, **tensors: Tensor) -> None:
+        """Hold these parameters, and none of those that the format had asked for."""
+        for key in [key for key in self._parameters if key != "bias"]:
+            delattr(self, key)
+        for key, tensor in tensors.items():
+            self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
 
     @property
     def num_values(self) -> int:

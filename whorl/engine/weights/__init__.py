@@ -20,6 +20,7 @@ from whorl.nn import weights as formats
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
+from .room import free_memory
 from .safetensors import open_safetensors
 
 __all__ = [
@@ -45,6 +46,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     tp: Ranks | None = None,
     max_length: int | None = None,
+    unpack: bool | None = None,
     progress: bool = True,
 ) -> Model:
     """A model with its weights on `device`, ready for inference.
@@ -52,13 +54,16 @@ def load_model(
     dtype: every weight is converted to it; default what config.json says (GGUF: fp32 on the CPU, else bf16).
     tp: this rank's share of the weights is read and held.
     max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
+    unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory. It
+    changes memory and speed, and no result.
     """
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is taken for what config.json says
-        fill(model.to_empty(device=device), checkpoint, progress=progress)
+        unpack = _unpacks(model, device) if unpack is None else unpack
+        fill(model.to_empty(device=device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
 
@@ -79,6 +84,7 @@ def build(
             hold(model, found, dtype)
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
+    model.ignored = (*model.ignored, *found.ignored)
     return model.to_empty(device=device).eval()
 
 
@@ -102,6 +108,15 @@ def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: t
     if name not in DTYPES:
         raise ValueError(f"load_model: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _unpacks(model: Any, device: torch.device) -> bool:
+    """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much."""
+    if accelerator(device.type) is not None:
+        return False
+    num_bytes = 2 * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
+    free = free_memory()
+    return free is None or num_bytes <= free
 
 
 @contextmanager
