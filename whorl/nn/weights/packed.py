@@ -125,7 +125,7 @@ class Packed(Quantised):
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """uint8 [.., count] from int32 [.., ceil(count * bits / 32)]: the lowest bits first, as in bytes of the host."""
-    found = words.contiguous().view(torch.uint8)
+    found = words.contiguous().flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 4:
         found = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     return found[..., :count]
