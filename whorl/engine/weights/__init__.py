@@ -54,15 +54,19 @@ def load_model(
     dtype: every weight is converted to it; default what config.json says (GGUF: fp32 on the CPU, else bf16).
     tp: this rank's share of the weights is read and held.
     max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
-    unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory. It
-    changes memory and speed, and no result.
+    unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory, and
+    of GGUF files elsewhere. It changes memory and speed, and no result.
     """
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is taken for what config.json says
-        unpack = _unpacks(model, device) if unpack is None else unpack
+        unpack = _unpacks(model, device, checkpoint.packed is not None) if unpack is None else unpack
+        if checkpoint.packed is not None and not unpack:
+            checkpoint = checkpoint.packed()
+            model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
+            check_fit(model, checkpoint)
         fill(model.to_empty(device=device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
@@ -110,10 +114,13 @@ def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: t
     return DTYPES[name]
 
 
-def _unpacks(model: Any, device: torch.device) -> bool:
-    """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much."""
+def _unpacks(model: Any, device: torch.device, is_gguf: bool = False) -> bool:
+    """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much.
+
+    On accelerators GGUF's blocks are unpacked: there is no product of theirs.
+    """
     if accelerator(device.type) is not None:
-        return False
+        return is_gguf
     num_bytes = 2 * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
     free = free_memory()
     return free is None or num_bytes <= free

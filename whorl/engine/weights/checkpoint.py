@@ -42,6 +42,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     sources: dict[str, Source]
+    packed: Callable[[], "Checkpoint"] | None = None  # where sources unpack what they read: the same as it is stored
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "whorl.nn.weights.compressed:formats",
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
+    "gguf": "whorl.nn.weights.gguf:formats",
 }
 # What others call theirs, for a message that says what it is.
 REFUSED = {
