@@ -269,7 +269,7 @@ ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
     *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
-    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization"),
+    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--quantize", "--unpack", "--no-unpack"),
 }
 DRAFTING = {
     *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),
@@ -291,6 +291,7 @@ SURFACE = {
         | DRAFTING
     ),
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
+    "whorl quantize": ["--format", "--ignore", "--json", "MODEL", "OUT"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
     "whorl train": sorted(

@@ -20,6 +20,7 @@ from whorl.nn import weights as formats
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
+from .quantize import quantized
 from .room import free_memory
 from .safetensors import open_safetensors
 
@@ -34,6 +35,7 @@ __all__ = [
     "open_checkpoint",
     "random_model",
     "resolve",
+    "rounded",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,6 +49,7 @@ def load_model(
     tp: Ranks | None = None,
     max_length: int | None = None,
     unpack: bool | None = None,
+    quantize: str | None = None,
     progress: bool = True,
 ) -> Model:
     """A model with its weights on `device`, ready for inference.
@@ -56,10 +59,12 @@ def load_model(
     max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
     unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory, and
     of GGUF files elsewhere. It changes memory and speed, and no result.
+    quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does.
     """
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
+        checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is taken for what config.json says
         unpack = _unpacks(model, device, checkpoint.packed is not None) if unpack is None else unpack
@@ -69,6 +74,17 @@ def load_model(
             check_fit(model, checkpoint)
         fill(model.to_empty(device=device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
+
+
+def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
+    """The checkpoint as it is, or with weights that are rounded when they are read."""
+    if quantize is None:
+        return checkpoint
+    if quantize not in formats.SCHEMES:
+        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.SCHEMES)}")
+    skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
+    check_fit(skeleton, checkpoint)
+    return quantized(checkpoint, skeleton, quantize).checkpoint
 
 
 def build(

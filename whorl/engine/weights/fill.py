@@ -39,7 +39,7 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
     conversion = _conversion(sources, {**wanted, **copies}, model.dtype)
     del wanted  # views of parameters, which would keep them alive
     owners = _owners(model, sources)
-    with torch.inference_mode(), _bar(conversion, _total(sources.values()), progress) as advance:
+    with torch.inference_mode(), progress_bar(f"Loading {conversion}", _total(sources.values()), progress) as advance:
         for name, source in sources.items():
             if name in owners:
                 owners[name].copy(name, source, unpack)
@@ -149,7 +149,7 @@ def _total(sources: Iterable[Source]) -> int:
 
 
 @contextmanager
-def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -158,5 +158,5 @@ def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     with bar:
-        task = bar.add_task(f"Loading {what}", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

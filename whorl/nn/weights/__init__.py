@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whorl.nn.weight import Formats
 
 from .dense import ALL_DENSE
+
+if TYPE_CHECKING:
+    from .rounding import Rounding
 
 # "module:function": from the values of `quantization_config` to `Formats`. Packages outside may add theirs.
 FORMATS: dict[str, str] = {
@@ -46,4 +49,15 @@ def find(config: Mapping[str, Any]) -> Formats:
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
 
 
-__all__ = ["ALL_DENSE", "FORMATS", "REFUSED", "find"]
+SCHEMES = ("w4a16", "w8a8", "fp8")  # that weights are rounded to
+
+
+def rounding(scheme: str, columns: Mapping[str, int]) -> "Rounding":
+    """How matrices are rounded to fewer bits. columns: of each, by name."""
+    from .rounding import SCHEMES, Rounding, group_size
+
+    own = SCHEMES[scheme]
+    return Rounding(own, group_size(columns) if own.has_groups else None)
+
+
+__all__ = ["ALL_DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding"]
