@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine.weights import build
 from whorl.models.llama import Llama
-from whorl.nn.weights import find
+from whorl.nn.weights import FORMATS, find
 from whorl.nn.weights.dense import DENSE
 
 OUT = "model.layers.0.self_attn.o_proj"
@@ -143,6 +143,12 @@ def test_shares_that_would_cut_a_group() -> None:
 
 
 # ---- which module has which format
+
+
+def test_the_doctor_knows_the_same_methods() -> None:
+    from whorl.doctor.checks.quantised import KNOWN
+
+    assert set(KNOWN) == set(FORMATS)
 
 
 def test_compressed_tensors_takes_the_nearest_target() -> None:
