@@ -271,6 +271,7 @@ ENGINE = ANY_ENGINE | {
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
     *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
     *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--encoder-cache"),
+    *("--quantize", "--unpack", "--no-unpack"),
 }
 DRAFTING = {
     *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),
@@ -305,6 +306,7 @@ SURFACE = {
         | DRAFTING
     ),
     "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
+    "whorl quantize": ["--format", "--ignore", "--json", "MODEL", "OUT"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
     "whorl train": sorted(

@@ -172,9 +172,11 @@ def test_no_code_of_the_checkpoint_runs(folder: Path, caplog: pytest.LogCaptureF
     assert "auto_map is ignored" in caplog.text
 
 
-def test_quantised_checkpoints_are_refused(folder: Path) -> None:
-    configure(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ValueError, match=r"the weights are quantised \(fp8\)"):
+def test_quantised_checkpoints_of_unknown_methods_are_refused(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(
+        ValueError, match=r"the weights are quantised \(bitsandbytes: of bitsandbytes\); expected fp8, "
+    ):
         load(folder)
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
 import importlib.util
 import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -76,6 +77,12 @@ def doctor(
     from whorl.doctor.command import run
 
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
+
+
+class Scheme(StrEnum):
+    w4a16 = "w4a16"
+    w8a8 = "w8a8"
+    fp8 = "fp8"
 
 
 ModelDir = Annotated[
@@ -160,6 +167,32 @@ def chat(
     """Talk with a model in the terminal. It remembers the conversation; /help lists what else it takes."""
     given = {"sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
     _run_model("chat", model, model_dir, report=report, **given)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder of safetensors or a Hugging Face id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which is not there yet.")],
+    format: Annotated[
+        Scheme, typer.Option("--format", help="4-bit groups; int8 with int8 activations; or FP8, a scale a row.")
+    ] = Scheme.w4a16,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A module to leave as it is, or re: and a pattern; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model with weights of fewer bits, as compressed-tensors stores them, and say what that costs by layer."""
+    need_torch()
+    need_engine("quantize")
+    from whorl.engine.weights import rewrite
+
+    with asking():
+        found = rewrite.quantize_folder(model, out, scheme=format.value, ignore=ignore or ())
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print(rewrite.render(found))
 
 
 @app.command()

@@ -29,7 +29,7 @@ _NEEDLESS_FLAGS = {
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "models are shared among ranks by tensor parallelism alone: --tensor-parallel-size"
 _LORA = "merge the adapter into the weights, and give the folder of the merged model"
-_FORMAT = "weights are kept in 16 or 32 bits: leave it out, with a checkpoint of such weights or a .gguf file"
+_FORMAT = "the checkpoint says how its weights are quantised: leave it out; --quantize rounds them while loading"
 MISSING = {
     "--quantization": _FORMAT,
     "-q": _FORMAT,

@@ -110,8 +110,7 @@ class LLM:
             need_accelerator(asked.memory_share, device)
         self._lead: Lead | None = None
         if model is None:
-            dtype = getattr(torch, asked.dtype) if asked.dtype else None
-            model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, asked.max_model_len, asked.tp)
+            model, tokenizer, self._lead = _load(path, tokenizer, device, asked)
         elif asked.tp not in (None, 1):
             raise ValueError(
                 f"LLM: tp is {asked.tp}, and the model was handed in; give its path, for every rank to load it"
@@ -489,23 +488,20 @@ def _output(seq: Sequence) -> Output:
 
 
 def _load(
-    path: str | Path | None,
-    tokenizer: Tokenizer | None,
-    device: str,
-    dtype: torch.dtype | None,
-    max_length: int | None,
-    tp: int | None,
+    path: str | Path | None, tokenizer: Tokenizer | None, device: str, asked: EngineSettings
 ) -> tuple[Model, Tokenizer, "Lead | None"]:
     from .tokenizer import Tokenizer as Real
     from .weights import load_model, resolve
 
     folder = resolve(path)
-    place = Place.find(tp)
+    place = Place.find(asked.tp)
+    dtype = getattr(torch, asked.dtype) if asked.dtype else None
+    options: dict[str, Any] = {"max_length": asked.max_model_len, "unpack": asked.unpack, "quantize": asked.quantize}
     if place.size == 1:
-        model = load_model(folder, device=device, dtype=dtype, max_length=max_length)
+        model = load_model(folder, device=device, dtype=dtype, **options)
         return model, tokenizer or Real.from_path(folder), None
     tokenizer = tokenizer or Real.from_path(folder)
-    lead = load(folder, place, device=device, dtype=dtype, max_length=max_length)
+    lead = load(folder, place, device=device, dtype=dtype, **options)
     return lead.model, tokenizer, lead
 
 

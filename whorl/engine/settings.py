@@ -24,6 +24,15 @@ class EngineSettings:
     dtype: Literal["bfloat16", "float16", "float32", "half", "float", "auto"] | None = option(
         None, "Of the weights as they are kept. Default: the model's; float32 on a CPU.", vllm=("--dtype",), panel=MODEL
     )
+    quantize: Literal["w4a16", "w8a8", "fp8"] | None = option(
+        None, "Round the weights to fewer bits while they are loaded, as whorl quantize does.", panel=MODEL
+    )
+    unpack: bool | None = option(
+        None,
+        "Hold quantised weights as plain ones. Default: on a CPU where they fit, and GGUF files elsewhere.",
+        "--unpack/--no-unpack",
+        panel=MODEL,
+    )
     max_model_len: int | None = option(
         None,
         "Longest prompt and answer together, in tokens. Default: what fits.",

@@ -61,22 +61,28 @@ class Lead:
 
 
 def load(
-    path: Path, place: Place, *, device: str, dtype: torch.dtype | None, max_length: int | None, progress: bool = True
+    path: Path,
+    place: Place,
+    *,
+    device: str,
+    dtype: torch.dtype | None,
+    max_length: int | None,
+    unpack: bool | None = None,
+    quantize: str | None = None,
+    progress: bool = True,
 ) -> Lead:
     """Start the ranks and load every one's share, all at the same time. Returns on rank 0 only."""
-    from .weights import build, load_model, open_checkpoint
+    from .weights import build, load_model, open_checkpoint, rounded
 
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # what cannot be shared is refused before anything starts
-        build(checkpoint.config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
-    settings = {
-        "path": str(path),
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "max_length": max_length,
-    }
-    crew = start(place, device, f"{__name__}:follow", settings)
+        config = rounded(checkpoint, quantize).config
+        build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
+    options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize}
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    crew = start(place, device, f"{__name__}:follow", {"path": str(path), "options": {"dtype": name, **options}})
     try:
-        model = load_model(path, device=device, dtype=dtype, tp=ranks, max_length=max_length, progress=progress)
+        model = load_model(path, device=device, dtype=dtype, tp=ranks, progress=progress, **options)
     except BaseException:
         crew.close(is_broken=True)
         raise
@@ -187,8 +193,7 @@ def follow(member: Member) -> None:
 
     asked = member.get("settings")
     ranks = Ranks(rank=member.rank, size=member.size)
-    options = {"dtype": asked["dtype"], "max_length": asked["max_length"], "progress": False}
-    model = load_model(Path(asked["path"]), device=member.device, tp=ranks, **options)
+    model = load_model(Path(asked["path"]), device=member.device, tp=ranks, progress=False, **asked["options"])
     member.say("room", _room(model, member.device))
     settings = member.get("runner")
     member.join()

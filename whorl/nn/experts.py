@@ -54,6 +54,10 @@ class Experts(Weighted):
         self.gate_up_proj.finish()
         self.down_proj.finish()
 
+    def unpack(self) -> None:
+        self.gate_up_proj.unpack()
+        self.down_proj.unpack()
+
     def step_bytes(self, batch: int) -> float:
         """Of the experts that a batch chooses if routing is uniform: a share of 1 - (1 - K / E)^B."""
         return super().step_bytes(batch) * (1 - (1 - self.per_token / self.num_experts) ** batch)

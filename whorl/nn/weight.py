@@ -25,21 +25,29 @@ Index = tuple[slice, ...]
 class Slot:
     """Where a checkpoint's tensor goes: its `index` part is copied `into` a view of a parameter.
 
-    dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, and it is
-    converted. more: other parts of the same tensor, where what goes into a rank's parameter is not one run of it.
+    dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, or in one
+    of `also`, and it is converted. more: other parts of the same tensor, where what goes into a rank's parameter is not
+    one run of it. default: what `into` is filled with where the checkpoint has no such tensor; None: it must have one.
     is_either_way: the last two dims may be exchanged in the file; where they are equal, they are not.
+    A tensor of one number may be stored in any number of dimensions.
     """
 
     into: Tensor
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: Index
     dtype: torch.dtype | None = None
+    also: tuple[torch.dtype, ...] = ()
+    default: int | None = None
     more: "tuple[Slot, ...]" = ()
     is_either_way: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape can be it."""
-        return shape == self.shape or (self.is_either_way and shape == (*self.shape[:-2], *self.shape[:-3:-1]))
+        return shape == self.shape or self.is_exchanged(shape) or math.prod(shape) == math.prod(self.shape) == 1
+
+    def is_exchanged(self, shape: tuple[int, ...]) -> bool:
+        """Whether the last two dims of this shape are the wrong way round."""
+        return self.is_either_way and shape != self.shape and shape == (*self.shape[:-2], *self.shape[:-3:-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +76,7 @@ class Format(ABC):
     """How matrices are held. One that says what its values are can do everything; products of its own are faster."""
 
     unit = Unit()
+    is_weight_only = True  # its products are those of its values, so that values in the model's dtype may replace it
 
     @abstractmethod
     def tensors(self, matrix: "Matrix") -> dict[str, Tensor]:
@@ -107,6 +116,7 @@ class Formats:
 
     of: Callable[[str], Format]
     unit: Unit = Unit()  # noqa: RUF009 (a tuple)
+    ignored: tuple[str, ...] = ()  # ends of the names of tensors that the checkpoint may have and nothing here uses
 
 
 class Weighted(nn.Module):
@@ -126,6 +136,9 @@ class Weighted(nn.Module):
     def finish(self) -> None:
         """Called when a checkpoint's tensors have been copied."""
 
+    def unpack(self) -> None:
+        """Replace quantised weights by their values in the model's dtype, where products are the same."""
+
     def step_bytes(self, batch: int) -> float:
         """That a decode step of `batch` sequences reads."""
         return sum(parameter.nbytes for parameter in self.parameters())
@@ -144,6 +157,7 @@ class Matrix(Weighted):
     """[rows, columns], or a stack of such: one or several projections of a checkpoint as one weight."""
 
     format: Format
+    name: str  # in the model
     dtype: torch.dtype  # the model's
     weight: Tensor  # in formats that have a parameter of this name
 
@@ -153,7 +167,7 @@ class Matrix(Weighted):
 
     def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         first, *others = (part.source(name) for part in self.parts)
-        self.format, self.dtype = formats.of(first), dtype
+        self.format, self.name, self.dtype = formats.of(first), name, dtype
         if (odd := next((other for other in others if formats.of(other) != self.format), None)) is not None:
             raise ValueError(
                 f"{first} and {odd} are one matrix here, and the checkpoint has them in different formats: "
@@ -185,6 +199,22 @@ class Matrix(Weighted):
 
     def finish(self) -> None:
         self.format.finish(self)
+
+    def unpack(self) -> None:
+        from .weights.dense import DENSE
+
+        if self.format != DENSE and self.format.is_weight_only:
+            values = self.format.values(self)
+            self.replace(weight=values)
+            self.format = DENSE
+            self.format.finish(self)
+
+    def replace(self, **tensors: Tensor) -> None:
+        """Hold these parameters, and none of those that the format had asked for."""
+        for key in [key for key in self._parameters if key != "bias"]:
+            delattr(self, key)
+        for key, tensor in tensors.items():
+            self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
 
     @property
     def num_values(self) -> int:

@@ -20,6 +20,8 @@ from whorl.nn import weights as formats
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
+from .quantize import quantized
+from .room import free_memory
 from .safetensors import open_safetensors
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "open_checkpoint",
     "random_model",
     "resolve",
+    "rounded",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,6 +48,8 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     tp: Ranks | None = None,
     max_length: int | None = None,
+    unpack: bool | None = None,
+    quantize: str | None = None,
     progress: bool = True,
 ) -> Model:
     """A model with its weights on `device`, ready for inference.
@@ -52,14 +57,34 @@ def load_model(
     dtype: every weight is converted to it; default what config.json says (GGUF: fp32 on the CPU, else bf16).
     tp: this rank's share of the weights is read and held.
     max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
+    unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory, and
+    of GGUF files elsewhere. It changes memory and speed, and no result.
+    quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does.
     """
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
+        checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is taken for what config.json says
-        fill(model.to_empty(device=device), checkpoint, progress=progress)
+        unpack = _unpacks(model, device, checkpoint.packed is not None) if unpack is None else unpack
+        if checkpoint.packed is not None and not unpack:
+            checkpoint = checkpoint.packed()
+            model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
+            check_fit(model, checkpoint)
+        fill(model.to_empty(device=device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
+
+
+def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
+    """The checkpoint as it is, or with weights that are rounded when they are read."""
+    if quantize is None:
+        return checkpoint
+    if quantize not in formats.SCHEMES:
+        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.SCHEMES)}")
+    skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
+    check_fit(skeleton, checkpoint)
+    return quantized(checkpoint, skeleton, quantize).checkpoint
 
 
 def build(
@@ -79,6 +104,7 @@ def build(
             hold(model, found, dtype)
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
+    model.ignored = (*model.ignored, *found.ignored)
     return model.to_empty(device=device).eval()
 
 
@@ -102,6 +128,18 @@ def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: t
     if name not in DTYPES:
         raise ValueError(f"load_model: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _unpacks(model: Any, device: torch.device, is_gguf: bool = False) -> bool:
+    """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much.
+
+    On accelerators GGUF's blocks are unpacked: there is no product of theirs.
+    """
+    if accelerator(device.type) is not None:
+        return is_gguf
+    num_bytes = 2 * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
+    free = free_memory()
+    return free is None or num_bytes <= free
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from whorl.nn import Slot, slots, weighted
+from whorl.nn import Slot, Weighted, slots, weighted
 
 from .checkpoint import Checkpoint, Source, some
 
@@ -26,26 +27,59 @@ def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
     return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored)}
 
 
-def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False) -> None:
-    """Copy every tensor of a checkpoint that fits into its slot, as the slot's format wants it."""
+def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:
+    """Copy every tensor of a checkpoint that fits into its slot, as the slot's format wants it.
+
+    unpack: quantised weights become plain ones. A layer is finished when its last tensor is there, so that no more than
+    one is held both ways.
+    """
     wanted, sources = slots(model), _sources(model, checkpoint)
-    copies = _copies(wanted)
+    copies = {name: slot for name, slot in _copies(wanted).items() if name in sources}
     conversion = _conversion(sources, {**wanted, **copies}, model.dtype)
-    with torch.inference_mode(), _bar(conversion, _total(sources.values()), progress) as advance:
+    del wanted  # views of parameters, which would keep them alive
+    owners = _owners(model, sources)
+    with torch.inference_mode(), progress_bar(f"Loading {conversion}", _total(sources.values()), progress) as advance:
         for name, source in sources.items():
-            if name in wanted:
-                _copy(name, wanted[name], source)
+            if name in owners:
+                owners[name].copy(name, source, unpack)
             advance(source.nbytes)
         for name, slot in copies.items():
-            if name in sources and not torch.equal(sources[name].read(slot.index).to(slot.into), slot.into):
+            if not torch.equal(_read(sources[name], slot).to(slot.into), slot.into):
                 raise ValueError(
                     f"{checkpoint.path}: config.json says tie_word_embeddings, but {name} is another matrix than the "
                     f"embedding; set tie_word_embeddings to false"
                 )
-    with torch.no_grad():
-        for _, layer in weighted(model):
-            layer.finish()
     log.info("%s: %d tensors, %s", checkpoint.path, len(sources), conversion)
+
+
+class _Owner:
+    """A layer that is being filled, and its slots that are still empty."""
+
+    def __init__(self, layer: Weighted, empty: dict[str, Slot]) -> None:
+        self.layer, self.empty = layer, empty
+
+    def copy(self, name: str, source: Source, unpack: bool) -> None:
+        _copy(name, self.empty.pop(name), source)
+        if self.empty:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.layer.finish()
+            if unpack:
+                self.layer.unpack()
+
+
+def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
+    """The layer of each tensor. Slots that may stay empty get what they have then."""
+    found: dict[str, _Owner] = {}
+    for name, layer in weighted(model):
+        empty = dict(layer.slots(name))
+        for lost in [source for source in empty if source not in sources]:
+            slot = empty.pop(lost)
+            assert slot.default is not None, lost
+            with torch.no_grad():
+                slot.into.fill_(slot.default)
+        found |= dict.fromkeys(empty, _Owner(layer, empty))
+    return found
 
 
 def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
@@ -59,7 +93,7 @@ def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
 def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot], copies: Mapping[str, Slot]) -> None:
     every = {**wanted, **copies}
     found = {
-        "missing": [n for n in wanted if n not in sources],
+        "missing": [n for n, slot in wanted.items() if n not in sources and slot.default is None],
         "not part of the model": [n for n in sources if n not in every],
         "of another shape": [
             f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
@@ -69,7 +103,7 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
         "of a dtype that cannot be converted": [
             f"{n} {s.dtype}"
             for n, s in sources.items()
-            if n in every and every[n].dtype is None and s.gives not in _CONVERTED
+            if n in every and every[n].dtype is None and s.gives not in (*_CONVERTED, *every[n].also)
         ],
         "of another dtype": [
             f"{n} {s.dtype}, expected {str(every[n].dtype).removeprefix('torch.')}"
@@ -82,13 +116,19 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
         raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(wrong)}")
 
 
+def _read(source: Source, slot: Slot) -> Tensor:
+    if source.shape == slot.shape:
+        return source.read(slot.index)
+    if slot.is_exchanged(source.shape):
+        return source.read((*slot.index[:-2], *slot.index[:-3:-1])).transpose(-1, -2)
+    # One number: [], [1] and [1, 1] are the same to those who write scales.
+    return source.read(tuple(slice(None) for _ in source.shape)).reshape(slot.into.shape)
+
+
 def _copy(name: str, slot: Slot, source: Source) -> None:
     for other in slot.more:
         _copy(name, other, source)
-    if source.shape == slot.shape:
-        part = source.read(slot.index)
-    else:  # `check_fit` has seen that the last two dims are exchanged
-        part = source.read((*slot.index[:-2], *slot.index[:-3:-1])).transpose(-1, -2)
+    part = _read(source, slot)
     assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
     slot.into.copy_(part)
     if slot.into.dtype == torch.float16 and part.dtype != torch.float16 and not slot.into.isfinite().all():
@@ -108,7 +148,7 @@ def _total(sources: Iterable[Source]) -> int:
 
 
 @contextmanager
-def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -117,5 +157,5 @@ def _bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     with bar:
-        task = bar.add_task(f"Loading {what}", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

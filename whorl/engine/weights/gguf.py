@@ -1,6 +1,7 @@
 """GGUF files as checkpoints: llama.cpp's names, metadata and head order turned back into Hugging Face's.
 
-Blocks are dequantised by the `gguf` package, one tensor at a time and only the rows that are asked for.
+Blocks are dequantised by the `gguf` package, one tensor at a time and only the rows that are asked for, or handed on as
+they are stored.
 """
 
 import re
@@ -77,6 +78,11 @@ class Blocks:
             values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)[(slice(None), *index[1:])]
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
+    def read_packed(self, index: Index) -> Tensor:
+        """index: rows, and columns in bytes."""
+        rows: Any = index[0] if self.order is None else self.order[index[0]]
+        return torch.from_numpy(np.array(self.data[rows][(slice(None), *index[1:])]))
+
     def part(self, number: int) -> "Blocks":
         return Blocks(shape=self.shape[1:], kind=self.kind, data=self.data[number])
 
@@ -92,7 +98,18 @@ def open_gguf(path: Path) -> Checkpoint:
     header = read_header(path)
     stored = _tensors(path, header)
     config = _config(path, header.metadata, stored)
-    return Checkpoint(path=path, config=config, sources=dict(_sources(config, stored)))
+    named = dict(_named(config, stored))
+    sources = {name: _source(blocks) for name, blocks in named.items()}
+    return Checkpoint(path=path, config=config, sources=sources, packed=lambda: _packed(path, config, named))
+
+
+def _packed(path: Path, config: dict[str, Any], named: Mapping[str, Blocks]) -> Checkpoint:
+    """Matrices as they are stored."""
+    is_matrix = {name: len(blocks.shape) > 1 for name, blocks in named.items()}
+    kinds = {name.removesuffix(".weight"): named[name].kind.name for name, chosen in is_matrix.items() if chosen}
+    config = {**config, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
+    sources = {name: _packed_source(b) if is_matrix[name] else _source(b) for name, b in named.items()}
+    return Checkpoint(path=path, config=config, sources=sources)
 
 
 def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
@@ -120,14 +137,14 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
     return found
 
 
-def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Source]]:
+def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
     """Each tensor under Hugging Face's name; one that has none keeps its own and is refused as surplus."""
     for name, blocks in stored.items():
         if name in _FACTORS:
             continue
         match = _NAME.fullmatch(name)
         if match is None or match["what"] not in NAMES:
-            yield name, _source(blocks)
+            yield name, blocks
             continue
         layer = f"model.layers.{match['layer']}." if match["layer"] else ""
         target = f"{layer}{NAMES[match['what']]}.{match['kind']}"
@@ -135,10 +152,20 @@ def _sources(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterato
             heads = "num_attention_heads" if match["what"] == "attn_q" else "num_key_value_heads"
             blocks = blocks.in_halves(config[heads])
         if "{}" not in target:
-            yield target, _source(blocks)
+            yield target, blocks
             continue
         for expert in range(blocks.shape[0]):
-            yield target.format(expert), _source(blocks.part(expert))
+            yield target.format(expert), blocks.part(expert)
+
+
+def _packed_source(blocks: Blocks) -> Source:
+    return Source(
+        shape=blocks.data.shape,
+        dtype=blocks.kind.name,
+        gives=torch.uint8,
+        nbytes=blocks.data.nbytes,
+        read=blocks.read_packed,
+    )
 
 
 def _source(blocks: Blocks) -> Source:

@@ -1,0 +1,111 @@
+"""A checkpoint as another one with fewer bits, whose tensors are rounded when they are read."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.nn import Index, Matrix
+from whorl.nn import weights as formats
+
+from .checkpoint import Checkpoint, Source
+
+KEPT = ("lm_head", "re:.*mlp.gate$")  # the head and the router, whose errors cost most and whose bytes are few
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The error of a module's weights, relative to them: of the roots of the sums of squares."""
+
+    error: float
+    num_values: int
+
+
+@dataclass
+class Quantized:
+    """A checkpoint that is rounded as it is read, and what that has cost so far, by module."""
+
+    checkpoint: Checkpoint
+    found: dict[str, Cost] = field(default_factory=dict)
+
+
+def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[str] = ()) -> Quantized:
+    """model: of the checkpoint, on "meta", which knows its matrices. ignore: names, or "re:" and a pattern."""
+    if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
+        raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
+    ignored = [*KEPT, *ignore]
+    shapes = _chosen(checkpoint, model, ignored)
+    rounding = formats.rounding(scheme, {name: columns for name, (_, columns) in shapes.items()})
+    config = {**checkpoint.config, "quantization_config": rounding.settings(ignored)}
+    result = Quantized(checkpoint)
+    sources: dict[str, Source] = {}
+    for name, source in checkpoint.sources.items():
+        module = name.removesuffix(".weight")
+        if module == name or module not in shapes:
+            sources[name] = source
+            continue
+        last = _Last(module, source, rounding, result)
+        made = rounding.shapes(*shapes[module])
+        sources |= {f"{module}.{end}": last.source(end, shape, dtype) for end, (shape, dtype) in made.items()}
+    result.checkpoint = replace(checkpoint, config=config, sources=sources, packed=None)
+    return result
+
+
+def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
+    patterns = _patterns(ignored)
+    found = {
+        name: shape
+        for name, shape in _matrices(model).items()
+        if not any(pattern.match(name) for pattern in patterns) and f"{name}.weight" in checkpoint.sources
+    }
+    if not found:
+        raise ValueError(f"{checkpoint.path}: nothing is left to be quantised: ignored are {', '.join(ignored)}")
+    return found
+
+
+def _patterns(names: Sequence[str]) -> list["re.Pattern[str]"]:
+    found = []
+    for name in names:
+        try:
+            found.append(re.compile(name[3:] if name.startswith("re:") else f"{re.escape(name)}$"))
+        except re.error as error:
+            raise ValueError(f"ignore: {name!r} is no pattern: {error}") from error
+    return found
+
+
+def _matrices(model: Any) -> dict[str, tuple[int, int]]:
+    """Every matrix but the embedding, by its name in the checkpoint."""
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+    found = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
+    return {name: shape for name, shape in found.items() if not name.endswith("embed_tokens")}
+
+
+class _Last:
+    """What a module's weight is rounded to, kept until all of it has been read."""
+
+    def __init__(self, name: str, weight: Source, rounding: Any, into: Quantized) -> None:
+        self.name, self.weight, self.rounding, self.into = name, weight, rounding, into
+        self._ends: dict[str, Tensor] = {}
+
+    def source(self, end: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Source:
+        kind = dtype or self.weight.gives or torch.float32
+        text = str(kind).removeprefix("torch.")
+        size = prod(shape) * kind.itemsize
+        return Source(shape=shape, dtype=text, gives=kind, nbytes=size, read=lambda index: self._read(end, index))
+
+    def _read(self, end: str, index: Index) -> Tensor:
+        if end not in self._ends:
+            self._round()
+        return self._ends.pop(end)[index]
+
+    def _round(self) -> None:
+        weight = self.weight.read((slice(None), slice(None)))
+        try:
+            self._ends, off, size = self.rounding.apply(weight)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.weight {error}") from error
+        self.into.found[self.name] = Cost((off / size) ** 0.5 if size else 0.0, weight.numel())

@@ -1,0 +1,126 @@
+"""Checkpoints of compressed-tensors: which modules are quantised, and how, by config groups."""
+
+import re
+from collections.abc import Mapping
+from math import lcm
+from typing import Any
+
+from whorl.nn.ranks import Unit
+from whorl.nn.weight import Format, Formats
+
+from .compressed_packed import CompressedPacked
+from .dense import DENSE
+from .fp8 import Fp8, blocks
+from .int8 import Int8
+from .packed import BITS
+from .quantised import names, one_of, setting
+
+PACKED, INTS, FLOATS, NAIVE, DENSE_NAME = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    "dense",
+)
+KNOWN = (PACKED, INTS, FLOATS, NAIVE, DENSE_NAME)
+CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+def formats(settings: Mapping[str, Any]) -> Formats:
+    for name in ("sparsity_config", "transform_config"):
+        found = settings.get(name)
+        if found and not (isinstance(found, dict) and found.get("format") == DENSE_NAME):
+            raise ValueError(f"quantization_config: {name} is {str(found)[:80]}; whorl has no such weights")
+    groups = setting(settings, dict, {}, "config_groups")
+    by_target: dict[str, Format] = {}
+    for group in groups.values():
+        if not isinstance(group, dict):
+            raise ValueError(f"quantization_config: config_groups has {str(group)[:60]}, expected objects")
+        held = _format(group, settings.get("format"))
+        by_target |= dict.fromkeys(names(group, "targets"), held)
+    ignored = names(settings, "ignore")
+    _check_patterns((*by_target, *ignored))
+    order = sorted(by_target, key=lambda target: (_rank(target), target))
+
+    def of(name: str) -> Format:
+        if any(_matches(name, target) for target in ignored):
+            return DENSE
+        return next((by_target[target] for target in order if _matches(name, target)), DENSE)
+
+    every = [held.unit for held in by_target.values()] or [Unit()]
+    unit = Unit(lcm(*(each.rows for each in every)), lcm(*(each.columns for each in every)))
+    return Formats(of=of, unit=unit, ignored=CACHE_SCALES)
+
+
+def _rank(target: str) -> int:
+    """Names go before patterns, and those before classes."""
+    return 2 if target in ("Linear", "Embedding") else int(target.startswith("re:"))
+
+
+def _matches(name: str, target: str) -> bool:
+    is_embedding = name.endswith("embed_tokens")
+    if target in ("Linear", "Embedding"):
+        return is_embedding == (target == "Embedding")
+    return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
+
+
+def _check_patterns(targets: tuple[str, ...]) -> None:
+    for target in targets:
+        if target.startswith("re:"):
+            try:
+                re.compile(target[3:])
+            except re.error as error:
+                raise ValueError(f"quantization_config: {target!r} is no pattern: {error}") from error
+
+
+def _format(group: Mapping[str, Any], default: Any) -> Format:
+    weights, inputs = (setting(group, dict, None, name) for name in ("weights", "input_activations"))
+    if weights is None:
+        raise ValueError("quantization_config: a config group says nothing of weights; only weights are quantised here")
+    stored = group.get("format") or default
+    if stored not in KNOWN:
+        raise ValueError(f"quantization_config: weights are stored as {stored!r}; known here are {', '.join(KNOWN)}")
+    if stored == DENSE_NAME:
+        return DENSE
+    kind = one_of(weights, "type", ("int", "float"), "int")
+    if stored == PACKED:
+        one_of(weights, "type", ("int",), "int")
+        return _packed(weights, inputs)
+    if {INTS: "int", FLOATS: "float"}.get(stored, kind) != kind:
+        raise ValueError(f"quantization_config: weights of type {kind!r} are stored as {stored!r}, which has others")
+    one_of(weights, "num_bits", (8,), 8)
+    one_of(weights, "symmetric", (True,), True)
+    return _int8(weights, inputs) if kind == "int" else _fp8(weights)
+
+
+def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format:
+    if inputs is not None:
+        raise ValueError("quantization_config: packed weights with quantised activations are not known here")
+    strategy = one_of(weights, "strategy", ("group", "channel"), "group" if weights.get("group_size") else "channel")
+    order = one_of(weights, "actorder", ("weight", "static", "group", "dynamic", False), False)
+    group = setting(weights, int, None, "group_size") if strategy == "group" else None
+    if strategy == "group" and (group is None or group < 1):
+        raise ValueError(f"quantization_config: group_size is {group}, expected the columns of a group")
+    return CompressedPacked(
+        bits=one_of(weights, "num_bits", BITS, 8),
+        group=group,
+        is_ordered=order in ("group", "dynamic"),
+        has_zeros=not setting(weights, bool, True, "symmetric"),
+    )
+
+
+def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format:
+    strategy = one_of(weights, "strategy", ("channel", "tensor"), "tensor")
+    if inputs is not None:
+        one_of(inputs, "num_bits", (8,), 8)
+        one_of(inputs, "type", ("int",), "int")
+        one_of(inputs, "symmetric", (True,), True)
+        one_of(inputs, "dynamic", (True,), False)
+        one_of(inputs, "strategy", ("token",), "token")
+    return Int8(kind="row" if strategy == "channel" else "matrix", is_weight_only=inputs is None)
+
+
+def _fp8(weights: Mapping[str, Any]) -> Format:
+    strategy = one_of(weights, "strategy", ("tensor", "channel", "block"), "tensor")
+    if strategy == "block":
+        size = weights.get("block_structure")
+        size = [int(n) for n in size.split("x")] if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size) else size
+        return blocks(size, "weight_scale")
+    return Fp8(end="weight_scale", kind="row" if strategy == "channel" else "matrix")

@@ -1,0 +1,98 @@
+"""Int8 weights with a scale for each row, and int8 activations with a scale for each token.
+
+A product is the exact sum of whole numbers, so it has the same bits on every device and in every order:
+y = (sum over k of q[t, k] * w[n, k]) * w_scale[n] * x_scale[t] + bias, in fp32 in this order, rounded once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from whorl import ops
+from whorl.nn.weight import Matrix, Part, Slot
+
+from .quantised import ONE_EACH, Pick, Quantised, entries, of_one_entry, stacked, starts, tiles
+
+CHUNK = 1024  # products of int8 whose sums are exact in fp32 in any order: 1024 * 128 * 127 < 2^24
+SPREAD = 127 / 3**0.5  # standard deviation of random codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8(Quantised):
+    """weight int8 [N, K]; scales fp32 [N], as held."""
+
+    kind: Literal["row", "matrix"]
+    is_weight_only: bool  # activations in the model's dtype; else int8, a scale for each token
+
+    def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
+        count = matrix.shape[-2] if self.kind == "row" else starts(matrix, ONE_EACH)[1]
+        return {
+            "weight": torch.empty(matrix.shape, dtype=torch.int8),
+            "scales": torch.empty(*entries(matrix), count, dtype=torch.float32),
+        }
+
+    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+        index = part.rows, part.columns
+        yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=torch.int8)
+        if self.kind == "row":
+            into = matrix.scales[part.place].unsqueeze(-1)
+            yield "weight_scale", Slot(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
+            return
+        number = starts(matrix, ONE_EACH)[0][part.first]
+        into = matrix.scales[stacked(part, slice(number, number + 1))]
+        yield "weight_scale", Slot(into=into, shape=(1,), index=(slice(0, 1),))
+
+    def finish(self, matrix: Any) -> None:
+        if self.kind == "row":
+            return
+        scales = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
+        first = starts(matrix, ONE_EACH)[0]
+        for part in of_one_entry(matrix):
+            scales[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
+        matrix.replace(weight=matrix.weight.data, scales=scales)
+
+    def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        return (matrix.weight[pick].float() * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)
+
+    def randomize(self, matrix: Any, generator: torch.Generator) -> None:
+        matrix.weight.random_(-127, 128, generator=generator)
+        matrix.scales.fill_(matrix.shape[-1] ** -0.5 / SPREAD)
+        self.finish(matrix)
+
+    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_weight_only:
+            return Quantised.linear(self, matrix, x, bias)
+        return _product(x, matrix.weight, matrix.scales, bias)
+
+    def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Rounded where `ops.experts` rounds; what the second product reads is quantised, too."""
+        if self.is_weight_only:
+            return Quantised.experts(self, gate_up, down, x, weights, ids)
+        found = x.new_zeros(*ids.shape, x.shape[1])
+        for entry in ids.unique().tolist():
+            tokens, slots = (ids == entry).nonzero(as_tuple=True)
+            both = _product(x[tokens], gate_up.weight[entry], gate_up.scales[entry], None)
+            hidden = ops.swiglu(both)
+            found[tokens, slots] = _product(hidden, down.weight[entry], down.scales[entry], None)
+        scaled = found.float() * weights.float().unsqueeze(-1)
+        y = torch.zeros_like(scaled[:, 0])
+        for slot in range(ids.shape[1]):
+            y = y + scaled[:, slot]
+        return y.to(x.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    codes, token_scales = ops.dynamic_quant(x)
+    y = exact_product(codes, weight).float() * scales * token_scales.unsqueeze(-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] and weight [N, K] of int8: int32 [T, N]."""
+    found = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
+    for chunk in tiles(x.shape[1], CHUNK):
+        found += (x[:, chunk].float() @ weight[:, chunk].float().t()).to(torch.int32)
+    return found

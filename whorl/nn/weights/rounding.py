@@ -1,0 +1,143 @@
+"""Weights rounded to fewer bits: to nearest, with the scale that leaves the least error of those that clip a little.
+
+What comes out is what compressed-tensors stores, by the ends of names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packed import packed
+
+CLIPS = tuple(1 - step / 40 for step in range(17))  # shares of the largest magnitude that are tried as the largest
+GROUPS = (128, 64, 32, 16, 8)
+MOST_VALUES = 1 << 22  # rounded at a time
+
+Ends = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """largest: magnitude of what is stored; stored: compressed-tensors' name of the layout."""
+
+    stored: str
+    largest: float
+    weights: Mapping[str, Any]  # as config.json says it
+    inputs: Mapping[str, Any] | None
+    codes: Callable[[Tensor], Tensor]  # what numbers become, as numbers again
+    kind: torch.dtype = torch.int32  # of what is stored
+
+    @property
+    def has_groups(self) -> bool:
+        return self.kind == torch.int32
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A scheme, and the columns of a group; None: a row has one scale."""
+
+    scheme: Scheme
+    group: int | None
+
+    def settings(self, ignore: list[str]) -> dict[str, Any]:
+        """`quantization_config`."""
+        weights = {**self.scheme.weights, **({} if self.group is None else {"group_size": self.group})}
+        described = {"targets": ["Linear"], "weights": weights, "input_activations": self.scheme.inputs}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.scheme.stored,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {**described, "output_activations": None}},
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+        }
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """What a projection becomes, by the ends of names; None: the dtype that its weight had."""
+        if self.group is None:
+            return {"weight": ((rows, columns), self.scheme.kind), "weight_scale": ((rows, 1), None)}
+        return {
+            "weight_packed": ((rows, -(-columns // 8)), torch.int32),
+            "weight_scale": ((rows, columns // self.group), None),
+            "weight_shape": ((2,), torch.int64),
+        }
+
+    def apply(self, weight: Tensor) -> tuple[Ends, float, float]:
+        """What is stored, and the sums of squares of errors and of weights. Scales have the weight's dtype."""
+        rows, columns = weight.shape
+        step = max(MOST_VALUES // columns, 1)
+        parts = [self._rounded(part, self.group or columns) for part in weight.split(step)]
+        codes, scales = (torch.cat([part[i] for part in parts]) for i in range(2))
+        off, size = (sum(float(part[i]) for part in parts) for i in (2, 3))
+        if self.group is None:
+            return {"weight": codes.to(self.scheme.kind), "weight_scale": scales}, off, size
+        words, shape = packed(codes.to(torch.int8) + 8, 4), torch.tensor([rows, columns])
+        return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, off, size
+
+    def _rounded(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = weight.float().unflatten(-1, (-1, group))
+        if not bool(wide.isfinite().all()):
+            raise ValueError("has an infinity or NaN, which no scale can hold")
+        most = wide.abs().amax(-1, keepdim=True)
+        best = torch.full_like(most, torch.inf)
+        codes, scales = torch.zeros_like(wide), torch.ones_like(most, dtype=weight.dtype)
+        for clip in CLIPS:
+            scale = (most * clip / self.scheme.largest).to(weight.dtype)
+            scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # of nothing but zeros, or too small to count
+            tried = self.scheme.codes(wide / scale.float())
+            error = (tried * scale.float() - wide).square().sum(-1, keepdim=True)
+            is_better = error < best
+            best = torch.where(is_better, error, best)
+            codes, scales = torch.where(is_better, tried, codes), torch.where(is_better, scale, scales)
+        return codes.flatten(-2), scales.squeeze(-1), best.double().sum(), wide.double().square().sum()
+
+
+def _whole(low: int, high: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.round().clamp(low, high)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _weights(bits: int, kind: str, strategy: str) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
+
+
+def _tokens(kind: str) -> dict[str, Any]:
+    return {**_weights(8, kind, "token"), "dynamic": True}
+
+
+SCHEMES = {
+    "w4a16": Scheme(
+        stored="pack-quantized", largest=7, weights=_weights(4, "int", "group"), inputs=None, codes=_whole(-8, 7)
+    ),
+    "w8a8": Scheme(
+        stored="int-quantized",
+        largest=127,
+        weights=_weights(8, "int", "channel"),
+        inputs=_tokens("int"),
+        codes=_whole(-127, 127),
+        kind=torch.int8,
+    ),
+    "fp8": Scheme(
+        stored="float-quantized",
+        largest=448,
+        weights=_weights(8, "float", "channel"),
+        inputs=_tokens("float"),
+        codes=_fp8,
+        kind=torch.float8_e4m3fn,
+    ),
+}
+
+
+def group_size(columns: Mapping[str, int]) -> int:
+    """The largest group that every matrix has a whole number of. columns: by name."""
+    for group in GROUPS:
+        if not any(count % group for count in columns.values()):
+            return group
+    name, count = next((n, c) for n, c in columns.items() if c % GROUPS[-1])
+    raise ValueError(f"{name} has {count} columns, no whole number of groups of {GROUPS[-1]}: name it with --ignore")
