@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from whorl.device import HOST, default_device, require
 from whorl.nn import Model
-from whorl.passes import Report
 
 from . import sequence_parallel
 from .batch import Batch
@@ -32,6 +31,9 @@ from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
 from .tensor_parallel import Lead, load
+
+if TYPE_CHECKING:
+    from whorl.passes import Report
 
 Prompt = str | List[int]
 _COST_ROWS = 64  # of the longest decode step that is timed for `DraftLength`
@@ -228,7 +230,7 @@ class LLM:
             self._lead.close()
 
     @property
-    def sp_report(self) -> Report | None:
+    def sp_report(self) -> "Report | None":
         """What sequence parallelism has made of the model; None where it is off."""
         return None if self.runner.prompts is None else self.runner.prompts.report
 

@@ -8,17 +8,18 @@ weights, writes to nothing, and serves every batch, chunk and prefix hit.
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from whorl import passes
 from whorl.nn import Step
-from whorl.passes.settings import resolve
 
 from .settings import EngineSettings
+
+if TYPE_CHECKING:  # passes and torch's symbolic shapes take a second to import; one rank needs neither
+    from whorl.passes import Report
 
 Mode = Literal["auto", "on", "off"]
 _EXAMPLE = 32  # tokens of the capture; no guard depends on them
@@ -51,6 +52,8 @@ def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> Settings:
     if asked.compilation_config is None:
         options = {"quantize": asked.sp_quantize, "min_tokens": asked.sp_min_tokens, "fuse": asked.sp_fuse}
         return Settings(mode=asked.sp, **options)  # type: ignore[arg-type]
+    from whorl.passes.settings import resolve
+
     found = resolve(asked.compilation_config, is_moe=is_moe, device=device, max_tokens=asked.step_tokens)
     if found is None:
         return Settings()
@@ -62,7 +65,7 @@ def _has_experts(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "experts", None) is not None
 
 
-def describe(report: passes.Report | None) -> str:
+def describe(report: "Report | None") -> str:
     """What was rewritten, for people."""
     return str(report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more")
 
@@ -100,6 +103,8 @@ class PromptForward:
     """
 
     def __init__(self, model: Any, device: str, settings: Settings) -> None:
+        from whorl import passes
+
         self._attentions = [layer.self_attn for layer in _layers(model)]
         self._rope = model.rope
         # One token is a graph of its own to torch, and without rounding it has the same bits in the plain one.
@@ -119,7 +124,7 @@ class PromptForward:
         self._run(token_ids, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width))
 
     @property
-    def report(self) -> passes.Report:
+    def report(self) -> "Report":
         return self._compiled.reports[0]
 
     def takes(self, step: Step) -> bool:
