@@ -22,6 +22,7 @@ from .caches import block_size as cache_block_size
 from .caches import cache_memory, token_bytes
 from .contents import Content
 from .launch import Place
+from .load import load
 from .memory import memory_left, need_accelerator
 from .runner import Runner
 from .sampler import Sampler, Token
@@ -30,7 +31,8 @@ from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequen
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
-from .tensor_parallel import Lead, load
+from .tensor_parallel import Lead
+from .warmup import Kind, Warmed, WarmUp, kind_for, shown
 
 if TYPE_CHECKING:
     from whorl.passes import Report
@@ -84,6 +86,7 @@ class LLM:
     settings: what `EngineSettings` documents; changes: other values of its fields, by name.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
+    warm: False: whoever makes the engine warms it up himself, whatever the settings say.
     What comes out does not depend on the settings, but for dtype and for sp_quantize, which rounds. `sp_report` says
     what sequence parallelism has done.
     """
@@ -97,6 +100,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         speculate: Proposer | None = None,
         draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
+        warm: bool = True,
         **changes: Any,
     ) -> None:
         self.settings = asked = (settings or EngineSettings()).changed(**changes)
@@ -108,7 +112,8 @@ class LLM:
         self._lead: Lead | None = None
         if model is None:
             dtype = getattr(torch, asked.dtype) if asked.dtype else None
-            model, tokenizer, self._lead = _load(path, tokenizer, device, dtype, asked.max_model_len, asked.tp)
+            given = {"device": device, "dtype": dtype, "max_length": asked.max_model_len, "tp": asked.tp}
+            model, tokenizer, self._lead = load(path, tokenizer, **given)  # type: ignore[arg-type]
         elif asked.tp not in (None, 1):
             raise ValueError(
                 f"LLM: tp is {asked.tp}, and the model was handed in; give its path, for every rank to load it"
@@ -130,6 +135,9 @@ class LLM:
         self.run_ahead = device != HOST if asked.run_ahead is None else asked.run_ahead
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.warmed: Warmed | None = None  # what has been warmed up
+        if warm:
+            self.warm_up()
 
     def _make_cache(self, asked: EngineSettings, device: str) -> None:
         """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
@@ -254,6 +262,18 @@ class LLM:
                 self.abort(seq)
         return [_output(seq) for seq in sequences]
 
+    def warm_up(self, kind: Kind | None = None, *, progress: bool = True) -> Warmed:
+        """Compile, try and record before the first request; see `warmup`. kind: default: as the settings say."""
+        work = WarmUp(self, kind or kind_for(self.settings.warmup, self.runner.device, is_server=False))
+        for _ in work.run() if work.kind == "off" else shown(work.run(), progress=progress):
+            pass
+        return work.report
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of one step, as things stand."""
+        return self._budget.tokens
+
     def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
         """Seconds of a decode step by number of rows, for `DraftLength`. It ends after about `seconds`, with a shorter
         table; nothing is written to the cache."""
@@ -319,12 +339,17 @@ class LLM:
             chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
 
     def _draft_len(self, proposer: Proposer, num_sequences: int) -> int:
-        if self._is_unmeasured and self.num_drafted:  # a text without drafts does not wait for this
+        if self.num_drafted:  # a text without drafts does not wait for this
+            self.measure_drafts(proposer)
+        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
+
+    def measure_drafts(self, proposer: Proposer) -> None:
+        """Once: what checking a draft costs, and what drafting does, where lengths are to follow from that."""
+        if self._is_unmeasured:
             self._is_unmeasured = False
             rows = min(_COST_ROWS, self.scheduler.max_num_seqs * (proposer.k + 1))
             cost = self.measure_cost(rows, seconds=_COST_SECONDS)
             self.draft_length = DraftLength(cost, drafting=proposer.cost(seconds=_COST_SECONDS))
-        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
 
     def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
         """Take over the tokens that a chunk gave; None where it gave none, or too late."""
@@ -457,27 +482,6 @@ def _output(seq: Sequence) -> Output:
         num_drafted=seq.num_drafted,
         num_accepted=seq.num_accepted,
     )
-
-
-def _load(
-    path: str | Path | None,
-    tokenizer: Tokenizer | None,
-    device: str,
-    dtype: torch.dtype | None,
-    max_length: int | None,
-    tp: int | None,
-) -> tuple[Model, Tokenizer, "Lead | None"]:
-    from .tokenizer import Tokenizer as Real
-    from .weights import load_model, resolve
-
-    folder = resolve(path)
-    place = Place.find(tp)
-    if place.size == 1:
-        model = load_model(folder, device=device, dtype=dtype, max_length=max_length)
-        return model, tokenizer or Real.from_path(folder), None
-    tokenizer = tokenizer or Real.from_path(folder)
-    lead = load(folder, place, device=device, dtype=dtype, max_length=max_length)
-    return lead.model, tokenizer, lead
 
 
 def _at_most(asked: int | None, limit: int, what: str) -> int:

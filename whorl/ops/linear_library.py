@@ -1,8 +1,8 @@
 """torch's own product for many rows, wherever a trial has shown that it has the bits of our kernels.
 
 A library picks its kernel by shape, and some of them split K. So row counts are padded to a multiple, which leaves few
-of them, and each (rows, N, K) is tried once, when it first comes; what was found is kept on disk for the next start. One
-that is not equal is left to our kernel, as is one that first comes while a graph is recorded.
+of them, and each (rows, N, K) is tried once, when it first comes; what was found is kept on disk for the next start.
+One that is not equal is left to our kernel, as is one that first comes while a graph is recorded.
 """
 
 from collections.abc import Callable
