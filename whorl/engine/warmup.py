@@ -68,10 +68,10 @@ def kind_for(asked: Kind | None, device: str, *, is_server: bool) -> Kind:
 
 
 def class_sizes(limit: int, *, odd: bool = True) -> list[int]:
-    """Counts up to `limit` that stand for all of them: powers of two, with `odd` a number between each two, and the
-    limit itself."""
+    """Counts up to `limit` that stand for all of them: powers of two and the limit. With `odd` there is one above each
+    power that 16 divides, and one that it does not."""
     powers = [1 << i for i in range(limit.bit_length())]
-    between = [p + p // 2 + 1 for p in powers] if odd else []
+    between = [*(p + p // 2 + 1 for p in powers), limit - 1, limit // 16 * 16] if odd else []
     return sorted({size for size in (*powers, *between, limit) if 1 <= size <= limit})
 
 
