@@ -127,7 +127,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_load(llm: LLM) -> None:
     """Requests of all lengths that come and go, so that steps of every size run."""
     rng = random.Random(5)
-    for _ in range(60):
+    for _ in range(30):
         prompt = [rng.randrange(llm.vocab_size) for _ in range(rng.choice((1, 3, 9, 30, 70)))]
         llm.add(prompt, SamplingParams(max_tokens=rng.randint(1, 16), temperature=rng.choice((0.0, 1.0))))
         for _ in range(rng.randint(0, 3)):
