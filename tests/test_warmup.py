@@ -63,7 +63,9 @@ def state(llm: LLM) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["full", "short"])
 def test_nothing_is_left_behind(kind: Any) -> None:
     llm = engine()
-    llm.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9]], SamplingParams(max_tokens=9), progress=False)  # a prefix is in the cache
+    llm.generate(
+        [[1, 2, 3, 4, 5, 6, 7, 8, 9]], SamplingParams(max_tokens=9), progress=False
+    )  # a prefix is in the cache
     before = state(llm)
     warmed = llm.warm_up(kind, progress=False)
     assert state(llm) == before

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,17 @@ from whorl.device import arithmetic_of, cache_folder
 
 log = logging.getLogger(__name__)
 _FORMAT = 1
+_made: list[float] = []  # seconds of the trials of this process
+
+
+def num_made() -> int:
+    """Trials that this process has made itself."""
+    return len(_made)
+
+
+def seconds() -> float:
+    """That they took."""
+    return sum(_made)
 
 
 class TrialStore:
@@ -35,9 +47,9 @@ class TrialStore:
             self._files[device] = self._open(device)
         file = self._files[device]
         if file is None:
-            return trial()
+            return _timed(trial)
         if key not in file.outcomes:
-            file.outcomes[key] = trial()
+            file.outcomes[key] = _timed(trial)
             file.write()
         return file.outcomes[key]
 
@@ -95,6 +107,13 @@ class _File:
         except OSError as error:
             self._can_write = False
             log.warning("%s: not written, so the next start makes its trials again: %s", self.path, error)
+
+
+def _timed(trial: Callable[[], bool]) -> bool:
+    started = time.perf_counter()
+    found = trial()
+    _made.append(time.perf_counter() - started)
+    return found
 
 
 @functools.cache
