@@ -89,9 +89,9 @@ class WarmUp:
         self._most_tokens = min(llm.max_prompt_tokens, llm.max_model_len - 1)
 
     def run(self) -> Iterator[Warming]:
-        if self.llm.has_work:
-            raise ValueError("warm-up: requests are running; warm up before the first one")
         tasks = [] if self.kind == "off" else list(self.tasks())
+        if tasks and self.llm.has_work:
+            raise ValueError("warm-up: requests are running; warm up before the first one")
         for number, task in enumerate(tasks, 1):
             start = time.perf_counter()
             task.run()
@@ -198,35 +198,39 @@ class WarmUp:
         self._step(self._filling(prompts))
 
     def _decode(self, rows: int, keys: int, num_drafted: int) -> None:
-        self._step([self._chunk(keys, 1) for _ in range(rows)])
+        self._step(self._chunks(rows, keys, 1))
         if num_drafted and keys > num_drafted and (count := rows // (num_drafted + 1)):
-            self._step([self._chunk(keys - num_drafted, 1, draft=num_drafted) for _ in range(count)])
+            self._step(self._chunks(count, keys - num_drafted, 1, draft=num_drafted))
 
     def _mix(self, rows: int, size: int) -> None:
-        self._step([self._chunk(2, 1) for _ in range(rows)] + self._filling([(0, size)]))
+        self._step(self._chunks(rows, 2, 1) + self._filling([(0, size)]))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
-        return [self._chunk(before + new, new, is_prompt=True) for before, new in prompts]
+        each = [self._chunks(1, before + new, new, is_prompt=True) for before, new in prompts]
+        return [chunk for chunks in each for chunk in chunks]
 
-    def _chunk(
+    def _chunks(
         self,
+        count: int,
         length: int,
         num_new: int,
         *,
         is_prompt: bool = False,
         draft: int = 0,
         params: SamplingParams | None = None,
-    ) -> Chunk:
-        """The last `num_new` tokens of a sequence of `length`. Whoever decodes has a prompt of one token less."""
+    ) -> list[Chunk]:
+        """`count` times the last `num_new` tokens of one sequence of `length`: in the spare lane all may be the same.
+        Whoever decodes has a prompt of one token less."""
         tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)
         seq.token_ids, seq.lane = tokens, self._lane
         seq.block_table = [0] * self.llm.pool.blocks_for(length + draft)
         seq.num_computed = length - num_new
-        chunk = Chunk(seq, num_new)
-        chunk.draft = tokens[:1] * draft
-        return chunk
+        chunks = [Chunk(seq, num_new) for _ in range(count)]
+        for chunk in chunks:
+            chunk.draft = tokens[:1] * draft
+        return chunks
 
     def _step(self, chunks: List[Chunk]) -> None:
         """Through the runner and the sampler, to the tokens on the host."""
@@ -235,14 +239,14 @@ class WarmUp:
 
     def _sample(self, count: int, params: SamplingParams) -> None:
         """Rows of logits that no model has made: what is sampled from them is nobody's."""
-        device, chunks = self.llm.runner.device, [self._chunk(2, 1, params=params) for _ in range(count)]
+        device, chunks = self.llm.runner.device, self._chunks(count, 2, 1, params=params)
         logits = torch.zeros(count, self.llm.model.vocab_size, dtype=torch.float32, device=device)
         ids = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_steps += 1
         self.llm.sampler.start([Result([Sample(chunk, 0, 1) for chunk in chunks], logits, ids, [], logits)])()
 
     def _score(self, size: int, params: SamplingParams) -> None:
-        self._step([self._chunk(size, size, is_prompt=True, params=params)])
+        self._step(self._chunks(1, size, size, is_prompt=True, params=params))
 
 
 def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warming]:

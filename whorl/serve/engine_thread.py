@@ -216,6 +216,7 @@ class EngineThread:
         for progress in self._warming:
             self._progress = progress
             if self._is_stopping:
+                self._warming = ()  # where it has a bar, that goes
                 return
         self.is_ready = True
         self.on_ready()
