@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mock_model import MockModel
+from checkpoints import write_checkpoints
+from mock_model import ByteTokenizer, MockModel
 from serving import Served, own_process, serving, told, wait_until
 
 from whorl.engine import runner as runner_module
@@ -344,3 +345,20 @@ def test_ready_is_said_last(tmp_path: Path) -> None:
     assert about[0].startswith("warming up (short): http://127.0.0.1:")
     assert about[-1].startswith("ready: serving told at http://127.0.0.1:")
     assert any("of" in line for line in about[1:-1]), "where there is no terminal, lines say how far it is"
+
+
+# ---- several ranks
+
+
+@pytest.mark.slow
+def test_every_rank_warms_up(tmp_path: Path) -> None:
+    config = Qwen3.tiny(hidden_size=96, intermediate_size=160, num_experts=8)
+    (path,) = write_checkpoints(tmp_path, {"tiny": config}).values()
+    found = []
+    for kind in ("full", None):
+        llm = LLM(path, tokenizer=ByteTokenizer(), tp=2, warmup=kind, **SIZES)
+        try:
+            found.append(outputs(llm))
+        finally:
+            llm.close()
+    assert found[0] == found[1]

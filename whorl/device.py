@@ -1,11 +1,11 @@
 """The only file that says cuda, npu or cpu: what is here, which backend may run where, how to wait for it."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -424,11 +424,13 @@ def _cpu_name() -> str:
 
 def _libraries() -> str:
     """Of products and kernels, with their versions, where they come as packages."""
-    from importlib.metadata import distributions
+    from importlib.metadata import PackageNotFoundError, version
 
-    wanted = re.compile(r"nvidia[-_]cublas.*|triton|torch[-_]npu", re.IGNORECASE)
-    names = {str(each.metadata["Name"]): each.version for each in distributions() if each.metadata["Name"]}
-    return " ".join(f"{name}={version}" for name, version in sorted(names.items()) if wanted.fullmatch(name))
+    found = []
+    for name in ("nvidia-cublas", *(f"nvidia-cublas-cu{n}" for n in (11, 12, 13)), "triton", "torch-npu"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name}={version(name)}")
+    return " ".join(found)
 
 
 def _driver(device: str) -> str:
