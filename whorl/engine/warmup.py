@@ -21,6 +21,7 @@ from whorl.device import HOST, synchronize
 
 from .batch import Batch, Call, Sample
 from .runner import Result
+from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
 
@@ -85,6 +86,7 @@ class WarmUp:
         self._is_full = kind == "full"
         self._lane = llm.scheduler.max_num_seqs  # the runner's spare one
         self._most_seqs = llm.scheduler.max_num_seqs
+        self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's own keeps what requests bring
         # A prompt leaves room for a token of the answer.
         self._most_tokens = min(llm.max_prompt_tokens, llm.max_model_len - 1)
 
@@ -180,6 +182,9 @@ class WarmUp:
             return
         for what, run in proposer.warm_up(self._most_seqs):
             yield Task("draft", what, run)
+        count = min(self._most_seqs, self.llm.settings.step_tokens // (proposer.k + 1))
+        if count and self.llm.max_model_len > proposer.k + 2:  # more rows than a recording has, it may be
+            yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
 
     def _contexts(self) -> list[int]:
@@ -201,6 +206,9 @@ class WarmUp:
         self._step(self._chunks(rows, keys, 1))
         if num_drafted and keys > num_drafted and (count := rows // (num_drafted + 1)):
             self._step(self._chunks(count, keys - num_drafted, 1, draft=num_drafted))
+
+    def _check_drafts(self, count: int, num_drafted: int) -> None:
+        self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
     def _mix(self, rows: int, size: int) -> None:
         self._step(self._chunks(rows, 2, 1) + self._filling([(0, size)]))
@@ -235,7 +243,7 @@ class WarmUp:
     def _step(self, chunks: List[Chunk]) -> None:
         """Through the runner and the sampler, to the tokens on the host."""
         self.num_steps += 1
-        self.llm.sampler.start(self.llm.runner.run(_Unwritten(chunks)))()
+        self._sampler.start(self.llm.runner.run(_Unwritten(chunks)))()
 
     def _sample(self, count: int, params: SamplingParams) -> None:
         """Rows of logits that no model has made: what is sampled from them is nobody's."""
@@ -243,7 +251,7 @@ class WarmUp:
         logits = torch.zeros(count, self.llm.model.vocab_size, dtype=torch.float32, device=device)
         ids = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_steps += 1
-        self.llm.sampler.start([Result([Sample(chunk, 0, 1) for chunk in chunks], logits, ids, [], logits)])()
+        self._sampler.start([Result([Sample(chunk, 0, 1) for chunk in chunks], logits, ids, [], logits)])()
 
     def _score(self, size: int, params: SamplingParams) -> None:
         self._step(self._chunks(1, size, size, is_prompt=True, params=params))
