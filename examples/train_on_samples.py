@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from whorl import LLM, SamplingParams, nn
-from whorl.engine.llm import Output
+from whorl.engine.output import Output
 
 PROMPTS = ["The capital of France is", "Three colours are red,", "One, two, three, four,", "My favourite animal is"]
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 # As `make test` has it, also for a single file: what a test forks would wait for its parent's threads for ever. torch
 # reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every run makes its trials itself, and leaves nothing in anybody's home.
+os.environ["WHORL_CACHE_DIR"] = ""
 
 import pytest
 import torch

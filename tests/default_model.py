@@ -8,7 +8,8 @@ from typing import Any
 
 from mock_model import MockModel
 
-from whorl.engine.llm import LLM, Delta
+from whorl.engine.llm import LLM
+from whorl.engine.output import Delta
 from whorl.engine.sequence import FinishReason, SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.tokenizer import Tokenizer

@@ -85,7 +85,8 @@ class Told:
             raise self.failure
         time.sleep(self.delay)
         cells = caches[0].k.view(-1)
-        cells[step.slots] = step.token_ids.float()
+        is_written = step.slots >= 0
+        cells[step.slots[is_written]] = step.token_ids[is_written].float()
         starts, size = step.query_starts.tolist(), caches[0].k.shape[1]
         said = []
         for entry, context in enumerate(step.context_lens.tolist()):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from mock_model import EOS, OTHER_EOS, SPECIAL, ByteTokenizer, MockModel, Oracle, Script, alone, record
 
-from whorl.engine.llm import LLM, Output
+from whorl.engine.llm import LLM
+from whorl.engine.output import Output
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence, Text
 from whorl.engine.speculate import DraftLength
 from whorl.engine.speculate.prompt_lookup import PromptLookup

@@ -9,7 +9,8 @@ from one_sequence import PROMPT
 from schedules import tiny
 
 from whorl import ops
-from whorl.engine.llm import LLM, Output
+from whorl.engine.llm import LLM
+from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3

@@ -266,6 +266,7 @@ def test_operators() -> None:
 
 # Of EngineSettings; bench decode sizes its engines itself.
 ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
+ANY_ENGINE |= {"--warmup"}
 ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
@@ -330,7 +331,7 @@ SURFACE = {
     "whorl bench decode": sorted(
         {
             *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
-            *("--classify", "--sweep", "--verify", "--seed"),
+            *("--classify", "--sweep", "--verify", "--seed", "--context", "--profile", "--first"),
         }
         | ANY_ENGINE
         | DRAFTING

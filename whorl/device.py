@@ -1,11 +1,14 @@
 """The only file that says cuda, npu or cpu: what is here, which backend may run where, how to wait for it."""
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -367,6 +370,75 @@ def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 def device_name(device: str) -> str:
     module = accelerator(device)
     return platform.processor() or platform.machine() if module is None else str(module.get_device_name())
+
+
+# Variables that make a library choose other kernels.
+_STEERING = (
+    *("ATEN_", "CUBLAS", "DISABLE_ADDMM", "DNNL_", "MKL_", "NVIDIA_TF32", "ONEDNN_", "OPENBLAS_", "PYTORCH_TUNABLEOP"),
+    *("TORCH_ALLOW_TF32", "TORCH_BLAS", "TRITON_DEFAULT", "TRITON_INTERPRET", "TRITON_OVERRIDE"),
+)
+CACHE_FOLDER = "WHORL_CACHE_DIR"
+
+
+def cache_folder() -> Path | None:
+    """Where whorl keeps what it would otherwise find out at every start; None: nowhere.
+
+    WHORL_CACHE_DIR, which may be empty: then nothing is kept; else whorl in XDG_CACHE_HOME or in ~/.cache.
+    """
+    if (given := os.environ.get(CACHE_FOLDER)) is not None:
+        return Path(given).expanduser() if given else None
+    above = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(above) if above else Path.home() / ".cache") / "whorl"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def arithmetic_of(device: str) -> dict[str, str] | None:
+    """All that decides which kernel a library takes for a product, and its bits; None where that is not known."""
+    found = {
+        "device": _cpu_name() if device == HOST else device_name(device),
+        "torch": torch.__version__,
+        "built": hashlib.sha256(torch.__config__.show().encode()).hexdigest(),
+        "precision": torch.get_float32_matmul_precision(),
+        "environment": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_STEERING)),
+    }
+    if device == HOST:
+        found["capability"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        found |= {"libraries": _libraries(), "driver": _driver(device)}
+    return found if found["device"] else None
+
+
+def _cpu_name() -> str:
+    """With its instructions; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    fields = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+    names = [fields.get(name, "") for name in ("vendor_id", "model name", "cpu family", "model", "stepping")]
+    features = fields.get("flags", fields.get("Features", ""))
+    return f"{' '.join(names)} {hashlib.sha256(features.encode()).hexdigest()[:16]}" if features else ""
+
+
+def _libraries() -> str:
+    """Of products and kernels, with their versions, where they come as packages."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("nvidia-cublas", *(f"nvidia-cublas-cu{n}" for n in (11, 12, 13)), "triton", "torch-npu"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name}={version(name)}")
+    return " ".join(found)
+
+
+def _driver(device: str) -> str:
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    except (OSError, IndexError):
+        driver = ""
+    return f"{driver} {getattr(torch.version, device, None)}"
 
 
 def versions() -> dict[str, str]:

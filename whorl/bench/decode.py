@@ -3,29 +3,33 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from whorl import device as devices
+from whorl.bench.filled_cache import fill
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
 from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
-from whorl.engine.sequence import SamplingParams
+from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
 
-CONTEXT = 16  # tokens of a prompt before decoding is timed
+CONTEXT = 16  # tokens of a prompt before decoding is timed, where nobody asks for a number of keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill.
+
+    contexts: keys of each sequence before decoding is timed, which the cache is filled with; (): a short prompt's.
 
     engine: what every engine is made with; the measurement sets the sizes. Its device is never None.
     """
@@ -34,6 +38,7 @@ class Settings:
     engine: EngineSettings
     config: dict[str, Any] | None = None
     batches: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = ()
     num_tokens: int = 128
     prompt_tokens: int = 0
     repeats: int = 5
@@ -46,6 +51,7 @@ class Settings:
         random_config: str | None = None,
         engine: EngineSettings | None = None,
         batch: str = "1,8,64",
+        context: str | None = None,
         num_tokens: int = 128,
         prompt_tokens: int = 0,
         repeats: int = 5,
@@ -62,11 +68,19 @@ class Settings:
 
             resolve(model)  # what is not there is refused before anything is measured
         engine = engine or EngineSettings()
+        config = None if random_config is None else read_config(random_config)
+        contexts = () if context is None else parse_counts(context, "--context")
+        most = (config or {}).get("max_position_embeddings")
+        if most is not None and contexts and max(contexts) + num_tokens + 1 > most:
+            raise ValueError(
+                f"--context {context} and --tokens {num_tokens}: {random_config} has {most} positions: say fewer"
+            )
         return Settings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
-            config=None if random_config is None else read_config(random_config),
+            config=config,
             batches=parse_batches(batch),
+            contexts=contexts,
             num_tokens=num_tokens,
             prompt_tokens=prompt_tokens,
             repeats=repeats,
@@ -82,6 +96,11 @@ class Settings:
     def dtype(self) -> torch.dtype | None:
         return getattr(torch, self.engine.dtype) if self.engine.dtype else None
 
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Keys and sequences of each row of the table."""
+        return [(context, batch) for context in self.contexts or (CONTEXT,) for batch in self.batches]
+
     def num_blocks(self, model: Any, length: int) -> int:
         """That a sequence of so many tokens takes."""
         return -(-length // block_size(model.cache_specs(), self.device, self.engine.block_size))
@@ -91,10 +110,14 @@ class Settings:
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
-Peer = Callable[[Settings, Sequence[Document], Progress], list[Document]]
+Peer = Callable[[Settings, List[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
+    return parse_counts(text, "--batch")
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
     """1,8,64 or 1..8."""
     try:
         first, dots, last = text.partition("..")
@@ -102,7 +125,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise ValueError(f"--batch {text}: expected numbers such as 1,8,64, or a range such as 1..8")
+        raise ValueError(f"{option} {text}: expected numbers such as 1,8,64, or a range such as 1..8")
     return tuple(found)
 
 
@@ -123,7 +146,7 @@ def load(settings: Settings) -> tuple[Any, Any]:
 
 def run(settings: Settings, peer: Peer | None = None) -> Document:
     """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: who does the same, given our rows."""
-    num_rows = len(settings.batches)
+    num_rows = len(settings.rows)
     peer_rows = 0 if peer is None else num_rows * 2
     with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
         with progress(f"weights of {settings.name}"):
@@ -132,9 +155,9 @@ def run(settings: Settings, peer: Peer | None = None) -> Document:
             document: Document = {"header": header(settings, model)}
         vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         document["decode"] = []
-        for batch in settings.batches:
-            with progress(f"decode, batch {batch}"):
-                document["decode"].append(_decode(model, vocab_size, batch, settings))
+        for context, batch in settings.rows:
+            with progress(f"decode, batch {batch}, {context} keys"):
+                document["decode"].append(_decode(model, vocab_size, batch, context, settings))
         document["prefill"] = None
         if settings.prompt_tokens:
             with progress(f"prefill of {settings.prompt_tokens}"):
@@ -162,23 +185,39 @@ def header(settings: Settings, model: Any) -> Document:
 # ---- ours
 
 
-def _decode(model: Any, vocab_size: int, batch: int, settings: Settings) -> Document:
+def engine(model: Any, batch: int, context: int, settings: Settings, **changes: Any) -> LLM:
+    """One for `batch` sequences of `context` keys and as many tokens as are to be made."""
+    length = context + settings.num_tokens + 1
+    sizes: dict[str, Any] = {
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(2048, batch),
+        "max_prompt_tokens": max(2048, batch),
+        "max_model_len": length,
+        # One more each: nobody is admitted where those who run could not go on.
+        "num_blocks": batch * (1 + settings.num_blocks(model, length)),
+        "use_prefix_cache": False,
+    }
+    llm = LLM(model=model, settings=settings.engine, **sizes, **changes)
+    if settings.contexts:
+        fill(llm)
+    return llm
+
+
+def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) -> list[Sequence]:
+    """Sequences that have all made a token, and make `num_tokens` more."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
+    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size)]
+    while not all(seq.num_outputs for seq in sequences):
+        llm.step()
+    return sequences
+
+
+def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Settings) -> Document:
     """Steps of `batch` sequences that all decode, timed through `LLM.step`."""
-    length = CONTEXT + settings.num_tokens + 1
-    llm = LLM(
-        model=model,
-        settings=settings.engine,
-        max_num_seqs=batch,
-        max_num_batched_tokens=max(2048, batch),
-        max_prompt_tokens=max(2048, batch),
-        max_model_len=length,
-        num_blocks=batch * settings.num_blocks(model, length),
-        use_prefix_cache=False,
-    )
-    seconds = [_time_steps(llm, vocab_size, batch, settings) for _ in range(settings.repeats + 1)][1:]
-    per_step = statistics.median(seconds)
-    context = CONTEXT + settings.num_tokens // 2
-    return {"batch": batch, **speeds(model, batch, context, per_step)}
+    llm = engine(model, batch, context, settings)
+    seconds = [_time_steps(llm, vocab_size, batch, context, settings) for _ in range(settings.repeats + 1)][1:]
+    seen = context + settings.num_tokens // 2
+    return {"batch": batch, "context": context, **speeds(model, batch, seen, statistics.median(seconds))}
 
 
 def speeds(model: Any, batch: int, context: int, seconds: float) -> Document:
@@ -195,20 +234,17 @@ def speeds(model: Any, batch: int, context: int, seconds: float) -> Document:
     }
 
 
-def _time_steps(llm: LLM, vocab_size: int, batch: int, settings: Settings) -> float:
+def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: Settings) -> float:
     """Seconds of a decode step: the mean over `num_tokens` of them."""
-    params = SamplingParams(temperature=0, max_tokens=settings.num_tokens + 1, ignore_eos=True)
-    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, CONTEXT, vocab_size)]
-    while not all(seq.num_outputs for seq in sequences):
-        llm.step()
+    sequences = start(llm, vocab_size, batch, context, settings.num_tokens)
     made = sum(seq.num_outputs for seq in sequences)
     devices.synchronize(settings.device)
-    start = time.perf_counter()
+    started = time.perf_counter()
     while llm.has_work:
         llm.step()
     devices.synchronize(settings.device)
     total = sum(seq.num_outputs for seq in sequences) - made
-    return (time.perf_counter() - start) * batch / total
+    return (time.perf_counter() - started) * batch / total
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -248,10 +284,10 @@ def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
 
 def timed(device: str, function: Callable[[], Any]) -> float:
     devices.synchronize(device)
-    start = time.perf_counter()
+    started = time.perf_counter()
     function()
     devices.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - started
 
 
 def _free(device: str) -> None:

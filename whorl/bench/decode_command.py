@@ -1,8 +1,8 @@
-"""What `whorl bench decode` makes of its options: which of four measurements, and of what."""
+"""What `whorl bench decode` makes of its options: which of the measurements, and of what."""
 
 from collections.abc import Callable
 
-from whorl.bench import classify, decode, decode_peer, decode_report, draft_sweep
+from whorl.bench import classify, decode, decode_peer, decode_profile, decode_report, draft_sweep, first_steps
 from whorl.bench.decode import Settings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.provenance import Document
@@ -42,6 +42,21 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
 
         return time_steps
 
+    if mode == "profile":
+
+        def take_apart() -> tuple[Document, str, bool]:
+            document = decode_profile.run(settings)
+            return document, decode_profile.render(document), True
+
+        return take_apart
+    if mode == "first":
+
+        def start() -> tuple[Document, str, bool]:
+            document = first_steps.run(settings)
+            return document, first_steps.render(document), first_steps.is_good(document)
+
+        return start
+
     def time_all() -> tuple[Document, str, bool]:
         document = decode.run(settings, decode_peer.run if settings.peer else None)
         return document, decode_report.render(document), True
@@ -55,12 +70,19 @@ def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, d
         raise ValueError(f"{given[0]} is about drafting: add --classify or --sweep")
     if asked.random_config is not None and mode in ("classify", "sweep"):
         raise ValueError(f"--{mode} needs a MODEL that speaks: random weights say nothing")
+    if engine.warmup is not None and mode != "first":
+        raise ValueError(f"--warmup {engine.warmup} is about a start: add --first; what is timed has run before")
+    if asked.context is not None and mode in ("classify", "sweep", "verify"):
+        raise ValueError(f"--context {asked.context} is about plain decoding, and not --{mode}: leave one of them out")
     device = engine.device or default_device()
+    if mode == "profile":
+        decode_profile.need_profiler(device)
     return Settings.resolve(
         model=model,
         random_config=asked.random_config,
         engine=engine.changed(device=device),
         batch=asked.batch or ("1..8" if mode == "verify" else "1,8,64"),
+        context=asked.context,
         num_tokens=asked.tokens or (64 if accelerator(device) is None else 128),
         prompt_tokens=asked.prompt_tokens,
         repeats=asked.repeats,

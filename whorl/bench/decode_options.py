@@ -16,6 +16,7 @@ SET_BY_MEASUREMENT = {
     ),
     "use_prefix_cache": "every prompt is measured as a new one: the cache of prefixes is off",
 }
+MODES = ("classify", "sweep", "verify", "profile", "first")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,11 @@ class DecodeOptions:
         None, "Random weights of this shape: Qwen3-30B-A3B, Qwen3-0.6B, a config.json.", metavar="NAME|PATH"
     )
     batch: str | None = option(None, "Sequences (1,8,64), or tokens that --verify checks (1..8).", metavar="N,N|N..N")
+    context: str | None = option(
+        None,
+        "Keys of each sequence before decoding is timed; the cache is filled with random ones. Default: 16.",
+        metavar="N,N",
+    )
     tokens: int | None = option(None, "To generate. Default: 128, or 64 without an accelerator.", least=1)
     prompt_tokens: int = option(0, "Time the prefill of a prompt this long, too.", least=0)
     repeats: int = option(5, "Runs to take the median of.", least=1)
@@ -31,11 +37,13 @@ class DecodeOptions:
     classify: bool = option(False, "Speculation against plain decoding, with a verdict on every output.")
     sweep: str | None = option(None, "A table of prompt lookup over draft and match lengths.", metavar="k=..,ngram=..")
     verify: bool = option(False, "What a step costs by tokens checked in it.")
+    profile: bool = option(False, "Where the time of a decode step goes, by part of a layer.")
+    first: bool = option(False, "What a start takes, phase by phase, and steps of a mixed load right behind it.")
 
     @property
     def mode(self) -> str | None:
         """Which of the measurements that are not the plain one; ValueError where there are two."""
-        modes = [mode for mode in ("classify", "sweep", "verify") if getattr(self, mode)]
+        modes = [mode for mode in MODES if getattr(self, mode)]
         if len(modes) > 1:
             raise ValueError(f"bench decode: --{modes[0]} and --{modes[1]}: say one of them")
         return modes[0] if modes else None

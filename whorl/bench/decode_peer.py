@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import CONTEXT, Settings, prompts, timed
+from whorl.bench.decode import Settings, prompts, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 
 
 def run(settings: Settings, ours: Sequence[Document], progress: Progress) -> list[Document]:
-    """A row for each batch and way; one that fails says why and does not end the run."""
+    """A row for each of ours and way; one that fails says why and does not end the run."""
     ways: dict[str, dict[str, Any]] = {"transformers": {}}
     if devices.accelerator(settings.device) is not None:
         ways["transformers, static cache, compiled"] = {"cache_implementation": "static"}
@@ -22,11 +22,11 @@ def run(settings: Settings, ours: Sequence[Document], progress: Progress) -> lis
     model: Any = None
     for row in ours:
         for label, options in ways.items():
-            with progress(f"{label}, batch {row['batch']}"):
-                found: Document = {"label": label, "batch": row["batch"]}
+            with progress(f"{label}, batch {row['batch']}, {row['context']} keys"):
+                found: Document = {"label": label, "batch": row["batch"], "context": row["context"]}
                 try:
                     model = _load(settings) if model is None else model
-                    found |= _compare(row, _seconds(model, row["batch"], options, settings))
+                    found |= _compare(row, _seconds(model, row, options, settings))
                 except Exception as error:  # whatever somebody else's code raises must not end our run
                     text = str(error).splitlines()
                     found["note"] = f"did not run: {type(error).__name__}: {text[0] if text else ''}"
@@ -46,9 +46,9 @@ def _compare(ours: Document, seconds: float) -> Document:
     }
 
 
-def _seconds(model: Any, batch: int, options: dict[str, Any], settings: Settings) -> float:
+def _seconds(model: Any, row: Document, options: dict[str, Any], settings: Settings) -> float:
     """Of a decode step: what `num_tokens` more tokens take."""
-    ids = torch.tensor(prompts(batch, CONTEXT, model.config.vocab_size), device=settings.device)
+    ids = torch.tensor(prompts(row["batch"], row["context"], model.config.vocab_size), device=settings.device)
 
     def generate(count: int) -> torch.Tensor:
         lengths = {"min_new_tokens": count, "max_new_tokens": count}

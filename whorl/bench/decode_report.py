@@ -28,8 +28,10 @@ def render(document: Document) -> str:
     if any(row["batch"] > 1 for row in document["decode"]):
         lines.append("note      experts of a batch are counted as if routing were uniform")
     rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
-    cells = [["decode", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
-    cells += [_cells(label, row) for label, row in sorted(rows, key=lambda pair: pair[1]["batch"])]
+    cells = [["decode", "keys", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
+    cells += [
+        _cells(label, row) for label, row in sorted(rows, key=lambda pair: (pair[1]["context"], pair[1]["batch"]))
+    ]
     lines += ["", *table(cells)]
     if (prefill := document["prefill"]) is not None:
         share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
@@ -40,6 +42,6 @@ def render(document: Document) -> str:
 
 def _cells(label: str, row: Document) -> list[str]:
     if "note" in row:
-        return [f"{label}: {row['note']}", str(row["batch"])]
+        return [f"{label}: {row['note']}", str(row["context"]), str(row["batch"])]
     speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
-    return [label, str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]
+    return [label, str(row["context"]), str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string, before it
 _DEEPEST = 8  # arrays in arrays; files in use have none
 _MOST_DIMS = 4  # of a tensor, as llama.cpp has it
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -34,6 +35,19 @@ class Cursor:
             raise struct.error("the file ends inside a string")
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> list[str]:
+        """Many at once, without a call for each: a vocabulary and its merges are a hundred thousand."""
+        data, at, end = self.data, self.at, len(self.data)
+        unpack, found = _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = at + _LENGTH.size
+            at = start + unpack(data, at)[0]
+            if at > end:
+                raise struct.error("the file ends inside a string")
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
+
     def _check(self, count: int) -> None:
         """No value is smaller than a byte: a count that the file cannot hold is damage, not work."""
         if count > len(self.data) - self.at:
@@ -47,6 +61,8 @@ class Cursor:
             self._check(count)
             if inner in _SCALARS:
                 return list(self.scalars(_SCALARS[inner], count))
+            if inner == _STRING:
+                return self.strings(count)
             if depth == _DEEPEST:
                 raise struct.error(f"arrays are nested more than {_DEEPEST} deep")
             return [self.value(inner, depth + 1) for _ in range(count)]

@@ -6,16 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
 from whorl.nn import Model
-from whorl.passes import Report
 
 from . import sequence_parallel
 from .batch import Batch
@@ -25,18 +21,24 @@ from .caches import cache_memory, token_bytes
 from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .launch import Place
+from .load import load
 from .memory import memory_left, need_accelerator
+from .output import Delta, Output, shown_progress
 from .placing import Placement, place
 from .request_limits import check_request
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import Detokenizer, FinishReason, SamplingParams, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
-from .tensor_parallel import Lead, load
+from .tensor_parallel import Lead
+from .warmup import Kind, Warmed, WarmUp, kind_for, shown
 from .weight_versions import WeightVersions
+
+if TYPE_CHECKING:
+    from whorl.passes import Report
 
 Prompt = str | List[int]
 _COST_ROWS = 64  # of the longest decode step that is timed for `DraftLength`
@@ -56,29 +58,6 @@ class Tokenizer(Protocol):
     def detokenizer(self) -> Detokenizer: ...
 
 
-class Delta(NamedTuple):
-    """What one step added to a sequence. Text that may become a stop string comes later or not at all."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    prompt_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    timings: Timings
-    logprobs: list[Logprob]
-    prompt_logprobs: list[Logprob]
-    num_cached: int  # prompt tokens that the prefix cache held
-    num_drafted: int
-    num_accepted: int
-
-
 class LLM:
     """A model with its tokenizer, cache and scheduler. Not for several threads at once.
 
@@ -87,6 +66,7 @@ class LLM:
     settings: what `EngineSettings` documents; changes: other values of its fields, by name.
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
+    warm: False: whoever makes the engine warms it up himself, whatever the settings say.
     What comes out does not depend on the settings, but for dtype and for sp_quantize, which rounds. `sp_report` says
     what sequence parallelism has done.
     """
@@ -100,6 +80,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         speculate: Proposer | None = None,
         draft_length: DraftLength | Literal["measured", "fixed"] = "measured",
+        warm: bool = True,
         **changes: Any,
     ) -> None:
         self.settings = asked = (settings or EngineSettings()).changed(**changes)
@@ -110,7 +91,7 @@ class LLM:
             need_accelerator(asked.memory_share, device)
         self._lead: Lead | None = None
         if model is None:
-            model, tokenizer, self._lead = _load(path, tokenizer, device, asked)
+            model, tokenizer, self._lead = load(path, tokenizer, device, asked)
         elif asked.tp not in (None, 1):
             raise ValueError(
                 f"LLM: tp is {asked.tp}, and the model was handed in; give its path, for every rank to load it"
@@ -136,6 +117,9 @@ class LLM:
         self.run_ahead = device != HOST if asked.run_ahead is None else asked.run_ahead
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.warmed: Warmed | None = None  # what has been warmed up
+        if warm:
+            self.warm_up()
 
     def _make_cache(self, asked: EngineSettings, device: str) -> None:
         """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
@@ -257,7 +241,7 @@ class LLM:
             self._lead.close()
 
     @property
-    def sp_report(self) -> Report | None:
+    def sp_report(self) -> "Report | None":
         """What sequence parallelism has made of the model; None where it is off."""
         return None if self.runner.prompts is None else self.runner.prompts.report
 
@@ -283,7 +267,19 @@ class LLM:
         finally:  # after an error or Ctrl-C nothing of this call stays behind
             for seq in sequences:
                 self.abort(seq)
-        return [_output(seq) for seq in sequences]
+        return [Output.of(seq) for seq in sequences]
+
+    def warm_up(self, kind: Kind | None = None, *, progress: bool = True) -> Warmed:
+        """Compile, try and record before the first request; see `warmup`. kind: default: as the settings say."""
+        work = WarmUp(self, kind or kind_for(self.settings.warmup, self.runner.device, is_server=False))
+        for _ in work.run() if work.kind == "off" else shown(work.run(), progress=progress):
+            pass
+        return work.report
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of one step, as things stand."""
+        return self._budget.tokens
 
     def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
         """Seconds of a decode step by number of rows, for `DraftLength`. It ends after about `seconds`, with a shorter
@@ -360,12 +356,17 @@ class LLM:
             chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
 
     def _draft_len(self, proposer: Proposer, num_sequences: int) -> int:
-        if self._is_unmeasured and self.num_drafted:  # a text without drafts does not wait for this
+        if self.num_drafted:  # a text without drafts does not wait for this
+            self.measure_drafts(proposer)
+        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
+
+    def measure_drafts(self, proposer: Proposer) -> None:
+        """Once: what checking a draft costs, and what drafting does, where lengths are to follow from that."""
+        if self._is_unmeasured:
             self._is_unmeasured = False
             rows = min(_COST_ROWS, self.scheduler.max_num_seqs * (proposer.k + 1))
             cost = self.measure_cost(rows, seconds=_COST_SECONDS)
             self.draft_length = DraftLength(cost, drafting=proposer.cost(seconds=_COST_SECONDS))
-        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
 
     def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
         """Take over the tokens that a chunk gave; None where it gave none, or too late."""
@@ -440,69 +441,16 @@ class LLM:
         return sequences
 
     def _run(self, sequences: List[Sequence], progress: bool) -> None:
-        """Step until all are done, under a progress bar."""
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-        bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress)
-        with bar:
-            task = bar.add_task("", total=len(sequences), speed="")
-            while (num_done := sum(seq.is_finished for seq in sequences)) < len(sequences):
+        with shown_progress(sequences, progress) as update:
+            while not all(seq.is_finished for seq in sequences):
                 self.step()
-                num_tokens = sum(seq.num_outputs for seq in sequences)
-                elapsed = bar.tasks[task].elapsed or 1e-9
-                speed = f"{num_tokens / elapsed:.1f} tok/s" if num_tokens else _reading(sequences)
-                bar.update(task, completed=num_done, speed=speed)
-            bar.update(task, completed=len(sequences))
-
-
-def _reading(sequences: List[Sequence]) -> str:
-    """How far prompts are, before the first token."""
-    num_read = sum(min(seq.num_computed, seq.prompt_len) for seq in sequences)
-    return f"{num_read} of {sum(seq.prompt_len for seq in sequences)} prompt tokens"
+                update()
 
 
 def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
     """A string or a list of token ids is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
-
-
-def _output(seq: Sequence) -> Output:
-    assert seq.finish_reason is not None
-    if seq.error is not None:
-        raise seq.error
-    return Output(
-        prompt_ids=seq.token_ids[: seq.prompt_len],
-        text=seq.text.value,
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        timings=seq.timings,
-        logprobs=seq.logprobs,
-        prompt_logprobs=seq.prompt_logprobs,
-        num_cached=seq.num_cached,
-        num_drafted=seq.num_drafted,
-        num_accepted=seq.num_accepted,
-    )
-
-
-def _load(
-    path: str | Path | None, tokenizer: Tokenizer | None, device: str, asked: EngineSettings
-) -> tuple[Model, Tokenizer, "Lead | None"]:
-    from .tokenizer import Tokenizer as Real
-    from .weights import load_model, resolve
-
-    folder = resolve(path)
-    place = Place.find(asked.tp)
-    dtype = getattr(torch, asked.dtype) if asked.dtype else None
-    options: dict[str, Any] = {"max_length": asked.max_model_len, "unpack": asked.unpack, "quantize": asked.quantize}
-    if place.size == 1:
-        model = load_model(folder, device=device, dtype=dtype, **options)
-        return model, tokenizer or Real.from_path(folder), None
-    tokenizer = tokenizer or Real.from_path(folder)
-    lead = load(folder, place, device=device, dtype=dtype, **options)
-    return lead.model, tokenizer, lead
 
 
 def _at_most(asked: int | None, limit: int, what: str) -> int:

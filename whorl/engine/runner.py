@@ -177,13 +177,25 @@ class Runner:
         rows = next((size for size in _GRAPH_ROWS if size >= call.size[0]), None)
         if rows is None or rows > self._inputs.max_rows:
             return None
-        keys = _GRAPH_KEYS
-        while keys < call.num_keys:
-            keys *= 4
-        key = rows, min(keys, self.max_len)
+        key = rows, next((keys for keys in self._graph_keys() if keys >= call.num_keys), self.max_len)
         if key not in self._graphs:
             self._graphs[key] = self._record(*key)
         return self._graphs[key]
+
+    def _graph_keys(self) -> list[int]:
+        """Lengths that are recorded, up to the longest sequence."""
+        found = [_GRAPH_KEYS]
+        while found[-1] < self.max_len:
+            found.append(4 * found[-1])
+        return [*found[:-1], self.max_len]
+
+    def graph_sizes(self, max_rows: int) -> list[tuple[int, int]]:
+        """Rows and keys of every recording that decode calls of up to `max_rows` rows may need; [] without graphs."""
+        if not self._use_graphs:
+            return []
+        last = next((rows for rows in _GRAPH_ROWS if rows >= max_rows), _GRAPH_ROWS[-1])
+        rows = [size for size in _GRAPH_ROWS if size <= min(last, self._inputs.max_rows)]
+        return [(count, keys) for keys in self._graph_keys() for count in rows]
 
     def _record(self, rows: int, keys: int) -> "_Graph | None":
         given = self._inputs.send(self._blank(rows), (rows,) * 3, self._padding)

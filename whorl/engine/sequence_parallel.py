@@ -9,17 +9,18 @@ whose further inputs are the features; between layers each rank adds its share o
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from whorl import passes
 from whorl.nn import Inserted, Step
-from whorl.passes.settings import resolve
 
 from .settings import EngineSettings
+
+if TYPE_CHECKING:  # passes and torch's symbolic shapes take a second to import; one rank needs neither
+    from whorl.passes import Compiled, Report
 
 Mode = Literal["auto", "on", "off"]
 _EXAMPLE = 32  # tokens of the capture; no guard depends on them
@@ -52,6 +53,8 @@ def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> Settings:
     if asked.compilation_config is None:
         options = {"quantize": asked.sp_quantize, "min_tokens": asked.sp_min_tokens, "fuse": asked.sp_fuse}
         return Settings(mode=asked.sp, **options)  # type: ignore[arg-type]
+    from whorl.passes.settings import resolve
+
     found = resolve(asked.compilation_config, is_moe=is_moe, device=device, max_tokens=asked.step_tokens)
     if found is None:
         return Settings()
@@ -63,7 +66,7 @@ def _has_experts(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "experts", None) is not None
 
 
-def describe(report: passes.Report | None) -> str:
+def describe(report: "Report | None") -> str:
     """What was rewritten, for people."""
     return str(report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more")
 
@@ -102,6 +105,8 @@ class PromptForward:
     """
 
     def __init__(self, model: Any, device: str, settings: Settings) -> None:
+        from whorl import passes
+
         self._attentions = [layer.self_attn for layer in _layers(model)]
         self._rope = model.rope
         # One token is a graph of its own to torch, and without rounding it has the same bits in the plain one.
@@ -111,7 +116,7 @@ class PromptForward:
         )
         self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
         self._capture(self._compiled, device)
-        self.with_pictures: passes.Compiled | None = None
+        self.with_pictures: Compiled | None = None
         if getattr(model, "tower", None) is not None:
             self.with_pictures = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
             self._capture(self.with_pictures, device, *_example(model, device))
@@ -119,13 +124,13 @@ class PromptForward:
         self.min_tokens: float = float("inf") if found == "never" else float(found)
 
     @torch.inference_mode()
-    def _capture(self, compiled: passes.Compiled, device: str, *shown: Tensor) -> None:
+    def _capture(self, compiled: "Compiled", device: str, *shown: Tensor) -> None:
         """On tokens that attend to nothing: no cache is needed, and none is written."""
         token_ids = torch.arange(_EXAMPLE, device=device) % 2
         self._run(compiled, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width), token_ids, *shown)
 
     @property
-    def report(self) -> passes.Report:
+    def report(self) -> "Report":
         return self._compiled.reports[0]
 
     def takes(self, step: Step) -> bool:
@@ -142,7 +147,7 @@ class PromptForward:
         assert self.with_pictures is not None
         return self._run(self.with_pictures, attend, step.token_ids, inserted.mask, *inserted.features)
 
-    def _run(self, compiled: passes.Compiled, attend: Callable[[int, Tensor, int], Tensor], *given: Tensor) -> Tensor:
+    def _run(self, compiled: "Compiled", attend: Callable[[int, Tensor, int], Tensor], *given: Tensor) -> Tensor:
         token = _ATTEND.set(attend)
         try:
             return compiled(*given)  # type: ignore[no-any-return]

@@ -139,6 +139,12 @@ class EngineSettings:
         vllm=("--async-scheduling/--no-async-scheduling",),
         panel=SWITCHES,
     )
+    warmup: Literal["full", "short", "off"] | None = option(
+        None,
+        "What to compile and record before the first request: every size, the common ones, nothing. Default: full "
+        "where whorl serve has an accelerator, else off.",
+        panel=SWITCHES,
+    )
     seed: int | None = option(
         None, "Of requests that have none of their own. Default: another one each time.", vllm=("--seed",), panel=STEPS
     )

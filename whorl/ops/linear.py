@@ -12,7 +12,9 @@ from . import linear_torch_npu
 from ._draw import Draw, Sizes
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
+from ._trial_store import TrialStore
 
+_STORE = TrialStore("linear", __file__)
 TILE = 16  # rows of the product whose bits a row always has; fewer are padded
 LARGER = (512, 128, 32)  # rows of one product where a trial shows the same bits
 
@@ -58,12 +60,17 @@ def pack(weight: Tensor) -> None:
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), TILE)
     key = weight.shape, torch.get_num_threads()
     if key not in _PACKED:
-        x = torch.randn(LARGER[0], weight.shape[1], generator=torch.Generator().manual_seed(0))
-        expected = multiply(x, weight)
-        trials = (1, 2, TILE - 1, TILE, TILE + 1, *LARGER)
-        _PACKED[key] = all(torch.equal(_multiply_packed(x[:n], packed, weight), expected[:n]) for n in trials)
+        name = f"packed {list(weight.shape)} {torch.get_num_threads()} threads"
+        _PACKED[key] = _STORE.outcome(name, HOST, lambda: _is_equal_packed(packed, weight))
     if _PACKED[key]:
         weight.packed = Packed(packed, weight._version)  # type: ignore[attr-defined]
+
+
+def _is_equal_packed(packed: Tensor, weight: Tensor) -> bool:
+    x = torch.randn(LARGER[0], weight.shape[1], generator=torch.Generator().manual_seed(0))
+    expected = multiply(x, weight)
+    trials = (1, 2, TILE - 1, TILE, TILE + 1, *LARGER)
+    return all(torch.equal(_multiply_packed(x[:n], packed, weight), expected[:n]) for n in trials)
 
 
 class Packed(NamedTuple):
@@ -87,10 +94,20 @@ def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int)
     """
     if device != HOST:
         return (TILE,)
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, shape[1], generator=generator).to(dtype) for n in (LARGER[0], shape[0]))
-    expected = torch.cat([part @ weight.t() for part in x.split(TILE)])
-    return (*(size for size in LARGER if torch.equal(x[:size] @ weight.t(), expected[:size])), TILE)
+
+    @functools.cache  # not made where nothing is left to try
+    def tried() -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, shape[1], generator=generator).to(dtype) for n in (LARGER[0], shape[0]))
+        return x, weight, torch.cat([part @ weight.t() for part in x.split(TILE)])
+
+    def is_equal(size: int) -> bool:
+        x, weight, expected = tried()
+        return torch.equal(x[:size] @ weight.t(), expected[:size])
+
+    name = f"{list(shape)} {dtype} {num_threads} threads"
+    trials = {size: functools.partial(is_equal, size) for size in LARGER}
+    return (*(n for n, trial in trials.items() if _STORE.outcome(f"{n} rows {name}", device, trial)), TILE)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

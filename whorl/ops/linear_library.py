@@ -1,17 +1,20 @@
 """torch's own product for many rows, wherever a trial has shown that it has the bits of our kernels.
 
 A library picks its kernel by shape, and some of them split K. So row counts are padded to a multiple, which leaves few
-of them, and each (rows, N, K) is tried once, when it first comes. One that is not equal is left to our kernel, as is
-one that first comes while a graph is recorded.
+of them, and each (rows, N, K) is tried once, when it first comes; what was found is kept on disk for the next start.
+One that is not equal is left to our kernel, as is one that first comes while a graph is recorded.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from whorl.device import accelerator, is_recording
+
+from ._trial_store import TrialStore
 
 MULTIPLE = 128  # rows
 ALIGNMENT = 16  # bytes: with less, a library takes other kernels
@@ -30,6 +33,7 @@ class Shape(NamedTuple):
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _trials: dict[Shape, bool] = {}  # whether torch's product is equal
+_STORE = TrialStore("linear_library", __file__, str(Path(__file__).with_name("linear_triton.py")))
 
 
 def multiply(x: Tensor, weight: Tensor, ours: Product) -> Tensor | None:
@@ -38,7 +42,7 @@ def multiply(x: Tensor, weight: Tensor, ours: Product) -> Tensor | None:
         return None
     shape = _shape(x, weight)
     if shape not in _trials and not is_recording(x.device.type):
-        _trials[shape] = _is_equal(shape, weight, ours)
+        _trials[shape] = _STORE.outcome(_key(shape), x.device.type, lambda: _is_equal(shape, weight, ours))
     if not _trials.get(shape, False):
         return None
     count = len(x)
@@ -66,6 +70,15 @@ def _shape(x: Tensor, weight: Tensor) -> Shape:
     )
     (columns, length), rows = weight.shape, len(x) + -len(x) % MULTIPLE
     return Shape(rows, columns, length, x.dtype, x.device, bool(may_round))
+
+
+def _key(shape: Shape) -> str:
+    """With the card's own name: a machine may have several kinds."""
+    module = accelerator(shape.device.type)
+    assert module is not None
+    sizes = f"{shape.rows}x{shape.columns}x{shape.length}"
+    rounds = "may round sums" if shape.may_round_sums else "keeps sums"
+    return f"{sizes} {shape.dtype} {module.get_device_name(shape.device)} {rounds}"
 
 
 def _is_equal(shape: Shape, weight: Tensor, ours: Product) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whorl.engine.sequence import AllowError
 
-from .engine_thread import EngineError, QueueFull
+from .engine_thread import EngineError, QueueFull, WarmingUp
 from .hosts import refused_host
 from .running import Running
 
@@ -26,6 +27,7 @@ DONE = "data: [DONE]\n\n"  # what a stream of events ends with
 # What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 KEY_NUMBER = "whorl.key_number"  # in a request's scope: whose it is
+_LONGEST_WAIT = 30  # seconds, before a client asks again whether the server is ready
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
 
 
@@ -49,6 +51,9 @@ class ApiError(Exception):
             return error
         if isinstance(error, QueueFull):
             return cls(429, f"{error}. Try again later.", code="queue_full", headers={"Retry-After": "1"})
+        if isinstance(error, WarmingUp):
+            wait = str(max(1, min(_LONGEST_WAIT, math.ceil(error.seconds))))
+            return cls(503, f"{error}. Try again later.", code="warming_up", headers={"Retry-After": wait})
         if isinstance(error, EngineError):
             return cls(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
         if isinstance(error, TimeoutError):

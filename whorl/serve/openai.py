@@ -176,7 +176,9 @@ def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Pro
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":
     from whorl.engine.llm import LLM
 
-    return LLM(model, engine, speculate=drafting.proposer(engine.device), draft_length=drafting.draft_length)
+    speculate = drafting.proposer(engine.device)
+    # It warms up when the server listens, which then says how far it is.
+    return LLM(model, engine, speculate=speculate, draft_length=drafting.draft_length, warm=False)
 
 
 def run(model: str | Path | None = None, engine: EngineSettings | None = None, **options: Any) -> int:
@@ -202,8 +204,10 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
     if not is_loopback(host) and not settings.keys:
         _LOG.warning("%s can be reached from other machines, and there is no --api-key: anybody may ask", host)
     listeners = listen(host, port)
-    where = f"[{host}]" if ":" in host else host
-    _LOG.info("serving %s at http://%s:%d/v1", settings.names[0], where, listeners[0].getsockname()[1])
+    where = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/v1"
+    if (kind := app.state.service.warmup) != "off":
+        _LOG.info("warming up (%s): %s answers 503 until it is ready", kind, where)
+    engine.on_ready = lambda: _LOG.info("ready: serving %s at %s", settings.names[0], where)
     server.run(sockets=list(listeners))
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
+from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
-from .engine_thread import EngineThread
+from .engine_thread import EngineThread, WarmingUp
 from .gate import KEY_NUMBER, ApiError
 from .logprobs import TokenTexts
 from .media_intake import MediaIntake
@@ -43,7 +44,10 @@ class Service:
             tokenizer = tokenizer.with_template(settings.chat_template)
         self.tokenizer: Tokenizer = tokenizer
         self.metrics = Metrics(settings.names[0], llm.stats)
-        self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue)
+        self.warmup: Kind = "off" if llm.warmed else kind_for(llm.settings.warmup, llm.runner.device, is_server=True)
+        steps = WarmUp(llm, self.warmup).run()
+        warming = steps if self.warmup == "off" else shown(steps)
+        self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue, warming=warming)
         self.running = Running()
         state = {"tokenizer": self.tokenizer.state(), "vocab_size": llm.vocab_size, "memory": settings.job_memory}
         self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)
@@ -179,16 +183,21 @@ class Service:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
         return about | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
 
-    async def health(self) -> dict[str, str]:
-        """200 while the engine answers."""
-        self.engine.check()
+    async def health(self) -> Response:
+        """200 while the engine answers; before it does, 503 with how far its warm-up is."""
+        try:
+            self.engine.check()
+        except WarmingUp as error:
+            refused, at = ApiError.of(error), error.progress
+            body = {"status": "warming_up", "done": at.done if at else 0, "total": at.total if at else None}
+            return JSONResponse(body | refused.body(), refused.status, headers=dict(refused.headers or {}))
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:
             raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
         for pool in (self._prompts, self._schemas):
             if (what := pool.stuck(self.settings.stall_seconds)) is not None:
                 raise ApiError(503, what, code="workers_stalled")
-        return {"status": "ok"}
+        return JSONResponse({"status": "ok"})
 
     async def prometheus(self) -> Response:
         """Counters in Prometheus's text format."""

@@ -2,7 +2,7 @@
 have sampled stay. Acceptance is in `whorl.engine.sampler`: no draft, however bad, changes the output.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +34,10 @@ class Proposer(Protocol):
     def cost(self, *, seconds: float) -> Mapping[int, float]:
         """Seconds to draft one token by number of sequences, found in about `seconds`; empty: next to nothing."""
         return {}
+
+    def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
+        """What to run before the first draft, each with words for it: sizes that up to so many sequences need."""
+        return ()
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse a target that this proposer cannot draft for, with a ValueError."""

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +56,29 @@ class Forward:
                 times.append(time.perf_counter() - start)
             found[count] = statistics.median(times[1:])  # the first one warms up
         return found
+
+    def graph_rows(self, max_num_seqs: int) -> list[int]:
+        """Sizes of calls that draft a token for each of up to so many sequences."""
+        last = next((rows for rows in _GRAPH_ROWS if rows >= max_num_seqs), _GRAPH_ROWS[-1])
+        return [rows for rows in _GRAPH_ROWS if rows <= last]
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """A call that drafts, recorded where calls are; nothing is written."""
+        self.model.logits(self._run(self._blank(rows, num_keys=1)))
+
+    @torch.inference_mode()
+    def warm_up_prompt(self, length: int) -> None:
+        """The tokens of one prompt; nothing is written."""
+        blank = self._blank(length, num_keys=length)
+        step = replace(
+            blank,
+            positions=torch.arange(length, device=self.device),
+            block_tables=blank.block_tables[:1],
+            query_starts=torch.cat([blank.query_starts[:1], blank.query_starts[-1:]]),
+            context_lens=blank.context_lens[:1] * length,
+        )
+        self._run(step)
 
     def _lay_out(self, spans: Sequence[Span]) -> Step:
         tokens, positions, slots, tables = [], [], [], []

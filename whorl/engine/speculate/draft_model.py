@@ -3,8 +3,9 @@
 Nothing here decides what is generated. A draft model that lags, runs out of blocks or guesses wrong costs time only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,14 @@ class DraftModel(Proposer):
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
         return measure_cost(self._forward, _COST_ROWS, seconds)
+
+    def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
+        for rows in self._forward.graph_rows(max_num_seqs):
+            yield f"draft of {rows}", partial(self._forward.warm_up, rows)
+        size = min(self.max_num_batched_tokens, self.max_len)
+        while size:
+            yield f"draft model's prompt of {size}", partial(self._forward.warm_up_prompt, size)
+            size //= 2
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:

@@ -72,7 +72,7 @@ def load_model(
             checkpoint = checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
-        fill(model.to_empty(device=device), checkpoint, progress=progress, unpack=unpack)
+        fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
 
@@ -105,7 +105,14 @@ def build(
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
     model.ignored = (*model.ignored, *found.ignored)
-    return model.to_empty(device=device).eval()
+    return _allocated(model, torch.device(device)).eval()
+
+
+def _allocated(model: Any, device: torch.device) -> Any:
+    """As `to_empty`, which asks meta tensors for `empty_like`: that imports sympy, half a second of every start."""
+    if device.type == "meta":
+        return model
+    return model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
 
 
 def random_model(

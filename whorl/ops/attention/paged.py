@@ -12,8 +12,10 @@ from .._check import check_cache, check_lengths, check_tables
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
+from .._trial_store import TrialStore
 from . import paged_torch_npu
 
+_STORE = TrialStore("paged_attention", __file__)
 ROWS = 32  # of queries and heads in the product whose bits a row always has; fewer are padded
 MORE_ROWS = 256  # of one product where a trial shows the same bits
 KEYS = 256  # of every product, cut at multiples of their position
@@ -139,6 +141,11 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
     """Rows of a tile in which a row has the bits that it has among ROWS, by trial, the most first; see `linear`."""
     if device != HOST:
         return (ROWS,)
+    name = f"{list(shape)} {dtype} {num_threads} threads"
+    return (MORE_ROWS, ROWS) if _STORE.outcome(name, device, lambda: _is_equal(shape, dtype)) else (ROWS,)
+
+
+def _is_equal(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     heads, dim = shape
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
@@ -146,7 +153,7 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
     tiles = [(part, place._replace(at=i * ROWS, size=ROWS)) for i, part in enumerate(q.split(ROWS, 1))]
     parts = [_tile(part, k, v, at, 0)[0] for part, at in tiles]
     whole = _tile(q, k, v, place, 0)[0]
-    return (MORE_ROWS, ROWS) if torch.equal(whole, torch.cat(parts, 1)) else (ROWS,)
+    return torch.equal(whole, torch.cat(parts, 1))
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:

@@ -1,0 +1,271 @@
+"""`whorl bench decode` with --context, --profile and --first: what it fills, whose a kernel is, what is late."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from whorl.bench import decode, decode_command, decode_profile, first_steps, step_trace
+from whorl.bench.decode import Settings
+from whorl.bench.decode_options import DecodeOptions
+from whorl.bench.decode_profile import marked, part_bytes
+from whorl.bench.step_trace import Kernel, as_launched, kernels, segments
+from whorl.cli import app
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.roofline import step_bytes
+from whorl.engine.settings import EngineSettings
+from whorl.engine.weights import build, random_model
+from whorl.models.llama import Llama
+from whorl.models.qwen3 import Qwen3
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *arguments])
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(Qwen3.tiny(num_experts=8, max_position_embeddings=256) | {"dtype": "float32"}))
+    return str(path)
+
+
+# ---- contexts
+
+
+def test_rows_of_every_context(shape: str) -> None:
+    arguments = ["--random-config", shape, "--batch", "1,2", "--context", "5,90", "--tokens", "2", "--repeats", "1"]
+    document = json.loads(run(*arguments, "--json").stdout)
+    rows = document["decode"]
+    assert [(row["context"], row["batch"]) for row in rows] == [(5, 1), (5, 2), (90, 1), (90, 2)]
+    per_key = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
+    assert rows[2]["bytes_per_step"] - rows[0]["bytes_per_step"] == 85 * per_key
+    assert "keys" in run(*arguments).stdout
+
+
+def settings(shape: str, **changes: Any) -> Settings:
+    given = {"num_tokens": 4, "batch": "2", "engine": EngineSettings(device="cpu")}
+    return Settings.resolve(random_config=shape, **(given | changes))
+
+
+def test_a_filled_cache_computes_no_prompt(shape: str) -> None:
+    asked = settings(shape, context="100")
+    model: Any = decode.load(asked)[0]
+    llm = decode.engine(model, 2, 100, asked)
+    lengths: list[int] = []
+    real = llm.runner.run_call
+    llm.runner.run_call = lambda call: (lengths.append(call.size[0]), real(call))[1]  # type: ignore[method-assign]
+    sequences = decode.start(llm, model.vocab_size, 2, 100, 4)
+    assert lengths == [2], "the last token of each prompt, at once"
+    assert [len(seq.token_ids) for seq in sequences] == [101, 101]
+    assert all(bool(cache.k.any()) and bool(cache.k.isfinite().all()) for cache in llm.runner.caches)
+    while llm.has_work:
+        llm.step()
+    assert llm.pool.num_used == 0
+
+
+def test_without_a_context_prompts_are_computed(shape: str) -> None:
+    asked = settings(shape)
+    model: Any = decode.load(asked)[0]
+    llm = decode.engine(model, 2, decode.CONTEXT, asked)
+    assert type(llm.pool).__name__ == "BlockPool"
+    assert asked.rows == [(decode.CONTEXT, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--context 0", "--context 0: expected numbers such as"),
+        ("--context 250 --tokens 8", "has 256 positions: say fewer"),
+        ("--context 20 --verify", "is about plain decoding, and not --verify"),
+        ("--profile --first", "--profile and --first: say one of them"),
+        ("--warmup full", "--warmup full is about a start: add --first"),
+        ("--profile --pld-k 3", "is about drafting"),
+    ],
+)
+def test_refusals(shape: str, arguments: str, message: str) -> None:
+    result = run("--random-config", shape, *arguments.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_device_that_the_profiler_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_profile.devices, "accelerator", lambda device: torch)
+    with pytest.raises(ValueError, match="profiler knows no kernels of npu"):
+        decode_profile.need_profiler("npu")
+    decode_profile.need_profiler("cuda")
+
+
+# ---- profiles
+
+
+def mark(part: str, start: float, end: float) -> dict[str, Any]:
+    return {"cat": "user_annotation", "name": f"whorl part {part}", "ts": start, "dur": end - start}
+
+
+def launch(number: int, at: float) -> dict[str, Any]:
+    return {"cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": at, "dur": 1, "args": {"correlation": number}}
+
+
+def kernel(number: int, name: str, start: float, end: float, cat: str = "kernel") -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": start, "dur": end - start, "args": {"correlation": number}}
+
+
+STEP = [
+    mark("step", 0, 100),
+    mark("attention", 10, 40),
+    mark("qkv product", 12, 20),
+    mark("experts", 50, 70),
+    mark("head", 80, 85),
+]
+
+
+def test_time_belongs_to_the_innermost_mark() -> None:
+    found = [(piece.start, piece.end, piece.part) for piece in segments(STEP)]
+    assert found == [
+        (0, 10, "inputs"),
+        (10, 12, "attention"),
+        (12, 20, "qkv product"),
+        (20, 40, "attention"),
+        (40, 50, "other"),
+        (50, 70, "experts"),
+        (70, 80, "other"),
+        (80, 85, "head"),
+        (85, 100, "sampling"),
+    ]
+    second = [event | {"ts": event["ts"] + 100} for event in STEP]  # without a gap between the steps
+    assert [piece.part for piece in segments(STEP + second)] == [part for _, _, part in found] * 2
+    assert sum(each.us for each in step_trace.host_parts(STEP + second)) == 200
+
+
+def test_calls_on_the_host_are_counted_once() -> None:
+    ops = [("aten::linear", 12, 18), ("aten::mm", 13, 17), ("aten::softmax", 25, 30), ("aten::argmax", 90, 91)]
+    events = STEP + [{"cat": "cpu_op", "name": name, "ts": start, "dur": end - start} for name, start, end in ops]
+    assert step_trace.num_calls(events) == {"qkv product": 1, "attention": 1, "sampling": 1}
+
+
+def test_kernels_belong_to_the_part_that_launched_them() -> None:
+    """They run later than their launches, overlap, and one is a copy."""
+    events = [
+        *STEP,
+        *(launch(number, at) for number, at in enumerate((5, 15, 30, 55, 60, 65, 82, 95))),
+        kernel(0, "Memcpy HtoD", 200, 210, "gpu_memcpy"),
+        kernel(1, "_few_kernel", 210, 230),
+        kernel(2, "_decode_kernel", 225, 250),  # began before the one ahead of it had ended
+        kernel(3, "_gate_up_few_kernel", 260, 280),
+        kernel(4, "_down_few_kernel", 280, 290),
+        kernel(5, "_combine_kernel", 290, 295),
+        kernel(6, "_few_kernel", 300, 340),
+        kernel(7, "_draw_kernel", 340, 342),
+        kernel(99, "_unknown", 342, 343),
+    ]
+    assert kernels(events) == [
+        Kernel("Memcpy HtoD", "inputs", 10),
+        Kernel("_few_kernel", "qkv product", 20),
+        Kernel("_decode_kernel", "attention", 20),
+        Kernel("_gate_up_few_kernel", "experts gate/up", 20),
+        Kernel("_down_few_kernel", "experts down", 10),
+        Kernel("_combine_kernel", "experts combine", 5),
+        Kernel("_few_kernel", "head", 40),
+        Kernel("_draw_kernel", "sampling", 2),
+        Kernel("_unknown", "other", 1),
+    ]
+
+
+def test_a_replay_takes_the_parts_of_the_launches() -> None:
+    eager = [Kernel(name, part, 9.0) for name, part in zip("abacd", ("q", "att", "o", "x", "head"), strict=True)]
+    replayed = [Kernel(name, "other", i) for i, name in enumerate("abzacd")]  # one more than was launched
+    found = as_launched(replayed, eager)
+    assert [each.part for each in found] == ["q", "att", "other", "o", "x", "head"]
+    assert [each.us for each in found] == list(range(6)), "times are the replay's own"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_bytes_of_the_parts_are_those_of_the_step(tied: bool, kind: str) -> None:
+    make = Llama if kind == "dense" else Qwen3
+    changes = {"num_experts": 8} if kind == "experts" else {}
+    model = build(make.tiny(tie_word_embeddings=tied, **changes), device="meta", dtype=torch.float32)
+    for seen in (set(), {"experts down"}):
+        found = part_bytes(model, 3, 50, seen)
+        assert sum(found.values()) == pytest.approx(step_bytes(model, batch=3, context=50))
+        assert found["attention"] == 3 * 2 * 51 * (2 * 2 * (16 if kind == "experts" else 8) * 4)
+        if kind == "experts":
+            assert ("experts down" in found) == bool(seen)
+            assert not seen or found["experts gate/up"] == pytest.approx(2 * found["experts down"])
+
+
+def test_marks_are_gone_afterwards() -> None:
+    model: Any = random_model(Qwen3.tiny(num_experts=8), device="cpu", dtype=torch.float32)
+    with marked(model):
+        assert "logits" in vars(model)
+        assert model.model.layers[0].self_attn._forward_hooks
+    assert "logits" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_profile_on_the_host(shape: str) -> None:
+    arguments = ["--random-config", shape, "--profile", "--batch", "2", "--context", "40", "--tokens", "16"]
+    document = json.loads(run(*arguments, "--json").stdout)
+    (found,) = document["profiles"]
+    parts = {row["part"]: row for row in found["parts"]}
+    needed = {"norms", "qkv product", "attention", "output product", "router", "experts", "head", "sampling"}
+    assert needed <= set(parts)
+    assert found["how"] == "host"
+    assert sum(row["us"] for row in found["parts"]) == pytest.approx(found["step_us"])
+    layers = {part: row["us_per_layer"] for part, row in parts.items()}
+    assert layers["head"] is None
+    assert layers["qkv product"] == pytest.approx(parts["qkv product"]["us"] / 2)
+    assert all(parts[part]["launches"] >= 1 for part in needed)
+    assert 0 < parts["attention"]["share_of_roofline"] < 1
+    text = decode_profile.render(document)
+    assert "us a layer" in text
+    assert "batch 2, 40 keys" in text
+
+
+# ---- a start
+
+
+def test_a_start_phase_by_phase(shape: str) -> None:
+    sizes = ["--random-config", shape, "--batch", "3", "--context", "30", "--tokens", "5", "--prompt-tokens", "16"]
+    result = run(*sizes, "--first", "--warmup", "full", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    phases = {row["phase"]: row["seconds"] for row in document["phases"]}
+    for phase in ("weights", "cache and runner", "warm-up: record", "warm-up: compile", "warm-up: sample"):
+        assert phases[phase] >= 0
+    assert document["warmup"] == "full"
+    load = document["load"]
+    assert (load["requests"], load["late_steps"]) == (6, 0)
+    assert load["steps"] > 5
+    text = first_steps.render(document)
+    assert "together" in text
+    document["load"]["late_steps"] = 1
+    assert not first_steps.is_good(document)
+    assert first_steps.is_good(document | {"warmup": "short"})
+
+
+def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU recorded graphs, and nothing had been warmed up."""
+    from whorl.engine import runner
+
+    monkeypatch.setattr(runner, "record_graph", lambda device, function, pool=None: function)
+    monkeypatch.setattr(runner, "wants_graphs", lambda device, asked: True)
+    asked = settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16)
+    off = first_steps.run(asked)
+    assert off["warmup"] == "off"
+    assert off["load"]["late_steps"] > 0
+    assert any("graphs" in what for step in off["load"]["slow"] for what in step["late"])
+    engine = asked.engine.changed(warmup="full")
+    warm = first_steps.run(settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16, engine=engine))
+    assert warm["load"]["late_steps"] == 0
+
+
+def test_every_mode_has_its_work(shape: str) -> None:
+    for mode in ("profile", "first"):
+        options = DecodeOptions(random_config=shape, **{mode: True})
+        assert callable(decode_command.prepare(None, options, EngineSettings(device="cpu"), DraftOptions()))

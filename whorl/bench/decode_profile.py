@@ -1,0 +1,248 @@
+"""`whorl bench decode --profile`: where the time of a decode step goes, by part of a layer."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from whorl import device as devices
+from whorl.bench import step_trace
+from whorl.bench.columns import table
+from whorl.bench.decode import Settings, engine, header, load, start
+from whorl.bench.decode_report import render_header, size
+from whorl.bench.progress import Progress
+from whorl.bench.provenance import Document
+from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
+from whorl.engine.llm import LLM
+from whorl.engine.roofline import copy_bandwidth
+from whorl.nn import weighted
+
+_STEPS = 8  # that are traced
+_WARM = 4  # steps before
+# Parts by the last name of a module; what a module does outside of those inside it is its own part.
+_MODULES = {
+    "embed_tokens": "embedding",
+    "input_layernorm": "norms",
+    "post_attention_layernorm": "norms",
+    "norm": "norms",
+    "self_attn": "attention",
+    "qkv_proj": "qkv product",
+    "o_proj": "output product",
+    "gate": "router",
+    "experts": EXPERTS,
+    "gate_up_proj": "gate/up product",
+    "down_proj": "down product",
+    "lm_head": HEAD,
+}
+_ONCE = ("embedding", HEAD, step_trace.SAMPLING, step_trace.INPUTS)  # in a step, not in a layer
+_ORDER = (
+    *("inputs", "embedding", "norms", "qkv product", "attention", "output product", "router", EXPERTS, "experts sort"),
+    *("experts gate/up", "experts down", "experts combine", "gate/up product", "feed-forward", "down product"),
+    *(HEAD, "sampling", "other"),
+)
+
+
+def part_of(name: str, module: Any) -> str | None:
+    """Of a layer's module by its name; None: no part of its own."""
+    last = name.rpartition(".")[2]
+    if last == "mlp":
+        return "router" if hasattr(module, "experts") else "feed-forward"
+    return _MODULES.get(last)
+
+
+@contextlib.contextmanager
+def marked(model: Any) -> Iterator[None]:
+    """While it lasts, the parts of the model's calls are marked in traces."""
+    handles = []
+    for name, module in model.named_modules():
+        if (part := part_of(name, module)) is not None:
+            handles += _mark(module, part)
+    logits = model.logits
+
+    def marked_logits(hidden: torch.Tensor) -> torch.Tensor:
+        with record_function(MARK + HEAD):
+            return logits(hidden)  # type: ignore[no-any-return]
+
+    model.logits = marked_logits
+    try:
+        yield
+    finally:
+        del model.logits  # the class's own is there again
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(module: Any, part: str) -> list[Any]:
+    open_marks: list[Any] = []
+
+    def before(module: Any, given: Any) -> None:
+        mark = record_function(MARK + part)
+        mark.__enter__()
+        open_marks.append(mark)
+
+    def after(module: Any, given: Any, result: Any) -> None:
+        open_marks.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def need_profiler(device: str) -> None:
+    if devices.accelerator(device) is not None and not hasattr(ProfilerActivity, device.upper()):
+        raise ValueError(f"--profile: torch's profiler knows no kernels of {device}: leave it out, or say --device cpu")
+
+
+def run(settings: Settings) -> Document:
+    """{"header": ..., "profiles": [{"batch", "context", "how", "step_us", "parts": [...]}]}."""
+    with Progress(1 + len(settings.rows)) as progress:
+        with progress(f"weights of {settings.name}"):
+            model, tokenizer = load(settings)
+        vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+        profiles = []
+        for context, batch in settings.rows:
+            with progress(f"profile, batch {batch}, {context} keys"):
+                profiles.append(_profile(model, vocab_size, batch, context, settings))
+        return {"header": header(settings, model), "profiles": profiles}
+
+
+def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: Settings) -> Document:
+    is_host = devices.accelerator(settings.device) is None
+    read = _host_parts if is_host else _kernels
+
+    def traced(**changes: Any) -> tuple[list[Kernel], dict[str, int]]:
+        llm = engine(model, batch, context, settings, run_ahead=False, **changes)
+        start(llm, vocab_size, batch, context, settings.num_tokens)
+        return read(_trace(llm))
+
+    with marked(model):
+        found, calls = traced(use_graphs=None if is_host else False)
+    how = "host" if is_host else "eager"
+    if not is_host and devices.use_graphs(settings.device, settings.engine.use_graphs):
+        replayed, _ = traced()
+        found, how = step_trace.as_launched(replayed, found), "graph"
+        calls = _count(found)
+    parts = _parts(model, found, calls, batch, context + settings.num_tokens // 2, settings.device)
+    return {
+        "batch": batch,
+        "context": context,
+        "how": how,
+        "step_us": sum(kernel.us for kernel in found) / _STEPS,
+        "parts": parts,
+    }
+
+
+def _trace(llm: LLM) -> list[Event]:
+    """Of `_STEPS` steps. On an accelerator the trace is of both sides."""
+    activities = [ProfilerActivity.CPU]
+    if devices.accelerator(llm.runner.device) is not None:
+        activities.append(getattr(ProfilerActivity, llm.runner.device.upper()))
+    for _ in range(_WARM):
+        llm.step()
+    devices.synchronize(llm.runner.device)
+    with profile(activities=activities) as found:
+        for _ in range(_STEPS):
+            with record_function(MARK + STEP):
+                llm.step()
+        devices.synchronize(llm.runner.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def _host_parts(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
+    return step_trace.host_parts(events), step_trace.num_calls(events)
+
+
+def _kernels(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
+    found = step_trace.kernels(events)
+    return found, _count(found)
+
+
+def _count(found: Sequence[Kernel]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for kernel in found:
+        counts[kernel.part] = counts.get(kernel.part, 0) + 1
+    return counts
+
+
+def _parts(
+    model: Any, found: Sequence[Kernel], calls: dict[str, int], batch: int, context: int, device: str
+) -> list[Document]:
+    """A row for each part, in the order of a layer."""
+    needed, rate = part_bytes(model, batch, context, {kernel.part for kernel in found}), copy_bandwidth(device)
+    num_layers = len(model.cache_specs())
+    rows = []
+    for part in sorted({kernel.part for kernel in found}, key=_place):
+        own = [kernel for kernel in found if kernel.part == part]
+        us = sum(kernel.us for kernel in own) / _STEPS
+        by_name: dict[str, float] = {}
+        for kernel in own:
+            by_name[kernel.name] = by_name.get(kernel.name, 0.0) + kernel.us / _STEPS
+        num_bytes = needed.get(part, 0.0)
+        rows.append(
+            {
+                "part": part,
+                "us": us,
+                "us_per_layer": None if part in _ONCE else us / num_layers,
+                "launches": calls.get(part, 0) / _STEPS,
+                "bytes": num_bytes,
+                "share_of_roofline": num_bytes / rate / (us * 1e-6) if num_bytes and us else None,
+                "kernels": by_name,
+            }
+        )
+    return rows
+
+
+def _place(part: str) -> tuple[int, str]:
+    return (_ORDER.index(part) if part in _ORDER else len(_ORDER), part)
+
+
+def part_bytes(model: Any, batch: int, context: int, seen: set[str]) -> dict[str, float]:
+    """That each part must move in a step. Experts are one part, or two where their kernels can be told apart."""
+    found: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in model.cache_specs())}
+    modules = dict(model.named_modules())
+    is_tied = "lm_head" not in modules
+    for name, layer in weighted(model):
+        part = part_of(name, modules[name]) or step_trace.OTHER
+        if part == "embedding" and is_tied:
+            part = HEAD  # its rows are next to nothing beside it
+        num_bytes = layer.step_bytes(batch)
+        if part == EXPERTS and "experts down" in seen:
+            up, down = (getattr(layer, each).num_values for each in ("gate_up_proj", "down_proj"))
+            for each, values in (("experts gate/up", up), ("experts down", down)):
+                found[each] = found.get(each, 0.0) + num_bytes * values / (up + down)
+            continue
+        found[part] = found.get(part, 0.0) + num_bytes
+    return found
+
+
+HOW = {
+    "graph": "kernels of a replayed step",
+    "eager": "kernels of a step that is launched one by one",
+    "host": "time on the host; launches are calls of torch's operators",
+}
+
+
+def render(document: Document) -> str:
+    lines = render_header(document["header"])
+    for found in document["profiles"]:
+        total = found["step_us"]
+        about = f"batch {found['batch']}, {found['context']} keys: {total:.1f} us a step; {HOW[found['how']]}"
+        cells = [["part", "us", "us a layer", "share", "launches", "must move", "of roofline"]]
+        cells += [_cells(row, total) for row in found["parts"]]
+        lines += ["", about, *table(cells)]
+    return "\n".join(lines)
+
+
+def _cells(row: Document, total: float) -> list[str]:
+    layer = "" if row["us_per_layer"] is None else f"{row['us_per_layer']:.2f}"
+    roofline = "" if row["share_of_roofline"] is None else f"{row['share_of_roofline']:.1%}"
+    moved = size(row["bytes"]) if row["bytes"] else ""
+    cells = [row["part"], f"{row['us']:.1f}", layer, f"{row['us'] / total:.1%}", f"{row['launches']:.1f}"]
+    return [*cells, moved, roofline]

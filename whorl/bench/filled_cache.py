@@ -1,0 +1,36 @@
+"""Engines whose sequences find their keys in the cache: nothing waits for long prompts before decoding is timed.
+
+The blocks hold random numbers, not what the model would have written: attention takes as long for either.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from whorl.engine.blocks import BlockPool
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import Sequence
+
+
+class _FilledPool(BlockPool):
+    """Gives out blocks as if they held all of a prompt but its last token, whose logits are needed."""
+
+    def admit(self, seq: Sequence, *, reserve: int = 0) -> bool:
+        is_admitted = super().admit(seq, reserve=reserve)
+        if is_admitted:
+            seq.num_computed = len(seq.token_ids) - 1
+        return is_admitted
+
+
+def fill(llm: LLM) -> None:
+    """Whoever is admitted from now on has his prompt in the cache."""
+    for cache in llm.runner.caches:
+        generator: torch.Generator | None = None
+        for field in dataclasses.fields(cache):
+            values = getattr(cache, field.name)
+            if isinstance(values, Tensor) and values.is_floating_point():
+                generator = generator or torch.Generator(values.device).manual_seed(0)
+                values.normal_(generator=generator)
+    pool = llm.pool
+    llm.pool = llm.scheduler.pool = _FilledPool(pool.num_blocks, pool.block_size, use_prefix_cache=False)
