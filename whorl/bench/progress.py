@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Progress:
-    """`with Progress(3) as progress:`, then `with progress("what"):` around each of the three, or `say` and `advance`."""
+    """`with Progress(3) as progress:`, then `with progress("what"):` around each of the three; or `say`, `advance`."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import httpx
 
 # Short and common, so that a tokenizer has one token for nearly each of them.
-WORDS = (
+_TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
@@ -29,7 +29,8 @@ WORDS = (
     "light voice wife police mind difference period building action season paper value hope space decision term road "
     "animal support event table need court oil situation cost industry figure street image phone data picture practice "
     "piece land product doctor wall patient worker news test movie north love step model attention security"
-).split()
+)
+WORDS = tuple(_TEXT.split())
 _KEPT = 2.0  # seconds that an idle connection is used again: servers close theirs after 5
 _BEAT = 0.02  # seconds between looks at how late the event loop is
 _QUEUE = re.compile(r"^\w+:request_queue_time_seconds_(bucket|sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)

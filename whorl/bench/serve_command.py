@@ -1,44 +1,26 @@
 """What `whorl bench serve` makes of its options: a workload, whom it is sent to, and a row for each load."""
 
-import asyncio
 import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
 
-from whorl import device as devices
-from whorl.bench import serve_client, serve_engine, serve_report
+from whorl.bench import serve_report
 from whorl.bench.ops_report import need_plot
 from whorl.bench.progress import Progress
-from whorl.bench.provenance import Document, provenance
+from whorl.bench.provenance import Document
 from whorl.bench.serve_options import LoadOptions
-from whorl.bench.serve_record import Record, parse_slo, percentiles, summarize
+from whorl.bench.serve_record import Record, parse_slo, summarize
+from whorl.bench.serve_targets import Target, find_target
 from whorl.bench.workload import Lengths, Load, Request, Workload, parse_sweep, read_trace
 from whorl.engine.settings import EngineSettings
 
 DEFAULT_CONCURRENCY = 8
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-_OF_A_SERVER = ("api_key", "chat", "body")
 _LATE = 0.005  # seconds behind which the generator is too slow, where they are also 5% of the time to a first token
 
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
-OnEnd = Callable[[], None]
-
-
-class Target(Protocol):
-    """Whom requests go to."""
-
-    vocab_size: int
-
-    def header(self) -> Document: ...
-
-    def measure(
-        self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: OnEnd
-    ) -> tuple[list[Record], Document]:
-        """What came of each request, and more fields of the row."""
 
 
 def prepare(model: str | None, asked: LoadOptions, engine: EngineSettings) -> Work:
@@ -49,7 +31,7 @@ def prepare(model: str | None, asked: LoadOptions, engine: EngineSettings) -> Wo
     _check(model, asked, engine)
     loads, workload = _loads(asked), _workload(asked)
     slo = parse_slo(asked.slo) if asked.slo else {}
-    target = _target(model, asked, engine, workload)
+    target = find_target(model, asked, engine, workload)
     points = [
         Point(
             load,
@@ -88,23 +70,25 @@ def run(target: Target, points: Sequence[Point], asked: LoadOptions, slo: Mappin
     with Progress(sum(len(p.requests) + len(p.warmup) for p in points)) as progress, _records(asked.records) as write:
         for point in points:
             progress.say(f"{point.load}: warm-up")
-            if point.warmup:
-                count = min(len(point.warmup), point.load.concurrency or len(point.warmup))
-                together = Load(kind="concurrency", value=count)
-                warmed, _ = target.measure(together, point.warmup, None, progress.advance)
-                _refuse_failed_warmup(warmed)
+            num_failed = _warm_up(target, point, progress)
             progress.say(str(point.load))
             found, more = target.measure(point.load, point.requests, asked.seconds, progress.advance)
             write(point.load, found)
-            row = summarize(point.load, found, slo) | more
+            row = summarize(point.load, found, slo) | more | {"num_failed_warmup": num_failed}
             rows.append(row | {"warnings": _warnings(row, found, point, asked)})
     return {"header": header, "rows": rows}
 
 
-def _refuse_failed_warmup(warmed: Sequence[Record]) -> None:
-    """A load that cannot even warm up is not worth minutes."""
-    if warmed and all(record.failure is not None for record in warmed):
-        raise RuntimeError(f"bench serve: every warm-up request failed: {warmed[0].failure}: {warmed[0].message}")
+def _warm_up(target: Target, point: Point, progress: Progress) -> int:
+    """How many of the requests failed; a load that cannot even warm up is not worth minutes."""
+    if not point.warmup:
+        return 0
+    count = min(len(point.warmup), point.load.concurrency or len(point.warmup))
+    warmed, _ = target.measure(Load(kind="concurrency", value=count), point.warmup, None, progress.advance)
+    failed = [record for record in warmed if record.failure is not None]
+    if len(failed) == len(warmed):
+        raise RuntimeError(f"bench serve: every warm-up request failed: {failed[0].failure}: {failed[0].message}")
+    return len(failed)
 
 
 @contextlib.contextmanager
@@ -137,7 +121,7 @@ def _check(model: str | None, asked: LoadOptions, engine: EngineSettings) -> Non
         if model is not None and asked.random_config is not None:
             raise ValueError(f"bench serve: MODEL {model} and --random-config {asked.random_config}: say one of them")
         # A key may be in the environment for other commands.
-        if given := [name for name in _OF_A_SERVER[1:] if getattr(asked, name)]:
+        if given := [name for name in ("chat", "body") if getattr(asked, name)]:
             raise ValueError(f"bench serve: --{given[0]} is about a server: add --url")
     if asked.trace is not None:
         for name in ("input", "output", "shared_prefix"):
@@ -191,94 +175,6 @@ def _described(asked: LoadOptions) -> Document:
     return lengths | shared | counts | {"seed": asked.seed, "ignore_eos": asked.ignore_eos}
 
 
-# ---- whom it is sent to
-
-
-def _target(model: str | None, asked: LoadOptions, engine: EngineSettings, workload: Workload) -> Target:
-    if asked.url is None:
-        return InProcess(model, asked, engine, workload)
-    serve_client.need_httpx()
-    return OverHttp(model, asked)
-
-
-class InProcess:
-    def __init__(self, model: str | None, asked: LoadOptions, engine: EngineSettings, workload: Workload) -> None:
-        self._name, self._is_random = asked.random_config or model or DEFAULT_MODEL, asked.random_config is not None
-        self._ignore_eos = asked.ignore_eos
-        self._llm = serve_engine.load_engine(model, asked.random_config, engine)
-        self._ids = serve_engine.vocabulary(self._llm)
-        self.vocab_size = len(self._ids)
-        longest, limit = workload.longest, self._llm.max_model_len
-        if longest > limit and (workload.trace or longest < 2**31):
-            raise ValueError(
-                f"bench serve: requests have up to {longest} tokens, prompt and answer together; sequences of this "
-                f"engine have up to {limit}: ask for fewer, or say --max-seq or --cache-memory"
-            )
-
-    def header(self) -> Document:
-        device = self._llm.settings.device or devices.default_device()
-        weights = "random" if self._is_random else "loaded"
-        about = {"target": "in process", "model": self._name, "weights": weights}
-        return provenance(device) | about | {"engine": serve_engine.about(self._llm)}
-
-    def measure(
-        self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: OnEnd
-    ) -> tuple[list[Record], Document]:
-        before = self._llm.stats()
-        records = serve_engine.EngineLoad(
-            self._llm, self._ids, load, requests, seconds=seconds, ignore_eos=self._ignore_eos, on_end=on_end
-        ).run()
-        after = self._llm.stats()
-        counts = {name: after[name] - before[name] for name in ("num_steps", "num_preemptions")}
-        # A request is taken between steps; what it waits for one is in the queue's time.
-        return records, {"send_late_ms": None, "loop_late_ms": None, **counts}
-
-
-class OverHttp:
-    def __init__(self, model: str | None, asked: LoadOptions) -> None:
-        assert asked.url is not None
-        self._server = asyncio.run(
-            serve_client.find(
-                serve_client.Server(
-                    url=asked.url.rstrip("/").removesuffix("/v1"),
-                    model=model or "",
-                    api_key=asked.api_key,
-                    is_chat=asked.chat,
-                    ignore_eos=asked.ignore_eos,
-                    more=_body(asked.body),
-                    timeout=asked.timeout,
-                )
-            )
-        )
-        self.vocab_size = self._server.vocab_size
-
-    def header(self) -> Document:
-        server = self._server
-        prompts = "token ids of common words" if server.vocabulary else "words: a token each, or nearly"
-        about = {"target": f"{server.url}{server.path}", "model": server.model, "server_version": server.about}
-        return provenance(devices.HOST) | about | {"prompts": prompts, "body": server.more}
-
-    def measure(
-        self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: OnEnd
-    ) -> tuple[list[Record], Document]:
-        records, more = asyncio.run(serve_client.measure(self._server, load, requests, seconds, on_end))
-        late = {
-            "send_late_ms": percentiles(record.sent - record.due for record in records),
-            "loop_late_ms": percentiles(more["loop_late"]),
-        }
-        return records, late | {"queue_ms": more["queue"]}
-
-
-def _body(text: str | None) -> Document:
-    try:
-        found: Any = json.loads(text or "{}")
-    except ValueError as error:
-        raise ValueError(f"--body {text}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--body {text}: expected an object with names and values")
-    return found
-
-
 # ---- what to be careful about
 
 
@@ -286,14 +182,16 @@ def _warnings(row: Document, records: Sequence[Record], point: Point, asked: Loa
     found = []
     for kind, count in row["failures"].items():
         found.append(f"{count} of {row['num_requests']} requests failed: {kind}: {row['failure_messages'][kind]}")
+    if row["num_failed_warmup"]:
+        found.append(f"{row['num_failed_warmup']} of {len(point.warmup)} warm-up requests failed")
     found += _late(row)
     if num_short := sum(r.failure is None and r.num_output < r.asked_output for r in records):
         found.append(f"{num_short} answers are shorter than asked: lengths are not those of the workload")
     is_shared = asked.shared_prefix or asked.trace is not None
     if not is_shared and (row["cached_share"] or 0) > 0.02:
         found.append(
-            f"{row['cached_share']:.0%} of prompt tokens were in the prefix cache, and prompts share nothing: the server "
-            'has seen this workload before. Take another --seed, or --body \'{"cache_salt": "..."}\''
+            f"{row['cached_share']:.0%} of prompt tokens were in the prefix cache, and prompts share nothing: the "
+            'server has seen this workload before. Take another --seed, or --body \'{"cache_salt": "..."}\''
         )
     if asked.seconds is not None and point.load.kind == "concurrency" and len(records) == len(point.requests):
         found.append(f"all {len(records)} requests were sent before --seconds were over: say --requests with more")
@@ -310,6 +208,6 @@ def _late(row: Document) -> Iterator[str]:
         late = (row[name] or {}).get("p99", 0.0) / 1e3
         if late > max(_LATE, 0.05 * ttft):
             yield (
-                f"the generator {what} up to {late * 1e3:.0f} ms late (p99): it was too slow, or had too little of a CPU; "
-                "give it a machine of its own, or ask for less"
+                f"the generator {what} up to {late * 1e3:.0f} ms late (p99): it was too slow, or had too little of a "
+                "CPU; give it a machine of its own, or ask for less"
             )

@@ -33,7 +33,9 @@ class LoadOptions:
     sweep: str | None = option(
         None, "One measurement each: concurrency=1,2,4,8 or rate=0.5,1,2.", metavar="NAME=N,N", panel=ARRIVALS
     )
-    requests: int | None = option(None, "Of one measurement. Default: 64, or what --seconds takes.", least=1)
+    requests: int | None = option(
+        None, "Of one measurement. Default: 64, or what --seconds takes.", least=1, panel=ARRIVALS
+    )
     seconds: float | None = option(None, "No request begins later than this.", above=0, panel=ARRIVALS)
     input: str | None = option(
         None,
@@ -50,22 +52,27 @@ class LoadOptions:
     )
     shared_prefix: int = option(0, "Tokens before each prompt that others have, too.", least=0, panel=LENGTHS)
     prefixes: int = option(1, "Different ones of those.", least=1, panel=LENGTHS)
-    seed: int = option(0, "Of the workload: the same one gives the same requests at the same times.", least=0)
+    seed: int = option(0, "Of the workload: the same one, the same requests at the same times.", least=0, panel=LENGTHS)
     chat: bool = option(False, "With --url: /v1/chat/completions instead of /v1/completions.", panel=ASKED)
     body: str | None = option(
         None, 'With --url: more fields of every request: {"cache_salt": "2"}.', metavar="JSON", panel=ASKED
     )
     ignore_eos: bool = option(
-        True, "Ask for all tokens of an answer, wherever the model would end.", "--ignore-eos/--no-ignore-eos"
+        True,
+        "Ask for all tokens of an answer, wherever the model would end.",
+        "--ignore-eos/--no-ignore-eos",
+        panel=ASKED,
     )
-    warmup_requests: int = option(4, "Requests before each measurement that do not count.", least=0)
+    warmup_requests: int = option(4, "Requests before each measurement that do not count.", least=0, panel=ARRIVALS)
     timeout: float = option(
         120.0, "With --url: seconds without a word after which a request has failed.", above=0, panel=ASKED
     )
     slo: str | None = option(
         None, "What a good request keeps, in ms: ttft=500,itl=50; also tpot, e2e.", metavar="NAME=MS,..", panel=FOUND
     )
-    records: Path | None = option(None, "Write what was measured of each request, a line each.", metavar="FILE")
+    records: Path | None = option(
+        None, "Write what was measured of each request, a line each.", metavar="FILE", panel=FOUND
+    )
     plot: Path | None = option(None, "Write a chart over the load.", metavar="FILE", panel=FOUND)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """What was measured of each request of a load, and what all of them come to.
 
-Times are seconds of the generator's clock. A request's tokens come in pieces: `arrivals` has the moment and the number of
-tokens of each. The tokens of one piece share the wait for it, so that latencies between tokens are counted by tokens,
-and a request's add up to the time from its first token to its last.
+Times are seconds of the generator's clock. A request's tokens come in pieces: `arrivals` has the moment and the number
+of tokens of each. The tokens of one piece share the wait for it, so that latencies between tokens are counted by
+tokens, and a request's add up to the time from its first token to its last.
 """
 
 import math
@@ -128,7 +128,7 @@ def percentiles(seconds: Iterable[float | None]) -> Document | None:
 
 
 def summarize(load: Load, records: Sequence[Record], slo: Mapping[str, float]) -> Document:
-    """A row of the document. Latencies and tokens are those of requests that went well; failures are counted by kind."""
+    """A row of the document. Latencies and tokens are of requests that went well; failures are counted by kind."""
     good = [record for record in records if record.failure is None]
     seconds = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     seconds = max(seconds, 1e-9)

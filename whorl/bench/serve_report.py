@@ -6,7 +6,7 @@ from typing import Any
 
 from whorl.bench.provenance import Document, render_provenance
 
-WIDTH = 118
+WIDTH = 120
 LATENCIES = (
     ("ttft_ms", "first token"),
     ("itl_ms", "between tokens"),
@@ -61,8 +61,8 @@ def _table(*columns: str) -> Any:
 
 def _throughput(rows: list[Document]) -> Any:
     has_slo = rows[0]["goodput"] is not None
-    names = ["load", "good", "failed", "seconds", "requests/s", "input tok/s", "output tok/s", "cached", "tokens/piece"]
-    table = _table(*names, *(["goodput/s", "within"] if has_slo else []))
+    names = ["load", "good", "failed", "seconds", "req/s", "input tok/s", "output tok/s", "cached", "tok/piece"]
+    table = _table(*names, *(["good/s", "within"] if has_slo else []))
     for row in rows:
         cached = "not told" if row["cached_share"] is None else f"{row['cached_share']:.1%}"
         counts = [row["label"], str(row["num_good"]), str(sum(row["failures"].values())), f"{row['seconds']:.1f}"]

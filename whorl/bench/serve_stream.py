@@ -109,7 +109,7 @@ def _running(pieces: list[Piece], total: int | None) -> list[tuple[float, int]]:
 
 
 def _spread(pieces: list[Piece], total: int) -> list[tuple[float, int]]:
-    """The answer's tokens over its pieces: one each, where there are enough, and the rest by the length of the texts."""
+    """The answer's tokens over its pieces: one each, where there are enough, the rest by the length of the texts."""
     each = 1 if total >= len(pieces) else 0
     chars, rest = sum(piece.num_chars for piece in pieces), total - each * len(pieces)
     found, seen, given = [], 0, 0
