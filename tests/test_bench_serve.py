@@ -164,7 +164,7 @@ def test_nobody_is_there() -> None:
 
 def test_httpx_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_client.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install httpx"):
+    with pytest.raises(ValueError, match="needs httpx: pip install"):
         serve_client.need_httpx()
 
 

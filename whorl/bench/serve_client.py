@@ -41,7 +41,7 @@ Send = Callable[[Request, float], Awaitable[Record]]  # a request and when it wa
 
 def need_httpx() -> None:
     if importlib.util.find_spec("httpx") is None:
-        raise ValueError("bench serve --url needs httpx: pip install httpx")
+        raise ValueError("bench serve --url needs httpx: pip install 'whorl[bench]'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,13 +111,23 @@ async def find(server: Server) -> Server:
         except httpx.TransportError as error:
             raise ValueError(f"--url {server.url}: {error or type(error).__name__}: is the server up?") from error
         if not server.model:
-            if listed.status_code != 200:
-                raise ValueError(f"--url {server.url}: GET /v1/models: {_said(listed)}")
-            server = replace(server, model=str(listed.json()["data"][0]["id"]))
-        about = version.json() if version.status_code == 200 else {}
-        about = about if isinstance(about, dict) else {}
-        server = replace(server, about=str(about.get("version", "")), vocabulary=await _vocabulary(http, server))
+            try:
+                server = replace(server, model=str(_object(listed)["data"][0]["id"]))
+            except (KeyError, IndexError, TypeError):
+                said = f"{listed.status_code} {_said(listed)}"
+                raise ValueError(f"--url {server.url}: GET /v1/models names no model, give MODEL: {said}") from None
+        about = str(_object(version).get("version", ""))
+        server = replace(server, about=about, vocabulary=await _vocabulary(http, server))
         return await _probe(http, server)
+
+
+def _object(response: "httpx.Response") -> Document:
+    """What a successful answer says in JSON; nothing where it says none."""
+    try:
+        found = response.json() if response.status_code == 200 else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 async def _vocabulary(http: "httpx.AsyncClient", server: Server) -> tuple[int, ...] | None:
@@ -125,10 +135,9 @@ async def _vocabulary(http: "httpx.AsyncClient", server: Server) -> tuple[int, .
     if server.is_chat:
         return None
     body = {"model": server.model, "prompt": " ".join(WORDS), "add_special_tokens": False}
-    found = await http.post("/tokenize", json=body)
-    if found.status_code != 200:
-        return None
-    return tuple(sorted(set(found.json()["tokens"])))
+    found = set(_object(await http.post("/tokenize", json=body)).get("tokens", ()))
+    is_plain = len(found) > 1 and all(isinstance(token, int) for token in found)
+    return tuple(sorted(found)) if is_plain else None
 
 
 async def _probe(http: "httpx.AsyncClient", server: Server) -> Server:
