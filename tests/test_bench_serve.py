@@ -87,9 +87,9 @@ def test_known_delays(tmp_path: Path) -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    with faking(lambda body: [Act(0.3, 1)]) as fake:
+    with faking(lambda body: [Act(0.6, 1)]) as fake:
         found = document("--url", fake.url, "--requests 12 --rate 200 --output 1 --warmup-requests 0")
-    assert fake.most_open > 6
+    assert fake.most_open > 4
     assert found["rows"][0]["num_good"] == 12
     assert found["rows"][0]["load"] == {"kind": "rate", "value": 200.0}
 
@@ -104,20 +104,19 @@ def test_every_kind_of_failure_is_counted() -> None:
     }
 
     def script(body: dict[str, Any]) -> list[Act]:
-        return fates.get(10 + (len(body["prompt"]) - 10) % 5, fates[10]) if len(body["prompt"]) > 4 else fates[10]
+        return fates.get(len(body["prompt"]), fates[10])
 
     with faking(script) as fake:
-        options = "--requests 40 --concurrency 8 --input 10:14 --output 1 --timeout 0.5 --warmup-requests 0"
+        options = "--requests 20 --concurrency 20 --input 10:14 --output 1 --timeout 4 --warmup-requests 0"
         found = document("--url", fake.url, options, exit_code=1)
-        text = run("--url", fake.url, options)
     (row,) = found["rows"]
-    lengths = [len(body["prompt"]) for body in fake.bodies[1:41]]
+    lengths = [len(body["prompt"]) for body in fake.bodies[1:]]
     expected = {"http 429": 11, "dropped": 12, "timeout": 13, "http 503": 14}
     assert row["failures"] == {kind: lengths.count(length) for kind, length in expected.items()}
     assert row["num_good"] == lengths.count(10)
     assert row["failure_messages"]["http 429"] == "go away"
-    assert text.exit_code == 1
-    assert f"{lengths.count(13)} of 40 requests failed: timeout: nothing came for 0.5 s" in text.stdout
+    warning = f"{lengths.count(13)} of 20 requests failed: timeout: nothing came for 4 s"
+    assert warning in serve_report.render(found)
 
 
 def test_servers_that_say_less() -> None:

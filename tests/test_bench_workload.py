@@ -92,6 +92,15 @@ def test_seconds_say_how_many() -> None:
     assert found[-1].at is not None
     assert found[-1].at < 100
     assert all(r.at == 0 for r in workload().requests(Load(kind="rate"), VOCABULARY)), "inf: all at once"
+    with pytest.raises(ValueError, match="say --requests"):
+        workload(count=None, seconds=100.0).requests(Load(kind="rate", value=1e4), VOCABULARY)
+
+
+def test_more_requests_begin_with_the_same() -> None:
+    asked = workload(count=None, seconds=2.0, output=Lengths(low=1, high=90))
+    few, many = (asked.requests(Load(kind="concurrency", value=value), VOCABULARY) for value in (1, 4))
+    assert len(few) < len(many)
+    assert same(few, many[: len(few)])
 
 
 def test_shared_prefixes() -> None:
@@ -115,6 +124,9 @@ def test_a_trace(tmp_path: Path) -> None:
     assert (second.at, len(second.prompt), second.num_output) == (2.0, 1030, 3)
     assert np.array_equal(first.prompt[:1024], second.prompt[:1024])
     assert not np.array_equal(first.prompt[1024:1030], second.prompt[1024:1030])
+    warm = workload(trace=read_trace(path)).warmup(5, VOCABULARY)
+    assert [len(request.prompt) for request in warm] == [1500, 1030], "a trace has no more"
+    assert not np.array_equal(warm[0].prompt[:512], first.prompt[:512])
 
 
 @pytest.mark.parametrize(

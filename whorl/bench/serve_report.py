@@ -10,7 +10,7 @@ WIDTH = 120
 LATENCIES = (
     ("ttft_ms", "first token"),
     ("itl_ms", "between tokens"),
-    ("tpot_ms", "mean of a request's"),
+    ("tpot_ms", "mean of a request"),
     ("gap_ms", "between pieces"),
     ("e2e_ms", "whole request"),
     ("queue_ms", "in the queue"),

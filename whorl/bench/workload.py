@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Places = npt.NDArray[np.int32]  # in a vocabulary, whatever that is
-_LENGTHS, _TOKENS, _MOMENTS, _CHOICE, _PREFIXES, _BLOCKS = range(6)  # streams of random numbers that do not mix
+_INPUTS, _OUTPUTS, _TOKENS, _MOMENTS, _CHOICE, _PREFIXES, _BLOCKS = range(7)  # streams of random numbers
 _HASHED = 512  # tokens of a block that a trace's hash_ids name
 _MOST = 20000  # requests drawn where only the seconds are known
 DEFAULT_REQUESTS = 64
@@ -128,7 +128,8 @@ class Workload:
         """Others of the same lengths; nothing of their prompts comes again."""
         if count == 0:
             return []
-        other = replace(self, count=count, seconds=None, trace=self.trace[:count])
+        count = min(count, len(self.trace) or count)
+        other = replace(self, count=count, seconds=None)
         made = other.requests(Load(kind="concurrency", value=1), vocab_size, point=-1 - point)
         return [replace(request, index=-1 - request.index) for request in made]
 
@@ -143,9 +144,9 @@ class Workload:
         return np.random.default_rng([self.seed, *stream])
 
     def _lines(self, count: int) -> list[Line]:
-        rng = self._rng(_LENGTHS)
-        pairs = zip(self.input.draw(rng, count), self.output.draw(rng, count), strict=True)
-        return [Line(num_input=int(num_input), num_output=int(num_output)) for num_input, num_output in pairs]
+        # From streams of their own: the first lengths are the same, however many there are.
+        inputs, outputs = self.input.draw(self._rng(_INPUTS), count), self.output.draw(self._rng(_OUTPUTS), count)
+        return [Line(num_input=int(i), num_output=int(o)) for i, o in zip(inputs, outputs, strict=True)]
 
     def _count(self, load: Load) -> int:
         if self.count is not None:
@@ -157,7 +158,9 @@ class Workload:
         if load.kind == "concurrency":
             return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))  # a quarter of a second each, or slower
         mean = self.seconds * load.value
-        return min(_MOST, math.ceil(mean + 8 * math.sqrt(mean) + 8))  # as many as surely come
+        if mean > _MOST:
+            raise ValueError(f"{load} for {self.seconds:g} seconds: up to {_MOST} requests are made: say --requests N")
+        return math.ceil(mean + 8 * math.sqrt(mean) + 8)  # as many as surely come
 
     def _moments(self, load: Load) -> list[float] | None:
         if load.kind == "concurrency":
