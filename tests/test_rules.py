@@ -59,7 +59,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 }
 # Torch may be imported inside their functions only.
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
-LAZY = ("triton", "torch_npu", "transformers", "fastapi", "megatron", "matplotlib", "liger_kernel", "torchtitan")
+LAZY = (
+    "triton",
+    "torch_npu",
+    "transformers",
+    "fastapi",
+    "megatron",
+    "matplotlib",
+    "liger_kernel",
+    "torchtitan",
+    "httpx",
+)
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
 WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
@@ -99,7 +109,7 @@ def on_import(path: Path) -> Iterator[str]:
         node = todo.pop()
         yield from imported(node, path)
         is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not is_typing and not isinstance(node, ast.FunctionDef | ast.Lambda):
+        if not is_typing and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             todo.extend(ast.iter_child_nodes(node))
 
 
@@ -337,6 +347,12 @@ SURFACE = {
         | DRAFTING
     ),
     "whorl bench positions": ["--json", "--repeats"],
+    "whorl bench serve": sorted(
+        {"--api-key", "--body", "--chat", "--concurrency", "--ignore-eos", "--input", "--json", "--no-ignore-eos"}
+        | {"--output", "--plot", "--prefixes", "--random-config", "--rate", "--records", "--requests", "--seconds"}
+        | {"--seed", "--shared-prefix", "--slo", "--sweep", "--timeout", "--trace", "--url", "--warmup-requests"}
+        | ENGINE - {"--model-dir", "--model", "--report"}
+    ),
     "whorl bench sp": sorted(
         {"--delay", "--hidden", "--json", "--layers", "--plot", "--ranks", "--rate", "--repeats", "--simulate"}
         | {"--timeout", "--tokens"}

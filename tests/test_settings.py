@@ -136,7 +136,7 @@ class More(settings.EngineSettings):
 settings.EngineSettings = More
 from whorl.cli import app
 
-commands = (["generate"], ["chat"], ["serve"], ["bench", "decode"])
+commands = (["generate"], ["chat"], ["serve"], ["bench", "decode"], ["bench", "serve"])
 found = {" ".join(c): CliRunner().invoke(app, [*c, "--help"], env={"COLUMNS": "200"}).output for c in commands}
 
 from whorl.chat import command
@@ -158,7 +158,7 @@ def test_a_new_field_is_an_option_of_every_command() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("given") == ["whorl: asked for red\n"] * 2
-    assert list(found) == ["generate", "chat", "serve", "bench decode"]
+    assert list(found) == ["generate", "chat", "serve", "bench decode", "bench serve"]
     for text in found.values():
         assert "--colour" in text
         assert "What it is painted with." in text

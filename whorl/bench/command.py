@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whorl.bench.decode_options import SET_BY_MEASUREMENT, DecodeOptions
+from whorl.bench.serve_options import LoadOptions
 from whorl.bench.train_options import TrainOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
@@ -128,6 +129,26 @@ def bench_decode(
 
     with asking():
         work = decode_command.prepare(model, measured, engine, drafting)
+    _finish(work, as_json)
+
+
+@bench.command("serve", cls=PastedCommand, epilog=PASTED)
+@spread
+def bench_serve(
+    model: Model = None,
+    *,
+    load: LoadOptions,
+    engine: Annotated[EngineSettings, Here(without={"seed": "--seed is that of the workload"})],
+    as_json: Json = False,
+) -> None:
+    """Send a load to a running server or an engine in this process, and say how long requests and tokens wait."""
+    need_torch()
+    if load.random_config is None and load.url is None:
+        need_engine("bench serve")
+    from whorl.bench import serve_command
+
+    with asking():
+        work = serve_command.prepare(model, load, engine)
     _finish(work, as_json)
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Progress:
-    """`with Progress(3) as progress:`, then `with progress("what"):` around each of the three."""
+    """`with Progress(3) as progress:`, then `with progress("what"):` around each of the three; or `say`, `advance`."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -27,6 +27,12 @@ class Progress:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        self._bar.update(self._task, description=what)
+        self.say(what)
         yield
+        self.advance()
+
+    def say(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+
+    def advance(self) -> None:
         self._bar.advance(self._task)

@@ -1,0 +1,135 @@
+"""What `whorl bench serve` found, as text and as a chart."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from whorl.bench.provenance import Document, render_provenance
+
+WIDTH = 120
+LATENCIES = (
+    ("ttft_ms", "first token"),
+    ("itl_ms", "between tokens"),
+    ("tpot_ms", "mean of a request"),
+    ("gap_ms", "between pieces"),
+    ("e2e_ms", "whole request"),
+    ("queue_ms", "in the queue"),
+    ("send_late_ms", "sent late"),
+)
+COLUMNS = ("mean", "p50", "p90", "p99", "max")
+_COLOURS = {"p50": "#9fb8d0", "p90": "#4f81b0", "p99": "#1f4e79"}
+
+
+def render(document: Document) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    for line in _header(document["header"]):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_throughput(document["rows"]))
+    console.print(_latencies(document["rows"]))
+    for row in document["rows"]:
+        for warning in row["warnings"]:
+            console.print(f"WARNING   {row['label']}: {warning}", markup=False, soft_wrap=True)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+
+def _header(header: Document) -> list[str]:
+    given = {name: value for name, value in header["workload"].items() if value is not None}
+    lines = [*render_provenance(header), f"model     {header['model']}, {header['target']}"]
+    if "engine" in header:
+        of = ", ".join(f"{name} {value}" for name, value in header["engine"].items())
+        lines.append(f"engine    {header['weights']} weights, {of}")
+    else:
+        version = f", version {header['server_version']}" if header["server_version"] else ""
+        lines.append(
+            f"server    its own machine may be another than this one{version}; prompts are {header['prompts']}"
+        )
+    return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in given.items())]
+
+
+def _table(*columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _throughput(rows: list[Document]) -> Any:
+    has_slo = rows[0]["goodput"] is not None
+    names = ["load", "good", "failed", "seconds", "req/s", "input tok/s", "output tok/s", "cached", "tok/piece"]
+    table = _table(*names, *(["good/s", "within"] if has_slo else []))
+    for row in rows:
+        cached = "not told" if row["cached_share"] is None else f"{row['cached_share']:.1%}"
+        counts = [row["label"], str(row["num_good"]), str(sum(row["failures"].values())), f"{row['seconds']:.1f}"]
+        speeds = [f"{row['requests_s']:.2f}", f"{row['input_tok_s']:.1f}", f"{row['output_tok_s']:.1f}", cached]
+        goodput = row["goodput"] or {}
+        good = [f"{goodput['requests_s']:.2f}", f"{goodput['share']:.1%}"] if has_slo else []
+        table.add_row(*counts, *speeds, f"{row['tokens_per_piece']:.2f}", *good)
+    return table
+
+
+def _latencies(rows: list[Document]) -> Any:
+    table = _table("load", "milliseconds", *COLUMNS)
+    for row in rows:
+        label = row["label"]
+        for name, what in LATENCIES:
+            if row[name] is not None:
+                table.add_row(label, what, *(_cell(row[name], column) for column in COLUMNS))
+                label = ""
+    return table
+
+
+def _cell(found: Document, column: str) -> str:
+    if found[column] is None:
+        return "-"
+    is_bound = found.get("are_bounds") and column != "mean"
+    return f"{'<= ' if is_bound else ''}{found[column]:.2f}"
+
+
+def write_plot(document: Document, path: Path) -> None:
+    """Latencies, throughput and goodput against the load."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"] if row["num_good"]]
+    places: list[Any] = [row["load"]["value"] or index for index, row in enumerate(rows)]
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    (first, between), (speed, last) = figure.subplots(2, 2)
+    _draw_latency(first, places, rows, "ttft_ms", "time to first token, ms")
+    _draw_latency(between, places, rows, "itl_ms", "between tokens, ms")
+    speed.plot(places, [row["output_tok_s"] for row in rows], "o-", color="#1f4e79", label="output tok/s")
+    speed.plot(places, [row["input_tok_s"] for row in rows], "o--", color="#9fb8d0", label="input tok/s")
+    speed.set_title("throughput", fontsize=9)
+    if rows and rows[0]["goodput"] is not None:
+        last.plot(places, [row["requests_s"] for row in rows], "o--", color="#9fb8d0", label="requests/s")
+        last.plot(places, [row["goodput"]["requests_s"] for row in rows], "o-", color="#1f4e79", label="goodput")
+        slo = ", ".join(f"{name} {bound:g} ms" for name, bound in rows[0]["goodput"]["slo_ms"].items())
+        last.set_title(f"requests/s within {slo}", fontsize=9)
+    else:
+        _draw_latency(last, places, rows, "e2e_ms", "whole request, ms")
+    for axes in (first, between, speed, last):
+        if len(places) > 1 and max(places) > 4 * min(places):
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=7)
+    kind = rows[0]["load"]["kind"] if rows else ""
+    words = {"concurrency": "requests at once", "rate": "requests a second"}
+    figure.supxlabel(words.get(kind, "load"), fontsize=9)
+    header = document["header"]
+    figure.suptitle(f"{header['model']}, {header['target']}; commit {header['commit']}", fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_latency(axes: Any, places: list[Any], rows: list[Document], name: str, title: str) -> None:
+    for column, colour in _COLOURS.items():
+        values = [(row[name] or {}).get(column) for row in rows]
+        axes.plot(
+            places, [float("nan") if value is None else value for value in values], "o-", color=colour, label=column
+        )
+    axes.set_title(title, fontsize=9)

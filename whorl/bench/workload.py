@@ -1,0 +1,249 @@
+"""What a load generator sends, and when: all of it is drawn before the clock starts, by the seed alone.
+
+Lengths and moments do not depend on the point of a sweep, the tokens do: a server that keeps prefixes would know the
+prompts of the point before.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Places = npt.NDArray[np.int32]  # in a vocabulary, whatever that is
+_INPUTS, _OUTPUTS, _TOKENS, _MOMENTS, _CHOICE, _PREFIXES, _BLOCKS = range(7)  # streams of random numbers
+_HASHED = 512  # tokens of a block that a trace's hash_ids name
+_MOST = 20000  # requests drawn where only the seconds are known
+DEFAULT_REQUESTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """A distribution of token counts. median and sigma: of a lognormal one, cut to low..high; else uniform."""
+
+    low: int
+    high: int
+    median: float | None = None
+    sigma: float = 0.0
+
+    @staticmethod
+    def parse(text: str, option: str) -> "Lengths":
+        kind, _, numbers = text.rpartition(":")
+        try:
+            if kind == "lognormal":
+                median, sigma, *most = numbers.split(",")
+                (high,) = [int(number) for number in most] or [2**31 - 1]
+                made = Lengths(low=1, high=high, median=float(median), sigma=float(sigma))
+            else:
+                made = Lengths(low=int(kind or numbers), high=int(numbers))
+        except ValueError:
+            made = Lengths(low=0, high=0)
+        is_shaped = made.median is None or (made.median >= 1 and 0 <= made.sigma < math.inf)
+        if not 1 <= made.low <= made.high or not is_shaped:
+            raise ValueError(
+                f"{option} {text}: expected tokens, from 1: 512, 512:1536, or lognormal:512,0.8 (median, sigma) "
+                "with the most, if there is one, as a third number"
+            )
+        return made
+
+    def draw(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+        if self.median is None:
+            return rng.integers(self.low, self.high, count, endpoint=True)
+        drawn = np.rint(rng.lognormal(math.log(self.median), self.sigma, count))
+        return np.clip(drawn, self.low, self.high).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How requests arrive: at a rate, so many at once, or when a trace says."""
+
+    kind: Literal["rate", "concurrency", "trace"]
+    value: float = math.inf
+
+    @property
+    def concurrency(self) -> int | None:
+        return int(self.value) if self.kind == "concurrency" else None
+
+    def __str__(self) -> str:
+        if self.kind == "trace":
+            return "as traced"
+        return f"{self.value:g} at once" if self.kind == "concurrency" else f"{self.value:g} requests/s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """at: seconds after the start; None: when there is room for it. Warm-up requests have numbers below 0."""
+
+    index: int
+    prompt: Places
+    num_output: int
+    at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """Of a trace."""
+
+    num_input: int
+    num_output: int
+    at: float | None = None
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What to draw. count: None: what `seconds` takes. trace: lengths and moments that are given."""
+
+    input: Lengths
+    output: Lengths
+    count: int | None = None
+    seconds: float | None = None
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+    seed: int = 0
+    trace: tuple[Line, ...] = ()
+
+    def requests(self, load: Load, vocab_size: int, *, point: int = 0) -> list[Request]:
+        """In the order they are sent. vocab_size: prompts are made of numbers below it."""
+        moments = self._moments(load)
+        count = self._count(load) if moments is None else len(moments)
+        lines = self.trace[:count] or self._lines(count)
+        chosen = self._rng(_CHOICE).integers(self.num_prefixes, size=count)
+        tokens = _Tokens(self, vocab_size, point)
+        return [
+            Request(
+                index=index,
+                prompt=tokens.prompt(line, int(prefix)),
+                num_output=line.num_output,
+                at=None if moments is None else moments[index],
+            )
+            for index, (line, prefix) in enumerate(zip(lines, chosen, strict=True))
+        ]
+
+    def warmup(self, count: int, vocab_size: int, *, point: int = 0) -> list[Request]:
+        """Others of the same lengths; nothing of their prompts comes again."""
+        if count == 0:
+            return []
+        count = min(count, len(self.trace) or count)
+        other = replace(self, count=count, seconds=None)
+        made = other.requests(Load(kind="concurrency", value=1), vocab_size, point=-1 - point)
+        return [replace(request, index=-1 - request.index) for request in made]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer that may come together; lognormal lengths without a most have no such number."""
+        if self.trace:
+            return max(line.num_input + line.num_output for line in self.trace)
+        return self.shared_prefix + self.input.high + self.output.high
+
+    def _rng(self, *stream: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *stream])
+
+    def _lines(self, count: int) -> list[Line]:
+        # From streams of their own: the first lengths are the same, however many there are.
+        inputs, outputs = self.input.draw(self._rng(_INPUTS), count), self.output.draw(self._rng(_OUTPUTS), count)
+        return [Line(num_input=int(i), num_output=int(o)) for i, o in zip(inputs, outputs, strict=True)]
+
+    def _count(self, load: Load) -> int:
+        if self.count is not None:
+            return self.count
+        if self.trace:
+            return len(self.trace)
+        if self.seconds is None:
+            return DEFAULT_REQUESTS
+        if load.kind == "concurrency":
+            return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))  # a quarter of a second each, or slower
+        mean = self.seconds * load.value
+        if mean > _MOST:
+            raise ValueError(f"{load} for {self.seconds:g} seconds: up to {_MOST} requests are made: say --requests N")
+        return math.ceil(mean + 8 * math.sqrt(mean) + 8)  # as many as surely come
+
+    def _moments(self, load: Load) -> list[float] | None:
+        if load.kind == "concurrency":
+            return None
+        if load.kind == "trace":
+            given = [line.at or 0.0 for line in self.trace]
+            return [at for at in given if self.seconds is None or at < self.seconds][: self.count]
+        count = self._count(load)
+        at = np.cumsum(self._rng(_MOMENTS).exponential(size=count)) / load.value
+        return [float(moment) for moment in at if self.seconds is None or moment < self.seconds]
+
+
+class _Tokens:
+    """Prompts of one point of a sweep."""
+
+    def __init__(self, workload: Workload, vocab_size: int, point: int) -> None:
+        sign = int(point < 0)  # seeds are numbers from 0
+        self._stream = (sign, abs(point))
+        self._workload, self._vocab_size = workload, vocab_size
+        self._rng = workload._rng(_TOKENS, *self._stream)
+        shape = (workload.num_prefixes, workload.shared_prefix)
+        self._prefixes = self._draw(workload._rng(_PREFIXES, *self._stream), shape)
+        self._blocks: dict[int, Places] = {}
+
+    def prompt(self, line: Line, prefix: int) -> Places:
+        if not line.blocks:
+            return np.concatenate([self._prefixes[prefix], self._draw(self._rng, (line.num_input,))])
+        known = np.concatenate([self._block(number) for number in line.blocks])[: line.num_input]
+        return np.concatenate([known, self._draw(self._rng, (line.num_input - len(known),))])
+
+    def _block(self, number: int) -> Places:
+        if number not in self._blocks:
+            rng = self._workload._rng(_BLOCKS, *self._stream, number)
+            self._blocks[number] = self._draw(rng, (_HASHED,))
+        return self._blocks[number]
+
+    def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Places:
+        return rng.integers(self._vocab_size, size=shape, dtype=np.int32)
+
+
+def read_trace(path: Path) -> tuple[Line, ...]:
+    """JSON lines with the names of Mooncake's published traces; fields that say nothing of lengths are passed over."""
+    try:
+        rows = [(number, row) for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--trace {path}: {error}") from error
+    if not rows:
+        raise ValueError(f"--trace {path}: there is no line in it")
+    lines = [_line(f"--trace {path}, line {number}", row) for number, row in rows]
+    if len({line.at is None for line in lines}) > 1:
+        raise ValueError(f"--trace {path}: some lines have a timestamp, others none")
+    return tuple(sorted(lines, key=lambda line: line.at or 0.0))
+
+
+def _line(where: str, text: str) -> Line:
+    try:
+        row: Any = json.loads(text)
+        names = ("input_length", "output_length")
+        num_input, num_output = (row[name] for name in names)
+        at, blocks = row.get("timestamp"), tuple(row.get("hash_ids", ()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = '{"input_length": 512, "output_length": 64}'
+        raise ValueError(f"{where}: {text[:80]}: expected an object such as {expected}: {error!r}") from error
+    counts: Sequence[Any] = (num_input, num_output, *blocks)
+    is_whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+    is_moment = at is None or (isinstance(at, int | float) and at >= 0)
+    if not is_whole or min(num_input, num_output) < 1 or not is_moment:
+        raise ValueError(f"{where}: {text[:80]}: lengths are whole numbers from 1, a timestamp is milliseconds from 0")
+    return Line(num_input=num_input, num_output=num_output, at=None if at is None else at / 1e3, blocks=blocks)
+
+
+def parse_sweep(text: str) -> list[Load]:
+    """concurrency=1,2,4 or rate=0.5,1; numbers alone are of concurrency."""
+    name, _, numbers = text.rpartition("=")
+    name = name or "concurrency"
+    try:
+        values = [float(number) for number in numbers.split(",")]
+    except ValueError:
+        values = []
+    is_good = bool(values) and all(value > 0 for value in values)
+    if name == "concurrency":
+        is_good = is_good and all(value.is_integer() for value in values)
+    if name not in ("concurrency", "rate") or not is_good:
+        raise ValueError(f"--sweep {text}: expected concurrency=1,2,4,8 or rate=0.5,1,2")
+    kind: Literal["rate", "concurrency"] = "rate" if name == "rate" else "concurrency"
+    return [Load(kind=kind, value=value) for value in values]
