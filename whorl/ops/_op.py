@@ -286,9 +286,7 @@ class Op:
         if not self.forward_only:
             return
         if self.name.endswith("_"):
-            raise RuntimeError(
-                f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead"
-            )
+            raise RuntimeError(f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead")
         raise RuntimeError(
             f"{self.name}: is for inference and has no gradient; call it under torch.no_grad() or "
             "torch.inference_mode()"

@@ -1,8 +1,8 @@
 """What is decided once for a kind of call and then remembered: who computes it, and what its gradient keeps.
 
-A kind is everything that checks and choices may look at, but for the values of tensors: of each tensor the dtype, shape,
-strides, device, whether it requires a gradient and its address modulo 16 bytes; of all else the value; the backend that
-was asked for. Tensors themselves are not kept.
+A kind is everything that checks and choices may look at, but for the values of tensors: of each tensor the dtype,
+shape, strides, device, whether it requires a gradient and its address modulo 16 bytes; of all else the value; the
+backend that was asked for. Tensors themselves are not kept.
 """
 
 import inspect
