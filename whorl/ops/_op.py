@@ -105,9 +105,13 @@ class Op:
 
     # ---- declaring
 
-    def impl(self, backend: str, where: str = "", *, accepts: Accepts = takes_all) -> Callable[..., Any]:
+    def impl(
+        self, backend: str, where: str = "", *, accepts: Accepts = takes_all, slower: Accepts = takes_all
+    ) -> Callable[..., Any]:
         """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them.
 
+        `slower(**arguments)` returns None, or why a backend that is asked later is faster, as measured: this one is
+        then taken only if it is asked for, or no other takes them.
         where: "module:function", imported when the backend is first chosen; a module without a dot in its name lies
         beside the reference's. Without it this decorates the function.
         """
@@ -119,12 +123,12 @@ class Op:
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)
-            self._add(Impl(backend, function, accepts))
+            self._add(Impl(backend, function, accepts, slower))
             return function
 
         if where:
             package = self.reference.__module__.rpartition(".")[0]
-            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts))
+            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts, slower))
         return add
 
     def _add(self, impl: Impl) -> None:
@@ -174,13 +178,18 @@ class Op:
     def _choose(self, values: Values, device: str, asked: str) -> Choice:
         load_backends()
         reasons: dict[str, str] = {}
+        slower: list[Impl] = []
         for name, impl in self.impls.items():
             if asked and asked != name:
                 continue
             reason = unavailable(name, device, asked=bool(asked)) or impl.accepts(**values)
+            if reason is None and not asked and (reason := impl.slower(**values)) is not None:
+                slower.append(impl)
             if reason is None:
                 return Choice(name, impl.function, reasons)
             reasons[name] = reason
+        if slower:
+            return Choice(slower[0].backend, slower[0].function, reasons)
         if asked and asked != REFERENCE:
             reason = reasons.get(asked) or self._why_not(asked)
             raise RuntimeError(
@@ -420,7 +429,7 @@ class Op:
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     """Make an operator of a reference function, whose signature and docstring are the contract.
 
-    check(**arguments)      raises ValueError for arguments no backend may see
+    check(**arguments)      raises ValueError for arguments no backend may see; values only where `is_readable`
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
     forward_only=True       refuses gradients: an operator of inference
     absent={1: "k"}         output 1 is None exactly when argument k is None or False

@@ -97,7 +97,7 @@ def _part(parameter: inspect.Parameter) -> str:
         return _OF_TENSOR.format(name)
     if _holds(annotation, Tensor):
         return f"None if {name} is None else ({_OF_TENSOR.format(name)})"
-    if _holds(annotation, Sequence):
+    if _holds(annotation, Sequence) or _holds(annotation, list):
         return f"None if {name} is None else tuple({name})"
     return name
 
