@@ -162,6 +162,16 @@ def test_torchs_product_is_taken_where_its_kernel_is(monkeypatch: pytest.MonkeyP
     assert "Hopper" in accepts(x=x, weight=weight, counts=counts)
 
 
+@pytest.mark.parametrize(("rows", "experts", "is_slower"), [(4096, 8, False), (4096, 64, True), (5, 8, True)])
+def test_the_faster_product_is_chosen_as_measured(rows: int, experts: int, is_slower: bool) -> None:
+    x, weight = torch.empty(rows, 8, device="meta"), torch.empty(experts, 8, 8, device="meta")
+    forward, backward = grouped_matmul.impls["torch_cuda"], OPS["grouped_matmul_backward"].impls["torch_cuda"]
+    reason = forward.slower(x=x, weight=weight)
+    assert (reason is not None) == is_slower
+    assert reason is None or "the Triton kernel is faster at about 64 rows an expert" in reason
+    assert backward.slower(x=x, weight=weight) is None
+
+
 # ---- the shuffles
 
 

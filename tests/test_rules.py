@@ -337,6 +337,7 @@ SURFACE = {
         "--quick",
         "NAMES",
     ],
+    "whorl bench calls": ["--device", "--dtype", "--json", "--repeats"],
     "whorl bench collectives": ["--device", "--json", "--ranks", "--repeats", "--rows"],
     "whorl bench decode": sorted(
         {

@@ -61,6 +61,26 @@ def bench_ops(
     sys.exit(0 if bench_module.is_good(result) else 1)
 
 
+@bench.command("calls")
+def bench_calls(
+    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of 50 calls to take the median of.")] = 41,
+    as_json: Json = False,
+) -> None:
+    """Time the host in eager calls of small operators, next to torch, bare Triton launches and Liger."""
+    need_torch()
+    from whorl.bench import calls
+
+    with asking():
+        result = calls.run(device.value if device else None, dtype.value, repeats)
+    if as_json:
+        print_json(result)
+    else:
+        print(calls.render(result))
+    sys.exit(0 if calls.is_good(result) else 1)
+
+
 @bench.command("positions")
 def bench_positions(
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20, as_json: Json = False

@@ -1,6 +1,7 @@
 """An operator's gradient: what its node keeps for backward, and how backward is computed from it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,20 @@ class Arguments(dict[str, Any]):
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What backward finds: names of arguments, of which `saved` are tensors that are kept; indices of kept outputs."""
+
+    saved: tuple[str, ...]
+    outputs: tuple[int, ...]
+    constants: tuple[str, ...]  # everything that is no tensor
+    wanted: tuple[str, ...]  # whose gradients are asked for
+    dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
+    inputs: tuple[str, ...]  # whose gradients backward returns, in this order
+
+
 class Gradient:
-    """What torch.library asks of an operator with a backward.
+    """An operator's backward, for its torch op (`setup_context`) and for calls that nobody looks at (`function`).
 
     formula: None differentiates the reference. is_absent(output, arguments): whether that output is None.
     """
@@ -33,37 +46,65 @@ class Gradient:
         self.formula: Formula | None = None
         self.saved: Saved | None = None  # None: every input, no output
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
-        names = self.names
-        values = dict(zip(names, inputs, strict=False)) | keyword_only_inputs
-        outputs = output if isinstance(output, tuple) else (output,)
+    def kept(self, values: Values, inputs: Sequence[str] | None = None) -> Kept:
+        """inputs: whose gradients are returned; None: of all tensors."""
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
-        saved, saved_outputs = self.saved or (tuple(tensors), ())
-        kept = [n for n in saved if n in tensors]
+        saved, outputs = self.saved or (tuple(tensors), ())
+        return Kept(
+            saved=tuple(n for n in saved if n in tensors),
+            outputs=tuple(outputs),
+            constants=tuple(n for n in values if n not in tensors),
+            wanted=tuple(n for n in self.names if n in tensors and tensors[n].requires_grad),
+            dtypes={n: v.dtype for n, v in tensors.items()},
+            inputs=tuple(tensors if inputs is None else inputs),
+        )
+
+    def keep(self, ctx: Any, kept: Kept, values: Values, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)  # an unused output costs nothing
-        ctx.save_for_backward(*(tensors[n] for n in kept), *(outputs[i] for i in saved_outputs))
-        ctx.saved_names, ctx.saved_outputs = kept, saved_outputs
-        ctx.constants = {n: v for n, v in values.items() if n not in tensors}
-        ctx.dtypes = {n: v.dtype for n, v in tensors.items()}
-        ctx.wanted = [n for n in names if n in tensors and tensors[n].requires_grad]
-        ctx.input_names = names[: len(inputs)]
+        ctx.save_for_backward(*[values[n] for n in kept.saved], *[outputs[i] for i in kept.outputs])
+        ctx.kept, ctx.constants = kept, {n: values[n] for n in kept.constants}
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
+        values = dict(zip(self.names, inputs, strict=False)) | keyword_only_inputs
+        self.keep(ctx, self.kept(values, self.names[: len(inputs)]), values, output)
+
+    def function(self, name: str, run: Callable[[Any, Values], Any]) -> type[torch.autograd.Function]:
+        """The node of autograd's graph: run(plan, arguments), called as `apply(plan, arguments, *their tensors)`.
+
+        A plain function in place of the torch op, which would cost tens of microseconds more to pass through torch's
+        dispatcher. Hooks on saved tensors, version counters and second derivatives are autograd's own here, too.
+        """
+
+        def forward(ctx: Any, plan: Any, values: Values, *tensors: Tensor) -> Any:
+            out = run(plan, values)
+            self.keep(ctx, plan.kept, values, out)
+            ctx.constants["backend"] = plan.asked
+            return out
+
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return None, None, *self.backward(ctx, *grads)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        return type(name, (torch.autograd.Function,), methods)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
-        args = Arguments(ctx.constants | dict(zip(ctx.saved_names, tensors, strict=False)))
-        args.wanted, args.dtypes = ctx.wanted, ctx.dtypes
-        outputs = dict(zip(ctx.saved_outputs, tensors[len(ctx.saved_names) :], strict=True))
-        grads = tuple(None if self.is_absent(i, ctx.constants) else g for i, g in enumerate(grads))
+        kept, tensors = ctx.kept, ctx.saved_tensors
+        args = Arguments(ctx.constants)
+        args.update(zip(kept.saved, tensors, strict=False))
+        args.wanted, args.dtypes = kept.wanted, kept.dtypes
+        outputs = dict(zip(kept.outputs, tensors[len(kept.saved) :], strict=True))
+        grads = tuple([None if self.is_absent(i, ctx.constants) else g for i, g in enumerate(grads)])
         given = [g for g in grads if g is not None]
         if not given:
-            return (None,) * len(ctx.input_names)
+            return (None,) * len(kept.inputs)
         if self.formula is not None:
             found = self.formula(grads, args, outputs)
         else:
             args.pop("backend")
             with no_autocast(given[0].device.type):
-                found = _differentiate(self.reference, args, grads, ctx.wanted)
-        return tuple(found.get(n) for n in ctx.input_names)
+                found = _differentiate(self.reference, args, grads, kept.wanted)
+        return tuple([found.get(n) for n in kept.inputs])
 
 
 def _differentiate(

@@ -41,10 +41,12 @@ class Named:
 
 
 class Impl:
-    """One backend's function, and which arguments it accepts."""
+    """One backend's function, which arguments it accepts, and for which another backend's is known to be faster."""
 
-    def __init__(self, backend: str, function: Function | Named, accepts: Accepts = takes_all) -> None:
-        self.backend, self.accepts = backend, accepts
+    def __init__(
+        self, backend: str, function: Function | Named, accepts: Accepts = takes_all, slower: Accepts = takes_all
+    ) -> None:
+        self.backend, self.accepts, self.slower = backend, accepts, slower
         self.given = function
 
     @functools.cached_property

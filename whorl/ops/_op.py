@@ -20,8 +20,9 @@ from ._draw import Draw
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
 from ._impl import Accepts, Choice, Impl, Named, check_signature, takes_all
+from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
-from ._tracing import has_dtensor, is_transformed, needs_node, no_autocast
+from ._tracing import LOOKS, PLAIN, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -59,7 +60,8 @@ class Op:
         self.totals = tuple(totals)
         self.without = dict(without or {})
         self.sharding = sharding
-        self.impls: dict[str, Impl] = {}
+        self._plans = Plans()
+        self.impls = {}
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
         self._drawn: Callable[..., Values] = _no_cases
@@ -75,7 +77,9 @@ class Op:
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
+        self._describe = describer(reference)
         self._gradient = Gradient(reference, self._names, self._is_absent)
+        self._function = self._gradient.function(self.name, self._execute)
         self.schema = torch_schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
@@ -89,11 +93,25 @@ class Op:
             register_autograd(name, self._gradient.backward, setup_context=self._gradient.setup_context, lib=_LIBRARY)
         self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
 
+    @property
+    def impls(self) -> dict[str, Impl]:
+        """Implementations by backend, the first to be asked first."""
+        return self._impls
+
+    @impls.setter
+    def impls(self, impls: dict[str, Impl]) -> None:
+        self._impls = Impls(impls, self._plans)
+        self._plans.clear()
+
     # ---- declaring
 
-    def impl(self, backend: str, where: str = "", *, accepts: Accepts = takes_all) -> Callable[..., Any]:
+    def impl(
+        self, backend: str, where: str = "", *, accepts: Accepts = takes_all, slower: Accepts = takes_all
+    ) -> Callable[..., Any]:
         """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them.
 
+        `slower(**arguments)` returns None, or why a backend that is asked later is faster, as measured: this one is
+        then taken only if it is asked for, or no other takes them.
         where: "module:function", imported when the backend is first chosen; a module without a dot in its name lies
         beside the reference's. Without it this decorates the function.
         """
@@ -105,12 +123,12 @@ class Op:
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)
-            self._add(Impl(backend, function, accepts))
+            self._add(Impl(backend, function, accepts, slower))
             return function
 
         if where:
             package = self.reference.__module__.rpartition(".")[0]
-            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts))
+            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts, slower))
         return add
 
     def _add(self, impl: Impl) -> None:
@@ -160,13 +178,18 @@ class Op:
     def _choose(self, values: Values, device: str, asked: str) -> Choice:
         load_backends()
         reasons: dict[str, str] = {}
+        slower: list[Impl] = []
         for name, impl in self.impls.items():
             if asked and asked != name:
                 continue
             reason = unavailable(name, device, asked=bool(asked)) or impl.accepts(**values)
+            if reason is None and not asked and (reason := impl.slower(**values)) is not None:
+                slower.append(impl)
             if reason is None:
                 return Choice(name, impl.function, reasons)
             reasons[name] = reason
+        if slower:
+            return Choice(slower[0].backend, slower[0].function, reasons)
         if asked and asked != REFERENCE:
             reason = reasons.get(asked) or self._why_not(asked)
             raise RuntimeError(
@@ -199,19 +222,55 @@ class Op:
     # ---- calling
 
     def __call__(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-        values = self._bind(args, kwargs)
+        if is_watched():
+            return self._call_watched(args, kwargs, backend)
+        try:
+            found = self._describe(backend or self._forced.here(), *args, **kwargs)
+            plan = None if found is None else self._plans.get(found[0])
+        except NOT_DESCRIBED:  # what is wrong with them is said there
+            return self._call_watched(args, kwargs, backend)
+        if found is None:
+            return self._call_watched(args, kwargs, backend)
+        key, values = found
+        if plan is None:
+            plan = self._decide(key, values)
+        elif plan.check is not None:
+            plan.check(**values)
+        if plan.kept is None or not torch.is_grad_enabled():
+            return self._execute(plan, values)
+        self._refuse_gradient()
+        return self._function.apply(plan, values, *[values[n] for n in plan.kept.inputs])
+
+    def _decide(self, key: Key, values: Values) -> Plan:
+        """Check the first call of a kind, and say how it and the next are computed."""
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        looks = LOOKS.count
+        device = self._check_values(values, tensors)
+        plan = self._plan(values, device, key[0], has_looked=LOOKS.count > looks)
+        if all(type(t) in PLAIN for t in tensors):
+            self._plans.remember(key, plan)
+        return plan
+
+    def _check_values(self, values: Values, tensors: list[Tensor]) -> str:
+        """ValueError for what no backend may see; else the device."""
         for name, options in self._choices.items():
             if values[name] not in options:
                 raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
         device = self._device(values, tensors)
         if self.check is not None:
             self.check(**values)
+        return device
+
+    def _call_watched(self, args: tuple[Any, ...], kwargs: Values, backend: str) -> Any:
+        """A call that someone else looks at, or that has tensors of a subclass, or wrong arguments."""
+        values = self._bind(args, kwargs)
+        tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        device = self._check_values(values, tensors)
         backend = backend or self._forced.get()
-        if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise RuntimeError(f"{self.name}: {self._why_no_gradient()}")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            self._refuse_gradient()
         if not needs_node(tensors):
-            return self._run(values, device, backend)
+            return self._execute(self._plan(values, device, backend), values)
         if is_transformed():
             return self._run_transformed(values, backend)
         if self.sharding is not None and not self._is_sharding_registered and has_dtensor(tensors):
@@ -232,10 +291,15 @@ class Op:
             return self(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
-    def _why_no_gradient(self) -> str:
+    def _refuse_gradient(self) -> None:
+        if not self.forward_only:
+            return
         if self.name.endswith("_"):
-            return f"works in place and has no gradient; use {self.name.rstrip('_')} instead"
-        return "is for inference and has no gradient; call it under torch.no_grad() or torch.inference_mode()"
+            raise RuntimeError(f"{self.name}: works in place and has no gradient; use {self.name.rstrip('_')} instead")
+        raise RuntimeError(
+            f"{self.name}: is for inference and has no gradient; call it under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
 
     def _bind(self, args: tuple[Any, ...], kwargs: Values) -> Values:
         """Arguments by name; inspect's own bind is ten times slower and does not trace."""
@@ -271,24 +335,35 @@ class Op:
         positional, keywords = self._names[: self._num_positional], self._names[self._num_positional :]
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
-    def _run(self, values: Values, device: str, backend: str) -> Any:
+    def _plan(self, values: Values, device: str, backend: str, *, has_looked: bool = False) -> Plan:
+        function: Callable[..., Any] | None = None
         if device == HOST and not backend and self._is_plain_on_host:
-            function = self.reference
+            pass
         elif device == "meta" and backend in ("", REFERENCE):  # there are no values to read
             function = (lambda **_: None) if self.mutates else self._fake
         else:
             choice = self._choose(values, device, backend)
-            function = choice.function
+            function = None if choice.backend == REFERENCE else choice.function
             if choice.backend == REFERENCE and device != HOST and not backend:
                 _warn_fallback(self.name, device, tuple(choice.reasons.items()))
-        if device == "meta" or not torch.is_autocast_enabled(device):
+        has_grad = any(v.requires_grad for v in values.values() if isinstance(v, Tensor))
+        return Plan(
+            asked=backend,
+            device=device,
+            function=function,
+            check=self.check if has_looked else None,
+            kept=self._gradient.kept(values) if has_grad else None,
+        )
+
+    def _execute(self, plan: Plan, values: Values) -> Any:
+        function = plan.function or self.reference
+        if plan.device == "meta" or not torch.is_autocast_enabled(plan.device):
             out = function(**values)
         else:
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(plan.device, enabled=False):
                 out = function(**values)
-        for name in self.mutates:  # kernels write behind autograd's back
-            if values[name] is not None:
-                torch.autograd.graph.increment_version(values[name])
+        if self.mutates:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version([v for n in self.mutates if (v := values[n]) is not None])
         return out
 
     def _run_transformed(self, values: Values, backend: str) -> Any:
@@ -304,7 +379,8 @@ class Op:
 
     def _kernel(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
-        return self._fill_absent(self._run(values, self._device(values), backend), values)
+        plan = self._plan(values, self._device(values), backend)
+        return self._fill_absent(self._execute(plan, values), values)
 
     def _run_fake(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
@@ -353,7 +429,7 @@ class Op:
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     """Make an operator of a reference function, whose signature and docstring are the contract.
 
-    check(**arguments)      raises ValueError for arguments no backend may see
+    check(**arguments)      raises ValueError for arguments no backend may see; values only where `is_readable`
     mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
     forward_only=True       refuses gradients: an operator of inference
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
@@ -386,7 +462,7 @@ def _warn_fallback(name: str, device: str, reasons: tuple[tuple[str, str], ...])
         return
     _WARNED.add((name, device, reasons))
     why = "; ".join(f"{b}: {r}" for b, r in reasons) or "it has no other backend"
-    warnings.warn(f"{name}: the torch reference runs on {device} ({why})", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"{name}: the torch reference runs on {device} ({why})", RuntimeWarning, stacklevel=5)
 
 
 def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch_triton import launched
 from ._rows import as_rows, power_of_2
 
 LARGEST_BLOCK = 8192
@@ -57,6 +58,7 @@ def _logprob(x, top, log_sum):
     return tl.where(x == float("-inf"), x, x - top - log_sum)
 
 
+@launched
 @triton.jit
 def _log_softmax_kernel(
     x_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
@@ -79,6 +81,7 @@ def _load_present(dy_ptr, y_ptr, columns, V):
     return tl.where(y == float("-inf"), 0.0, dy), y
 
 
+@launched
 @triton.jit
 def _log_softmax_backward_kernel(
     dy_ptr,
@@ -116,6 +119,7 @@ def _load_chosen(x_ptr, token, V):
     return tl.load(x_ptr + token, mask=is_token, other=float("nan")).to(tl.float32)
 
 
+@launched
 @triton.jit
 def _token_logprobs_kernel(
     x_ptr, ids_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
@@ -127,6 +131,7 @@ def _token_logprobs_kernel(
     tl.store(y_ptr + row, _logprob(x, top, log_sum))
 
 
+@launched
 @triton.jit
 def _token_logprobs_backward_kernel(
     dy_ptr,

@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl.device import multiprocessors
 
 from ._formats import FORMATS
+from ._launch_triton import launched
 from ._rows import as_rows, ceil_div, power_of_2
 
 BLOCK = 2048  # channels a program dequantises
@@ -20,6 +21,7 @@ def _round_to_even(x):
     return (x + 12582912.0) - 12582912.0
 
 
+@launched
 @triton.jit
 def _quantize_kernel(
     x_ptr,
@@ -57,6 +59,7 @@ def _quantize_kernel(
     tl.store(scale_ptr + rows, scale, mask=rows < T)
 
 
+@launched
 @triton.jit
 def _dequantize_kernel(q_ptr, scale_ptr, x_ptr, q_stride_a, q_stride_b, B, C, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._launch_triton import launched
 from ._overlap_triton import follow, overlap
 from ._rows import as_rows, ceil_div, power_of_2
 from ._sums_triton import row_sum
@@ -32,6 +33,7 @@ def _split_rows(rows, B, NESTED: tl.constexpr):
     return a, b
 
 
+@launched
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
@@ -77,6 +79,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + rows * C + columns, y, mask=mask, eviction_policy=POLICY)
 
 
+@launched
 @triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr,

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from ._launch_triton import launched
 from ._rows import ceil_div, power_of_2
 from .linear_triton import unit_stride
 
 CHUNK = 4096
 
 
+@launched
 @triton.jit
 def _top_kernel(logits_ptr, top_ptr, id_ptr, stride, V, CHUNK: tl.constexpr):
     """Maximum of one chunk of one row, and the first id that has it."""
@@ -83,6 +85,7 @@ def _nearest(logits_ptr, V, top, temperature, wanted, COUNT: tl.constexpr, BLOCK
     return low.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
 
 
+@launched
 @triton.jit
 def _draw_kernel(
     logits_ptr,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch_triton import launched
 from ._rows import ceil_div
 
 BLOCK = 1024
@@ -25,6 +26,7 @@ def _load_gate_up(x_ptr, columns, F, INTERLEAVED: tl.constexpr, BLOCK: tl.conste
     return gate, up
 
 
+@launched
 @triton.jit
 def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -34,6 +36,7 @@ def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: 
     tl.store(y_ptr + row * F + columns, y.to(y_ptr.dtype.element_ty), mask=columns < F)
 
 
+@launched
 @triton.jit
 def _swiglu_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 
@@ -35,6 +36,7 @@ def _tile_of(counts_ptr, columns, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, 
     return expert, row, first + tl.sum(tl.where(is_mine, counts, 0), 0), group * GROUP + inside % wide
 
 
+@launched
 @triton.jit
 def _product_kernel(
     x_ptr,
@@ -76,6 +78,7 @@ def _product_kernel(
         tl.store(to, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+@launched
 @triton.jit
 def _weight_kernel(
     dy_ptr,

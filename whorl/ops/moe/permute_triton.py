@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
 
@@ -21,6 +22,7 @@ def places_of(ids_ptr, start, P, expert, taken, BLOCK_P: tl.constexpr):
     return pair, is_mine, taken + tl.cumsum(is_mine.to(tl.int32), 0) - 1
 
 
+@launched
 @triton.jit
 def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
     """The pairs of one expert, in order, behind those of the experts before it."""
@@ -37,6 +39,7 @@ def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
     tl.store(counts_ptr + expert, count)
 
 
+@launched
 @triton.jit
 def _spread_kernel(
     x_ptr, places_ptr, probs_ptr, rows_ptr, x_stride, C, K, HAS_PROBS: tl.constexpr, BLOCK_C: tl.constexpr
@@ -53,6 +56,7 @@ def _spread_kernel(
         tl.store(rows_ptr + place * C + columns, row.to(rows_ptr.dtype.element_ty), mask=columns < C)
 
 
+@launched
 @triton.jit
 def _collect_kernel(
     rows_ptr, places_ptr, probs_ptr, y_ptr, rows_stride, C, K, HAS_PROBS: tl.constexpr, BLOCK_C: tl.constexpr
@@ -70,6 +74,7 @@ def _collect_kernel(
     tl.store(y_ptr + token * C + columns, y.to(y_ptr.dtype.element_ty), mask=columns < C)
 
 
+@launched
 @triton.jit
 def _dots_kernel(
     x_ptr, rows_ptr, places_ptr, dprobs_ptr, x_stride, rows_stride, C, K, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import power_of_2
 from ..linear_triton import unit_stride
@@ -30,6 +31,7 @@ def _highest(ranked):
     return best, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
 
 
+@launched
 @triton.jit
 def _route_kernel(
     logits_ptr,
@@ -138,6 +140,7 @@ def _score(logits, peak, total, SOFTMAX: tl.constexpr):
     return tl.div_rn(tl.exp(logits - peak), total) if SOFTMAX else tl.div_rn(1.0, 1 + tl.exp(-logits))
 
 
+@launched
 @triton.jit
 def _route_backward_kernel(
     dweights_ptr,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from .tables import read_write_orders
 
@@ -167,6 +168,7 @@ def _rotate_heads(
         tl.store(y_ptr + y_at[:, :, None] + channels, rest, mask=inside)
 
 
+@launched
 @triton.jit
 def _rope_kernel(
     q_ptr,

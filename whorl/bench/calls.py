@@ -1,0 +1,288 @@
+"""Host time of eager calls: how long a call holds the caller, however quick the device is.
+
+Tensors are so small that the device keeps up, and calls follow each other without waiting for it. Beside each call are
+the chosen implementation called directly, torch's own functions, the bare Triton launches of the same kernels, and
+Liger. Medians over repeats, in which all of these take turns.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whorl import device as devices
+from whorl.bench.peer import Values, liger_function, tensors_of
+from whorl.bench.peers import hf_swiglu
+from whorl.bench.provenance import Document, provenance, render_provenance
+from whorl.bench.rope_peers import hf_rope, hf_tables, to_hf
+from whorl.ops import OPS, Op
+
+Run = Callable[[], Any]
+CALLS = 50  # in a row; a GPU's queue holds some thousand launches
+TOKENS, CHANNELS, HEADS, KV_HEADS, DIM, EXPERTS = 4, 256, 4, 2, 64, 16
+EPS = 1e-6
+MODES = {
+    "inference": "without gradients",
+    "gradient": "the forward alone, recorded by autograd",
+    "both": "forward and backward",
+}
+COLUMNS = ("whorl", "direct", "torch", "triton", "liger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """values(dtype, device): arguments by name, of which `leaves` get gradients; none: the operator has no gradient."""
+
+    op: Op
+    values: Callable[[torch.dtype, str], Values]
+    leaves: tuple[str, ...]
+    torch: Callable[[Values], Any]
+    liger: tuple[str, str] | None = None  # module and class
+    to_liger: Callable[[Values], tuple[Any, ...]] = lambda values: tuple(values.values())
+
+
+def _norm(*names: str) -> Callable[[torch.dtype, str], Values]:
+    def values(dtype: torch.dtype, device: str) -> Values:
+        rows = {name: torch.randn(TOKENS, CHANNELS, dtype=dtype, device=device) for name in names}
+        return rows | {"weight": torch.ones(CHANNELS, dtype=dtype, device=device), "eps": EPS}
+
+    return values
+
+
+def _heads(dtype: torch.dtype, device: str) -> Values:
+    q, k = (torch.randn(TOKENS, n, DIM, dtype=dtype, device=device) for n in (HEADS, KV_HEADS))
+    angles = torch.randn(TOKENS, DIM // 2, device=device)
+    return {"q": q, "k": k, "cos_sin": torch.cat((angles.cos(), angles.sin()), -1)}
+
+
+def _hf_heads(values: Values) -> tuple[Tensor, ...]:
+    return to_hf(values["q"]), to_hf(values["k"]), *hf_tables(values | {"positions": None}, values["q"].dtype)
+
+
+def _gate_up(dtype: torch.dtype, device: str) -> Values:
+    return {"x": torch.randn(TOKENS, 2 * CHANNELS, dtype=dtype, device=device)}
+
+
+def _product(dtype: torch.dtype, device: str) -> Values:
+    x, weight = (torch.randn(n, CHANNELS, dtype=dtype, device=device) for n in (TOKENS, CHANNELS))
+    return {"x": x, "weight": weight}
+
+
+def _logits(name: str, **more: Any) -> Callable[[torch.dtype, str], Values]:
+    return lambda dtype, device: {name: torch.randn(TOKENS, EXPERTS, dtype=dtype, device=device), **more}
+
+
+def _torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _torch_add_norm(values: Values) -> tuple[Tensor, Tensor]:
+    total = values["x"] + values["residual"]
+    return _torch_norm(total, values["weight"]), total
+
+
+def _torch_route(values: Values) -> Any:
+    weights, ids = torch.softmax(values["logits"].float(), -1).topk(values["k"])
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+def _rotation(name: str, *leaves: str) -> Case:
+    return Case(
+        op=OPS[name],
+        values=_heads,
+        leaves=leaves,
+        torch=lambda values: hf_rope(*_hf_heads(values)),
+        liger=("rope", "LigerRopeFunction"),
+        to_liger=_hf_heads,
+    )
+
+
+def _cases() -> list[Case]:
+    return [
+        Case(
+            op=OPS["rms_norm"],
+            values=_norm("x"),
+            leaves=("x", "weight"),
+            torch=lambda values: _torch_norm(values["x"], values["weight"]),
+            liger=("rms_norm", "LigerRMSNormFunction"),
+        ),
+        Case(
+            op=OPS["add_rms_norm"],
+            values=_norm("x", "residual"),
+            leaves=("x", "residual", "weight"),
+            torch=_torch_add_norm,
+            liger=("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"),
+        ),
+        _rotation("rope", "q", "k"),
+        _rotation("rope_"),
+        Case(
+            op=OPS["swiglu"],
+            values=_gate_up,
+            leaves=("x",),
+            torch=lambda values: hf_swiglu(values["x"]),
+            liger=("swiglu", "LigerFusedGateUpSiLUMulFunction"),
+        ),
+        Case(op=OPS["linear"], values=_product, leaves=("x", "weight"), torch=lambda values: F.linear(**values)),
+        Case(op=OPS["route"], values=_logits("logits", k=2), leaves=("logits",), torch=_torch_route),
+        Case(
+            op=OPS["log_softmax"],
+            values=_logits("logits"),
+            leaves=("logits",),
+            torch=lambda values: torch.log_softmax(values["logits"], -1),
+        ),
+    ]
+
+
+# ---- measuring
+
+
+def run(device: str | None, dtype: str, repeats: int) -> Document:
+    device = devices.require(device or devices.default_device())
+    rows = [
+        _row(case, mode, getattr(torch, dtype), device, repeats)
+        for case in _cases()
+        for mode in (MODES if case.leaves else ("inference",))
+    ]
+    return provenance(device) | {"dtype": dtype, "calls": CALLS, "repeats": repeats, "rows": rows}
+
+
+def is_good(document: Document) -> bool:
+    return all(row["is_right"] for row in document["rows"])
+
+
+def _row(case: Case, mode: str, dtype: torch.dtype, device: str, repeats: int) -> Document:
+    values = case.values(dtype, device)
+    row: Document = {"op": case.op.name, "mode": mode, "backend": case.op.choose(**values).backend}
+    row["is_right"] = _agrees(case, values)
+    ways = _ways(case, mode, values)
+    with nullcontext() if mode != "inference" else torch.inference_mode():
+        found = _medians(ways, device, repeats) if row["is_right"] else {}
+    row |= {f"{name}_us": found.get(name) for name in COLUMNS}
+    direct = found.get("direct")
+    return row | {"mechanism_us": None if direct is None else found["whorl"] - direct}
+
+
+def _agrees(case: Case, values: Values) -> bool:
+    """With the reference, to a rounding or two: no speed for an answer that is wrong."""
+    found, expected = (
+        tensors_of([given[n] for n in case.op.mutates] if (out := call(**given)) is None else out)
+        for call in (case.op, case.op.reference)
+        for given in [{n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}]
+    )
+    eps = max(torch.finfo(t.dtype).eps for t in found if t.is_floating_point())
+    return all(
+        torch.allclose(a.float(), b.float(), rtol=4 * eps, atol=4 * eps) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _ways(case: Case, mode: str, values: Values) -> dict[str, Run]:
+    op, has_gradient = case.op, mode != "inference"
+    given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    leaves = [given[n].requires_grad_() for n in case.leaves if has_gradient]
+    arguments = tuple(given.values())
+    ways: dict[str, Run] = {"whorl": lambda: op(*arguments), "torch": lambda: case.torch(given)}
+    if case.liger is not None and (liger := liger_function(given, *case.liger)) is not None:
+        other = case.to_liger(given)
+        ways["liger"] = lambda: liger.apply(*other)
+    if mode == "both":
+        ways = {name: _with_backward(way, leaves) for name, way in ways.items()}
+    else:
+        every = op._bind((), values)
+        function = op.choose(**values).function
+        ways["direct"] = lambda: function(**every)
+    if (bare := _bare_launches(ways["whorl"], given)) is not None:
+        ways["triton"] = bare
+    return ways
+
+
+def _with_backward(forward: Run, leaves: Sequence[Tensor]) -> Run:
+    """The outputs that have a gradient get ones."""
+    grads = [torch.ones_like(t) for t in tensors_of(forward()) if t.requires_grad]
+
+    def both() -> None:
+        outs = [t for t in tensors_of(forward()) if t.requires_grad]
+        torch.autograd.grad(outs, leaves, grads)
+
+    return both
+
+
+def _bare_launches(call: Run, values: Values) -> Run | None:
+    """The kernels that a call launches, by Triton alone; None where there are none."""
+    device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
+    if devices.unavailable("triton", device) is not None:
+        return None
+    launches = recorded_launches(call)
+    if not launches:
+        return None
+
+    def launch() -> None:
+        for one in launches:
+            one()
+
+    return launch
+
+
+def recorded_launches(call: Run) -> list[Run]:
+    """Each launch of a call, again through Triton."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Run] = []
+    original, watch = JITFunction.run, lambda *_: None
+
+    def record(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(functools.partial(original, kernel, *args, **kwargs))
+        return original(kernel, *args, **kwargs)
+
+    knobs.runtime.launch_enter_hook.add(watch)  # which makes all launches go through Triton
+    JITFunction.run = record
+    try:
+        call()
+    finally:
+        JITFunction.run = original
+        knobs.runtime.launch_enter_hook.remove(watch)
+    return launches
+
+
+def _medians(ways: dict[str, Run], device: str, repeats: int) -> dict[str, float]:
+    """Microseconds a call."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        _seconds(way, device)  # what is compiled or remembered is from here on
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(_seconds(way, device) / CALLS * 1e6)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _seconds(way: Run, device: str) -> float:
+    # On the CPU the time that this thread had it, whoever else wants it; a device makes its caller wait, too.
+    clock = time.thread_time if device == devices.HOST else time.perf_counter
+    devices.synchronize(device)
+    start = clock()
+    for _ in range(CALLS):
+        way()
+    return clock() - start
+
+
+# ---- showing
+
+
+def render(document: Document) -> str:
+    heading = f"{'operator':14} {'calls':10} {'backend':10}" + "".join(
+        f"{name:>10}" for name in (*COLUMNS, "mechanism")
+    )
+    lines = [*render_provenance(document), f"dtype     {document['dtype']}", "", "host microseconds a call", heading]
+    for row in document["rows"]:
+        figures = (row[f"{name}_us"] for name in (*COLUMNS, "mechanism"))
+        shown = "".join(f"{'-' if us is None else format(us, '.1f'):>10}" for us in figures)
+        note = "" if row["is_right"] else "  wrong answer"
+        lines.append(f"{row['op']:14} {row['mode']:10} {row['backend']:10}{shown}{note}")
+    return "\n".join([*lines, "", *(f"{name:10} {what}" for name, what in MODES.items())])
