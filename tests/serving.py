@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from whorl.engine.llm import LLM
+from whorl.engine.settings import EngineSettings
 from whorl.engine.tokenizer import Tokenizer
 from whorl.nn import KVCache, PagedKV, Step
+from whorl.serve import openai
 from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import create_app
@@ -163,13 +166,18 @@ class Served:
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
     processor = settings.pop("processor", None)
     chosen = Settings(**({"names": (MODEL,)} | settings))
-    app = create_app(llm, chosen, processor)
+    with listening(llm, create_app(llm, chosen, processor), next(iter(chosen.keys), None)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def listening(llm: LLM, app: Any, api_key: str | None = None) -> Iterator[Served]:
     (listener,) = listen("127.0.0.1", 0)
     server = HttpServer(app, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
-    served = Served(llm, app, server, listener.getsockname()[1], next(iter(chosen.keys), None))
+    served = Served(llm, app, server, listener.getsockname()[1], api_key)
     try:
         yield served
     finally:
@@ -178,6 +186,20 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
         thread.join(30)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def prepared(model: str | Path, engine: EngineSettings, **options: Any) -> Iterator[Served]:
+    """A model's folder, loaded as `whorl serve` loads it."""
+    made: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai, "_serve", lambda app, *rest: made.append(app) or 0)
+        assert openai.prepare(model, engine, port=0, **options)() == 0
+    (app,) = made
+    llm = app.state.service.engine.llm
+    with listening(llm, app) as served:
+        wait_until(lambda: answers(served.url))
+        yield served
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -58,14 +58,16 @@ def save(folder: Path, config: Mapping[str, Any]) -> Any:
     return model
 
 
-def hf_inputs(prompts: Sequence[tuple[list[int], list[MediaItem]]]) -> dict[str, Tensor]:
+def hf_inputs(
+    prompts: Sequence[tuple[list[int], list[MediaItem]]], image_id: int = IMAGE, video_id: int = VIDEO
+) -> dict[str, Tensor]:
     """What transformers takes of prompts, padded on the left."""
     longest = max(len(ids) for ids, _ in prompts)
     rows = [[0] * (longest - len(ids)) + ids for ids, _ in prompts]
     ids = torch.tensor(rows)
     mask = torch.tensor([[0] * (longest - len(i)) + [1] * len(i) for i, _ in prompts])
     found = {"input_ids": ids, "attention_mask": mask}
-    found["mm_token_type_ids"] = ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
+    found["mm_token_type_ids"] = ((ids == image_id) + 2 * (ids == video_id)).int()
     for kind, pixels, grids in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),

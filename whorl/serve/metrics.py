@@ -33,6 +33,15 @@ _FROM_STATS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], .
     ("spec_decode_num_draft_tokens", "Tokens drafted.", "counter", lambda s: s["num_drafted"]),
     ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "counter", lambda s: s["num_accepted"]),
 )
+# Of engines that take pictures.
+_OF_PICTURES: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
+    ("mm_cache_queries", "Pictures and videos looked up.", "counter", lambda s: s["num_encoded"] + _hits(s)),
+    ("mm_cache_hits", "Pictures and videos that were encoded already.", "counter", lambda s: _hits(s)),
+)
+
+
+def _hits(stats: Mapping[str, int]) -> int:
+    return stats["num_encoder_hits"]
 
 
 def _share(stats: Mapping[str, int]) -> float:
@@ -69,7 +78,7 @@ class Metrics:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         stats = self._stats()
-        for name, text, kind, value in _FROM_STATS:
+        for name, text, kind, value in _FROM_STATS + (_OF_PICTURES if "num_encoded" in stats else ()):
             family = kinds[kind](f"whorl:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value(stats))
             yield family
