@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -26,12 +25,13 @@ from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .launch import Place
 from .memory import memory_left, need_accelerator
+from .output import Output, output_of
 from .placing import Placement, place
 from .request_limits import check_request
 from .runner import Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
-from .sequence import Detokenizer, FinishReason, Logprob, SamplingParams, Sequence, Timings
+from .sequence import Detokenizer, FinishReason, SamplingParams, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost
 from .step_budget import StepBudget
@@ -62,20 +62,6 @@ class Delta(NamedTuple):
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    prompt_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    timings: Timings
-    logprobs: list[Logprob]
-    prompt_logprobs: list[Logprob]
-    num_cached: int  # prompt tokens that the prefix cache held
-    num_drafted: int
-    num_accepted: int
 
 
 class LLM:
@@ -269,7 +255,7 @@ class LLM:
         finally:  # after an error or Ctrl-C nothing of this call stays behind
             for seq in sequences:
                 self.abort(seq)
-        return [_output(seq) for seq in sequences]
+        return [output_of(seq) for seq in sequences]
 
     def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
         """Seconds of a decode step by number of rows, for `DraftLength`. It ends after about `seconds`, with a shorter
@@ -453,24 +439,6 @@ def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
     """A string or a list of token ids is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
-
-
-def _output(seq: Sequence) -> Output:
-    assert seq.finish_reason is not None
-    if seq.error is not None:
-        raise seq.error
-    return Output(
-        prompt_ids=seq.token_ids[: seq.prompt_len],
-        text=seq.text.value,
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        timings=seq.timings,
-        logprobs=seq.logprobs,
-        prompt_logprobs=seq.prompt_logprobs,
-        num_cached=seq.num_cached,
-        num_drafted=seq.num_drafted,
-        num_accepted=seq.num_accepted,
-    )
 
 
 def _load(
