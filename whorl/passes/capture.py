@@ -134,7 +134,8 @@ class Compiled:
             return _Boxed(gm.forward)
         from torch._inductor.compile_fx import compile_fx_inner
 
-        with torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} {schemas_key()}"):
+        tag = f"{torch.compiler.config.cache_key_tag} {schemas_key()}"
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             if mode is None:
                 return compile_fx_inner(gm, example_inputs or [])
             fakes = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
