@@ -184,6 +184,13 @@ def test_a_replay_takes_the_parts_of_the_launches() -> None:
     assert [each.us for each in found] == list(range(6)), "times are the replay's own"
 
 
+def test_replays_are_aligned_step_by_step() -> None:
+    eager = [Kernel(name, name.upper(), 1.0) for name in "abcab" * decode_profile._STEPS]
+    replayed = [Kernel(name, "other", 2.0) for name in "abcab" * decode_profile._STEPS]
+    assert decode_profile._aligned(replayed, eager) == [each._replace(us=2.0) for each in eager]
+    assert [each.part for each in decode_profile._aligned(replayed[1:], eager)] == [each.part for each in eager[1:]]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_bytes_of_the_parts_are_those_of_the_step(tied: bool, kind: str) -> None:

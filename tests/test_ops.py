@@ -368,6 +368,8 @@ LARGE: dict[str, Values] = {
     "swiglu": {"shape": (2**19 + 40, 4096)},
     "hadamard": {"shape": (2**24 + 40, 128)},
     "sparse_attention": {"tokens": (2**15 + 40,), "keys": 64, "topk": 16, "heads": 128, "dim": 576, "value_dim": 512},
+    "linear": {"tokens": (2**19 + 40,), "size": (64, 4096)},
+    "experts": {"tokens": (2**20 + 40,), "hidden": 2048, "width": 16, "experts": 8, "k": 2},
     "masked_attention": {"tokens": (2**17 + 40,), "keys": 64, "topk": 16, "heads": 128, "kv_heads": 1, "dim": 128},
 }
 
@@ -425,6 +427,6 @@ def test_the_last_of_many_tokens(op: Op) -> None:
 @pytest.mark.parametrize("op", MANY, ids=lambda op: op.name)
 def test_indices_past_two_to_the_31(op: Op) -> None:
     case = large(op)
-    elements = math.prod(case["shape"]) if "shape" in case else case["tokens"][0] * case["heads"] * case["dim"]
-    assert elements > 2**31
+    width = case["heads"] * case["dim"] if "heads" in case else case.get("hidden") or max(case.get("size", [0]))
+    assert (math.prod(case["shape"]) if "shape" in case else case["tokens"][0] * width) > 2**31
     check_last_tokens(op, case)

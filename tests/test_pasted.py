@@ -1,6 +1,7 @@
 """Command lines written for vLLM, and for the Ascend program whose options ours are: what they come to here."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,13 +146,17 @@ def test_the_engines_options(answered: Made, command: str, spell: Any) -> None:
     assert (answered.path, answered.settings) == ("a/model", ASKED)
 
 
-def test_the_servers_options(served: Made) -> None:
+def test_the_servers_options(served: Made, tmp_path: Path) -> None:
+    (tmp_path / "x.jinja").write_text("a template")
     more = "--served-model-name one two --host 0.0.0.0 --port 0 --api-key k --seed 3 --enable-chunked-prefill"
-    done = run(f"whorl serve a/model {ENGINE} {more} --tool-call-parser hermes --trust-remote-code")
+    more += f" --tool-call-parser hermes --reasoning-parser qwen3 --chat-template {tmp_path}/x.jinja"
+    done = run(f"whorl serve a/model {ENGINE} {more} --trust-remote-code")
     assert done.exit_code == 0, done.stderr
     assert (served.path, served.settings) == ("a/model", ASKED.changed(seed=3))
     (settings,) = served.served
-    assert (settings.names, settings.keys, settings.tool_parser) == (("one", "two"), ("k",), "hermes")
+    assert (settings.names, settings.keys) == (("one", "two"), ("k",))
+    speech = (settings.tool_parser, settings.reasoning_parser, settings.chat_template)
+    assert speech == ("hermes", "qwen3", "a template")
     assert done.stderr.splitlines() == [
         "whorl: serve: --enable-chunked-prefill is not read: long prompts are always read in chunks",
         "whorl: serve: --trust-remote-code is not read: no code of a checkpoint is ever run",

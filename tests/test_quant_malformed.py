@@ -202,7 +202,7 @@ def test_lists_of_what_is_not_quantised() -> None:
         ({"quant_method": "ascend"}, r"\(ascend: modelslim's, for Ascend\)"),
         ({"quant_method": "auto-round"}, r"\(auto-round: AutoRound's own layout\)"),
         ({"quant_method": "bitsandbytes"}, r"\(bitsandbytes: of bitsandbytes\)"),
-        ({"quant_method": "new"}, r"\(new\); expected fp8, compressed-tensors, awq, gptq, bfloat16"),
+        ({"quant_method": "new"}, r"\(new\); expected fp8, compressed-tensors, awq, gptq, gguf, bfloat16"),
         ({"bits": 4}, r"\(unknown\)"),
         (BLOCKS | {"fmt": "e5m2"}, "fmt is 'e5m2'; known here are 'e4m3'"),
         (BLOCKS | {"weight_block_size": [128]}, r"blocks of \[128\], expected rows and columns such as"),

@@ -23,7 +23,8 @@ from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.warmup import Warming, WarmUp, class_sizes, kind_for
 from whorl.engine.weights import random_model
 from whorl.models.qwen3 import Qwen3
-from whorl.serve.engine_thread import EngineThread, WarmingUp
+from whorl.serve.engine_thread import EngineThread
+from whorl.serve.readiness import Readiness, WarmingUp
 
 SIZES: dict[str, Any] = {
     "device": "cpu",
@@ -308,9 +309,9 @@ def test_a_server_is_ready_when_it_is_warm(warming: tuple[Served, Held]) -> None
 def test_a_server_stops_in_the_middle_of_its_warm_up() -> None:
     async def work() -> EngineThread:
         endless = (Warming(1, 2, "again") for _ in itertools.count())
-        thread = EngineThread(told(), Any, warming=endless)  # type: ignore[arg-type]
+        thread = EngineThread(told(), Any, readiness=Readiness(endless))  # type: ignore[arg-type]
         thread.start()
-        while thread._progress is None:
+        while thread.readiness.progress is None:
             await asyncio.sleep(0.001)
         with pytest.raises(WarmingUp, match="1 of 2 steps"):
             thread.check()
@@ -319,7 +320,7 @@ def test_a_server_stops_in_the_middle_of_its_warm_up() -> None:
 
     thread = asyncio.run(work())
     assert not thread._thread.is_alive()
-    assert not thread.is_ready
+    assert not thread.readiness.is_ready
     assert thread.failure is None
 
 
@@ -329,13 +330,13 @@ def test_a_failed_warm_up_is_a_failed_engine() -> None:
         raise MemoryError("the second is too large")
 
     failures: list[None] = []
-    thread = EngineThread(told(), Any, warming=failing())  # type: ignore[arg-type]
+    thread = EngineThread(told(), Any, readiness=Readiness(failing()))  # type: ignore[arg-type]
     thread.on_failure = lambda: failures.append(None)
     thread.start()
     thread._thread.join(20)
     assert isinstance(thread.failure, MemoryError)
     assert failures
-    assert not thread.is_ready
+    assert not thread.readiness.is_ready
 
 
 def test_ready_is_said_last(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from mock_model import ByteTokenizer, Logits, record
 from moe_kernels import KERNELS as MOE
 from safetensors.torch import load_file, save_file
 from standin import there_is_an_npu
+from training_kernels import KERNELS as FULL_ATTENTION
+from vision import END, IMAGE, START, VIDEO, item
 
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -31,6 +33,7 @@ from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
+from whorl.models.qwen3_vl import Qwen3VL
 from whorl.ops import _op
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 264, "dtype": "bfloat16"}
@@ -41,7 +44,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": Qwen3.tiny(**SIZES, use_sliding_window=True, sliding_window=150, max_window_layers=1) | {"head_dim": 64},
     "experts": Qwen3.tiny(**SIZES, num_experts=8, moe_intermediate_size=64) | {"head_dim": 64},
 }
-NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in (ROW_WISE | MOE | KERNELS | IN_PLACE).items()}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+VISION = Qwen3VL.tiny(
+    {"hidden_size": 144, "intermediate_size": 160},  # heads of 72 channels, as the published ones
+    **SIZES,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    rope_parameters=SECTIONS,
+)
+CONFIGS["vision"] = VISION | {"text_config": VISION["text_config"] | {"head_dim": 128}}
+ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION
+NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in ALL_KERNELS.items()}
 CYCLE = 12  # tokens that follow one another in a circle
 
 
@@ -52,7 +65,8 @@ def main(out: Path, folder: Path, asked: list[str]) -> None:
         give_margins(path / "model.safetensors")
     for what in asked:
         model, kind = what.split(":")
-        found[what] = compare(paths[model], KINDS[kind], is_crowded=kind == "crowded")
+        chosen = [(*request, []) for request in requests(is_crowded=kind == "crowded")]
+        found[what] = compare(paths[model], KINDS[kind], with_pictures(chosen) if model == "vision" else chosen)
     out.write_text(json.dumps(found, indent=1))
 
 
@@ -65,7 +79,8 @@ def give_margins(path: Path) -> None:
     for name, weight in weights.items():
         if name.endswith(("q_norm.weight", "q_proj.weight")):
             weight *= 2
-    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    embedding = next(weight for name, weight in weights.items() if name.endswith("embed_tokens.weight"))
+    head = weights["lm_head.weight"]
     embedding *= 2 * embedding.shape[1] ** 0.5
     ids = torch.arange(len(head))
     before = ids - 1 + CYCLE * (ids % CYCLE == 0)
@@ -106,8 +121,23 @@ def requests(is_crowded: bool) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def compare(path: Path, options: dict[str, Any], is_crowded: bool) -> dict[str, Any]:
-    chosen = requests(is_crowded)
+def with_pictures(chosen: list[Any]) -> list[Any]:
+    """The same with a picture, or a video of two frames, behind the first tokens of long prompts."""
+    picture, video = item(0, (1, 8, 8)), item(1, (2, 4, 8), "video")
+    found = []
+    for number, (prompt, params, _) in enumerate(chosen):
+        text = [1 if token in (IMAGE, VIDEO, START, END) else token for token in prompt]
+        if len(text) < 20:
+            found.append((text, params, []))
+        elif number == 2:
+            frames = [START, *[VIDEO] * 8, END, 7, START, *[VIDEO] * 8, END]
+            found.append((text[:9] + frames + text[9:], params, [video]))
+        else:
+            found.append((text[:9] + [START, *[IMAGE] * 16, END] + text[9:], params, [picture]))
+    return found
+
+
+def compare(path: Path, options: dict[str, Any], chosen: list[Any]) -> dict[str, Any]:
     on_cpu = generate(path, "cpu", chosen, **{n: v for n, v in options.items() if n != "num_blocks"})
     _op._WARNED.clear()
     with there_is_an_npu(NPU_KERNELS) as npu, warnings.catch_warnings(record=True) as warned:
@@ -131,7 +161,7 @@ def generate(path: Path, device: str, chosen: list[Any], speculate: Any = None, 
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 400, "memory": 8 << 20}
     llm = LLM(path, tokenizer=ByteTokenizer(), device=device, dtype=torch.bfloat16, **settings | options)
     logits = record(llm)
-    sequences = [llm.add(*request)[0] for request in chosen]
+    sequences = [llm.add(prompt, params, media=media)[0] for prompt, params, media in chosen]
     while llm.has_work:
         llm.step()
     return {

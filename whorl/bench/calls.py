@@ -171,15 +171,17 @@ def _row(case: Case, mode: str, dtype: torch.dtype, device: str, repeats: int) -
 
 def _agrees(case: Case, values: Values) -> bool:
     """With the reference, to a rounding or two: no speed for an answer that is wrong."""
-    found, expected = (
-        tensors_of([given[n] for n in case.op.mutates] if (out := call(**given)) is None else out)
-        for call in (case.op, case.op.reference)
-        for given in [{n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}]
-    )
+    found, expected = (_answers(case.op, call, values) for call in (case.op, case.op.reference))
     eps = max(torch.finfo(t.dtype).eps for t in found if t.is_floating_point())
     return all(
         torch.allclose(a.float(), b.float(), rtol=4 * eps, atol=4 * eps) for a, b in zip(found, expected, strict=True)
     )
+
+
+def _answers(op: Op, call: Callable[..., Any], values: Values) -> list[Tensor]:
+    given: Values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    out = call(**given)
+    return tensors_of([given[n] for n in op.mutates] if op.mutates else out)
 
 
 def _ways(case: Case, mode: str, values: Values) -> dict[str, Run]:

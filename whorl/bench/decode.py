@@ -163,7 +163,7 @@ def run(settings: Settings, peer: Peer | None = None) -> Document:
             with progress(f"prefill of {settings.prompt_tokens}"):
                 document["prefill"] = _prefill(model, vocab_size, settings)
         del model
-        _free(settings.device)
+        free(settings.device)
         document["peers"] = [] if peer is None else peer(settings, document["decode"], progress)
     return document
 
@@ -214,6 +214,7 @@ def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) 
 
 def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Settings) -> Document:
     """Steps of `batch` sequences that all decode, timed through `LLM.step`."""
+    free(settings.device)  # the row before may have had a large cache
     llm = engine(model, batch, context, settings)
     seconds = [_time_steps(llm, vocab_size, batch, context, settings) for _ in range(settings.repeats + 1)][1:]
     seen = context + settings.num_tokens // 2
@@ -290,6 +291,7 @@ def timed(device: str, function: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _free(device: str) -> None:
+def free(device: str) -> None:
+    """Memory of what is no longer in use."""
     gc.collect()
     devices.empty_cache(device)

@@ -9,7 +9,7 @@ from whorl.doctor.build_launch import build_launch
 from whorl.doctor.inputs import Inputs, read_inputs, read_text
 from whorl.doctor.launch import Launch
 from whorl.doctor.log import explain
-from whorl.doctor.paths import predict
+from whorl.doctor.paths import predict, predict_tower
 from whorl.doctor.report import Finding, Report, RotaryPath, by_severity
 from whorl.doctor.rules import RULES
 from whorl.doctor.settings import BadInput
@@ -61,6 +61,8 @@ def _examine(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
         paths.append(predict(part))
         for rule in RULES:
             findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]
+    if (tower := predict_tower(launch)) is not None:
+        paths.append(tower)
     return tuple(paths), findings
 
 

@@ -9,7 +9,7 @@ from whorl.doctor.inputs import OTHER_TOWERS, Inputs
 from whorl.doctor.settings import Setting
 from whorl.rope_config import RopeConfig
 
-FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan")
+FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan", "whorl")
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
 TRAINING: Final = (*MEGATRON_FAMILY, "mindspeed-mm", "torchtitan")
 DEVICES: Final = ("cuda", "npu")

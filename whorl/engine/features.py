@@ -33,6 +33,7 @@ class Features:
             self._on_the_way.pop(number, None)
             self._done.pop(number, None)
 
+    @torch.inference_mode()
     def run(self, job: Job) -> None:
         if job.item is not None:
             there = lasting(as_tensor(job.item.patches), self._device).to(self._device, non_blocking=True)

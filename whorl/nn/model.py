@@ -11,7 +11,11 @@ from .step import Step
 
 
 class Model(Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs of a model.
+
+    One that sees has more: a `tower` with `begin` and `advance`, which encode a picture layer by layer, and in `config`
+    the ids of its placeholders and the rule of its positions; `whorl.models.qwen3_vl` is the example.
+    """
 
     config: Any
     dtype: torch.dtype  # of hidden states; a layer's cache has its own, `CacheSpec.dtype`

@@ -62,9 +62,8 @@ class Launched:
             device = active.get_current_device()
             compiled = found.get(device)
             if compiled is not None and compiled.driver is active:
-                x, y, z, *_ = *grid, 1, 1
-                stream = active.get_current_stream(device)
-                compiled.run(x, y, z, stream, compiled.function, compiled.metadata, None, None, None, *values)
+                sizes, stream = (*grid, 1, 1)[:3], active.get_current_stream(device)
+                compiled.run(*sizes, stream, compiled.function, compiled.metadata, None, None, None, *values)
                 return compiled.kernel
         kernel = self.kernel[grid](*args, **kwargs)
         if kernel is not None:

@@ -61,10 +61,10 @@ LOOKS = Looks()
 
 def is_readable(x: Tensor) -> bool:
     """Whether values can be looked at here for free: a real CPU tensor, nobody tracing."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or needs_node([x.detach()]):
         return False
     LOOKS.count += 1
-    return not needs_node([x.detach()])
+    return True
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

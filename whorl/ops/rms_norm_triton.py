@@ -10,7 +10,7 @@ from whorl.device import multiprocessors
 
 from ._launch_triton import launched
 from ._overlap_triton import follow, overlap
-from ._rows import as_rows, ceil_div, power_of_2
+from ._rows import as_rows, ceil_div, empty_like, power_of_2
 from ._sums_triton import row_sum
 
 CACHE = 32 * 2**20  # bytes of one tensor that are more than the second-level cache keeps
@@ -139,7 +139,7 @@ def add_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
     """y and, with a residual, the new residual (else y again)."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_like(x)
     total = y if residual is None else torch.empty_like(y)
     if not y.numel():
         return y, total
@@ -175,7 +175,7 @@ def add_forward(
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = empty_like(x)
     if not dx.numel():
         return dx, torch.zeros_like(weight)
     rows = as_rows(x)

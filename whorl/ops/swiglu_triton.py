@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch_triton import launched
-from ._rows import ceil_div
+from ._rows import ceil_div, empty_like
 
 BLOCK = 1024
 
@@ -71,7 +71,7 @@ def forward(x: Tensor, interleaved: bool) -> Tensor:
 
 def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
     rows, grads, width = _rows(x), _rows(dy), x.shape[-1] // 2
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = empty_like(x)
     if dx.numel():
         grid = (rows.shape[0], ceil_div(width, BLOCK))
         _swiglu_backward_kernel[grid](
@@ -83,4 +83,4 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[T, C] with unit stride along C: a view where strides allow one."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

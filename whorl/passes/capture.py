@@ -1,6 +1,7 @@
 """Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
 
 import contextlib
+import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from whorl import collectives
+from whorl import collectives, ops
 
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
@@ -133,11 +134,20 @@ class Compiled:
             return _Boxed(gm.forward)
         from torch._inductor.compile_fx import compile_fx_inner
 
-        if mode is None:
-            return compile_fx_inner(gm, example_inputs or [])
-        fakes = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
-        with torch._guards.tracing(torch._guards.TracingContext(mode)):
-            return compile_fx_inner(gm, fakes)
+        tag = f"{torch.compiler.config.cache_key_tag} {schemas_key()}"
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            if mode is None:
+                return compile_fx_inner(gm, example_inputs or [])
+            fakes = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+            with torch._guards.tracing(torch._guards.TracingContext(mode)):
+                return compile_fx_inner(gm, fakes)
+
+
+def schemas_key() -> str:
+    """Of our operators, for Inductor's cache on disk: its code writes defaults out, and its key leaves them out, so
+    that a graph compiled with an earlier signature would be found and fail."""
+    text = "\n".join(sorted(f"{name}{op.schema}" for name, op in ops.OPS.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rounding(config: SequenceParallel) -> dict[str, Any]:

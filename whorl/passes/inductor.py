@@ -9,7 +9,7 @@ from torch.fx import Graph
 
 from whorl import collectives
 
-from .capture import rounding
+from .capture import rounding, schemas_key
 from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums_in_place, rewrite, tokens_of
@@ -67,7 +67,7 @@ class SequenceParallelPass(CustomGraphPass):
         group = collectives.group_name(self.config.group)
         world = (group, collectives.group_size(group))
         inputs = [(name, layout.value) for name, layout, *_ in self.inputs]
-        text = f"{_key(self.config)} {world} {inputs}"
+        text = f"{_key(self.config)} {world} {inputs} {schemas_key()}"
         return get_hash_for_files(_SOURCES, extra=hashlib.sha256(text.encode()).hexdigest())
 
 

@@ -8,16 +8,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
-from whorl.engine.warmup import Warming
 from whorl.media import MediaItem
 
 from .metrics import Metrics
+from .readiness import Readiness
 
 _LOG = logging.getLogger("whorl.serve")
 _STOP_SECONDS = 30.0  # a step that takes longer is stuck
@@ -39,15 +39,6 @@ class Engine(Protocol):
 
 class EngineError(RuntimeError):
     """The engine cannot serve: it failed, or it is shutting down."""
-
-
-class WarmingUp(EngineError):
-    """The engine does not serve yet. progress: how far it is; seconds: that are left, about."""
-
-    def __init__(self, progress: Warming | None, seconds: float) -> None:
-        done = "" if progress is None else f": {progress.done} of {progress.total} steps are done"
-        super().__init__(f"the server is warming up{done}")
-        self.progress, self.seconds = progress, seconds
 
 
 class QueueFull(RuntimeError):
@@ -95,20 +86,16 @@ class Job:
 
 
 class EngineThread:
-    """Steps the engine while there is work. max_queue: sequences, of requests without a token yet. warming: what is
-    gone through before the first request is taken; it ends early where the server is to stop."""
+    """Steps the engine while there is work. max_queue: sequences, of requests without a token yet. readiness: what
+    comes before the first request; None: nothing."""
 
     def __init__(
-        self, llm: Engine, metrics: Metrics, *, max_queue: int = 1024, warming: Iterable[Warming] = ()
+        self, llm: Engine, metrics: Metrics, *, max_queue: int = 1024, readiness: Readiness | None = None
     ) -> None:
         self.llm, self.metrics, self.max_queue = llm, metrics, max_queue
+        self.readiness = readiness or Readiness()
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.on_ready: Callable[[], None] = lambda: None
-        self.is_ready = False
-        self._warming = warming
-        self._progress: Warming | None = None
-        self._started = time.monotonic()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._owners: dict[Sequence, tuple[Job, int]] = {}
         self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
@@ -121,7 +108,6 @@ class EngineThread:
     # ---- on the event loop
 
     def start(self) -> None:
-        self._started = time.monotonic()
         self._thread.start()
 
     async def stop(self) -> None:
@@ -161,15 +147,7 @@ class EngineThread:
             raise EngineError(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         if self._is_stopping:
             raise EngineError("the server is shutting down")
-        if not self.is_ready:
-            raise WarmingUp(self._progress, self._seconds_left())
-
-    def _seconds_left(self) -> float:
-        """As if every step of the warm-up took as long as those so far."""
-        if self._progress is None:
-            return 0.0
-        took = time.monotonic() - self._started
-        return took * (self._progress.total - self._progress.done) / self._progress.done
+        self.readiness.check()
 
     def check_size(self, size: int) -> None:
         """Of a request, in sequences: whether the queue could ever take it."""
@@ -200,7 +178,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._warm_up()
+            self.readiness.warm_up(lambda: self._is_stopping)
             while not self._is_stopping:
                 self._take_commands()
                 if self._owners:
@@ -216,15 +194,6 @@ class EngineThread:
             self.on_failure()
         else:
             self._give_up("the server is shutting down")
-
-    def _warm_up(self) -> None:
-        for progress in self._warming:
-            self._progress = progress
-            if self._is_stopping:
-                self._warming = ()  # where it has a bar, that goes
-                return
-        self.is_ready = True
-        self.on_ready()
 
     def _take_commands(self) -> None:
         """Whatever has come in; waits for something when there is nothing to step."""

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whorl.engine.sequence import AllowError
 
-from .engine_thread import EngineError, QueueFull, WarmingUp
+from .engine_thread import EngineError, QueueFull
 from .hosts import refused_host
+from .readiness import WarmingUp
 from .running import Running
 
 _LOG = logging.getLogger("whorl.serve")

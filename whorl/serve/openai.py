@@ -207,7 +207,7 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
     where = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/v1"
     if (kind := app.state.service.warmup) != "off":
         _LOG.info("warming up (%s): %s answers 503 until it is ready", kind, where)
-    engine.on_ready = lambda: _LOG.info("ready: serving %s at %s", settings.names[0], where)
+    engine.readiness.on_ready = lambda: _LOG.info("ready: serving %s at %s", settings.names[0], where)
     server.run(sockets=list(listeners))
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure

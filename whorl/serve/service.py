@@ -12,12 +12,13 @@ from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
-from .engine_thread import EngineThread, WarmingUp
+from .engine_thread import EngineThread
 from .gate import KEY_NUMBER, ApiError
 from .logprobs import TokenTexts
 from .media_intake import MediaIntake
 from .metrics import Metrics
 from .prepare import Prepared, Preparer
+from .readiness import Readiness, WarmingUp
 from .replies import ChatReply, CompletionReply, Reply
 from .running import Running
 from .schema_parts import MAX_IDS
@@ -46,8 +47,8 @@ class Service:
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.warmup: Kind = "off" if llm.warmed else kind_for(llm.settings.warmup, llm.runner.device, is_server=True)
         steps = WarmUp(llm, self.warmup).run()
-        warming = steps if self.warmup == "off" else shown(steps)
-        self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue, warming=warming)
+        readiness = Readiness(steps if self.warmup == "off" else shown(steps))
+        self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue, readiness=readiness)
         self.running = Running()
         state = {"tokenizer": self.tokenizer.state(), "vocab_size": llm.vocab_size, "memory": settings.job_memory}
         self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)

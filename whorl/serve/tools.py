@@ -115,8 +115,9 @@ class _Call:
         self._line = "\n" if form.has_lines else ""
 
     def rules(self) -> list[str]:
-        properties: dict[str, Any] = self._parameters.get("properties") or {}
-        required = self._parameters.get("required") or ()
+        # Anything may stand there: a client wrote it.
+        properties = found if isinstance(found := self._parameters.get("properties"), dict) else {}
+        required = found if isinstance(found := self._parameters.get("required"), list) else []
         names = [f"value{self._number}_{at}" for at in range(len(properties))]
         parts = [
             f'{name} "\\n"' if key in required else f'({name} "\\n")?'

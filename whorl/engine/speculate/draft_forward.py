@@ -40,7 +40,8 @@ class Forward:
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
         """[len(spans), C], in the order of the spans."""
-        return self._run(self._lay_out(spans))[np.cumsum([span.length for span in spans]) - 1]
+        last = np.cumsum([span.length for span in spans]) - 1
+        return self._run(self._lay_out(spans)).index_select(0, self._tensor(last, torch.int64))
 
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int) -> dict[int, float]:

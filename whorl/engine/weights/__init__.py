@@ -166,8 +166,11 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
 
 def _counted(checkpoint: Checkpoint) -> Checkpoint:
     """Layers and experts are at most as many as tensors: a model is not even laid out for more."""
-    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
-        value, most = checkpoint.config.get(name), len(checkpoint.sources)
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
+    config, most = checkpoint.config, len(checkpoint.sources)
+    parts = [part for part in (config, *map(config.get, ("text_config", "vision_config"))) if isinstance(part, dict)]
+    for part in parts:
+        for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts"):
+            value = part.get(name)
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
     return checkpoint

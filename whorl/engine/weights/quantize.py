@@ -39,7 +39,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
         raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
     ignored = [*KEPT, *ignore]
     shapes = _chosen(checkpoint, model, ignored)
-    rounding = formats.rounding(scheme, {name: columns for name, (_, columns) in shapes.items()})
+    rounding = formats.rounding_to(scheme, {name: columns for name, (_, columns) in shapes.items()})
     config = {**checkpoint.config, "quantization_config": rounding.settings(ignored)}
     result = Quantized(checkpoint)
     sources: dict[str, Source] = {}

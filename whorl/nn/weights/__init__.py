@@ -52,7 +52,7 @@ def find(config: Mapping[str, Any]) -> Formats:
 SCHEMES = ("w4a16", "w8a8", "fp8")  # that weights are rounded to
 
 
-def rounding(scheme: str, columns: Mapping[str, int]) -> "Rounding":
+def rounding_to(scheme: str, columns: Mapping[str, int]) -> "Rounding":
     """How matrices are rounded to fewer bits. columns: of each, by name."""
     from .rounding import SCHEMES, Rounding, group_size
 
@@ -60,4 +60,4 @@ def rounding(scheme: str, columns: Mapping[str, int]) -> "Rounding":
     return Rounding(own, group_size(columns) if own.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding"]
+__all__ = ["ALL_DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding_to"]

@@ -10,13 +10,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._launch_triton import launched
-from .._rows import ceil_div, power_of_2
+from .._rows import ceil_div, empty_like, power_of_2
 from .tables import read_write_orders
 
 LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
@@ -343,12 +342,12 @@ def _readable(x: Tensor, in_place: bool) -> Tensor:
 
 
 def _output(x: Tensor, in_place: bool) -> Tensor:
-    return x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x if in_place else empty_like(x)
 
 
 def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """The table as [rows, R] and the positions as one run of integers (the table again where there are none)."""
-    table = cos_sin.reshape(-1, cos_sin.shape[-1]).contiguous()
+    table = (cos_sin if cos_sin.dim() == 2 else cos_sin.reshape(-1, cos_sin.shape[-1])).contiguous()
     return table, table if positions is None else positions.contiguous()
 
 
@@ -362,7 +361,8 @@ def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of b, s and head; a [T, H, D] tensor is one sequence."""
-    return (x.stride(0) if x.dim() == 4 else 0), x.stride(-3), x.stride(-2)
+    strides = x.stride()
+    return (strides[0] if len(strides) == 4 else 0), strides[-3], strides[-2]
 
 
 def _blocks(heads: int, rotary: int) -> dict[str, int]:
