@@ -160,7 +160,7 @@ def write_files(folder: Path, tokenizer: Tokenizer) -> None:
     texts["tokenizer_class"] = "PreTrainedTokenizerFast"
     files = {
         "tokenizer_config.json": texts,
-        "generation_config.json": {"eos_token_id": [tokenizer.token_to_id(name) for name in ("<|im_end|>",)]},
+        "generation_config.json": {"eos_token_id": tokenizer.token_to_id("<|im_end|>")},
         "preprocessor_config.json": image | types,
         "video_preprocessor_config.json": video | {"fps": 2, "min_frames": 4, "max_frames": 768} | video_types,
     }
@@ -186,12 +186,12 @@ def sample(tokenizer: Tokenizer, rng: random.Random) -> Sample:
     kinds = [rng.choice(KINDS) for _ in range(rng.randint(1, 2))]
     asked = [(ONE, kinds[0])] if len(kinds) == 1 else list(zip((FIRST, SECOND), kinds, strict=True))
     rng.shuffle(asked)
-    picture = f"<|vision_start|>{'<|image_pad|>' * TOKENS}<|vision_end|>"
-    pieces = [(picture * len(kinds), False)]
-    for index, (question, kind) in enumerate(asked):
-        opening = "<|im_start|>user\n" if index == 0 else "\n<|im_start|>user\n"
-        pieces.insert(0, (opening, False)) if index == 0 else pieces.append((opening, False))
-        pieces += [(f"{question}<|im_end|>\n<|im_start|>assistant\n", False), (f"{answer(*kind)}<|im_end|>", True)]
+    pictures = f"<|vision_start|>{'<|image_pad|>' * TOKENS}<|vision_end|>" * len(kinds)
+    pieces: list[tuple[str, bool]] = []
+    for question, kind in asked:
+        opening = "\n<|im_start|>user\n" if pieces else f"<|im_start|>user\n{pictures}"
+        pieces += [(f"{opening}{question}<|im_end|>\n<|im_start|>assistant\n", False)]
+        pieces += [(f"{answer(*kind)}<|im_end|>", True)]
     ids: list[int] = []
     is_said: list[bool] = []
     for text, said in pieces:

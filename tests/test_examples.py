@@ -54,6 +54,12 @@ def test_operators_in_a_training_loop() -> None:
     assert losses[-1] < losses[0] / 4
 
 
+def test_a_toy_that_sees(tmp_path: Path) -> None:
+    """What is drawn; test_seeing_toy.py shows it to the model, and has the model trained."""
+    run("seeing_toy.py", "draw", "two", "red", "--out", str(tmp_path / "two.png"))
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+
+
 @needs_model
 @pytest.mark.slow
 def test_a_trainer_has_the_samplers_numbers() -> None:
