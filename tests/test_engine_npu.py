@@ -105,6 +105,7 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
     if kind == "crowded":
         assert stats["num_preemptions"] > 0
     else:
-        assert max(row["cached"]) == 256  # two blocks of another's prompt
+        # Two blocks of another's prompt; one, where its picture takes some of a step.
+        assert max(row["cached"]) == (128 if model == "vision" else 256)
     if kind != "plain":
         assert stats["num_accepted"] > 20

@@ -92,7 +92,7 @@ def test_the_library_reads_the_same_numbers(
     for name, tensor in original.items():
         if name in after and name.removesuffix(".weight") not in theirs:
             assert torch.equal(after[name], tensor), name
-    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     assert (out / "tokenizer.json").read_text() == '{"kept": true}'
     assert not (out / "model.py").exists()
     assert not list(tmp_path.glob("*.partial"))

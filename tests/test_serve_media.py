@@ -220,6 +220,31 @@ def test_a_text_that_writes_a_place_out(served: Served, mark: str) -> None:
         refused(served, response, 400, "stands for a picture or video, and there is none")
 
 
+@pytest.mark.parametrize("field", ["prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"])
+def test_what_is_not_taken_beside_pictures(served: Served, field: str) -> None:
+    response = ask(served, image(data_uri(png())), TEXT, **{field: {}})
+    refused(served, response, 400, f"{field}: is not a parameter that this server knows")
+
+
+def test_patches_are_not_kept_for_the_whole_answer(served: Served) -> None:
+    """They take hundreds of megabytes, and an answer minutes."""
+    engine = served.app.state.service.engine
+    jobs: list[Any] = []
+    submit = engine.submit
+
+    async def watched(*given: Any) -> Any:
+        jobs.append(await submit(*given))
+        return jobs[-1]
+
+    engine.submit = watched
+    try:
+        assert ask(served, image(data_uri(png())), TEXT).status_code == 200
+    finally:
+        engine.submit = submit
+    assert len(last(served)[1]) == 1
+    assert jobs[0].media == ()
+
+
 def test_a_template_that_knows_no_pictures() -> None:
     with seeing(llm=looking(tokenizer=seeing_tokenizer(TEMPLATE))) as running:
         response = ask(running, image(data_uri(png())), TEXT)

@@ -144,7 +144,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def load(path: Path, **options: Any) -> Any:
-    return weights.load_model(path, device="cpu", dtype="float32", progress=False, **options)
+    return weights.load_model(path, device="cpu", dtype="float32", progress=False, unpack=False, **options)
 
 
 def logits(model: Any) -> Tensor:
@@ -175,7 +175,8 @@ def test_the_engine_generates_with_it(checkpoints: tuple[Path, Path]) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     tokenizer: Any = ByteTokenizer()
     paired, dense = (
-        LLM(path, tokenizer=tokenizer, device="cpu", dtype=torch.float32, num_blocks=16) for path in checkpoints
+        LLM(path, tokenizer=tokenizer, device="cpu", dtype=torch.float32, num_blocks=16, unpack=False)
+        for path in checkpoints
     )
     found, expected = (llm.generate([[1, 2, 3], [9] * 20], params, progress=False) for llm in (paired, dense))
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]

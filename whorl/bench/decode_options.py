@@ -10,6 +10,7 @@ _ONE_RANK = "decoding is measured on one rank; whorl bench sp and whorl bench co
 SET_BY_MEASUREMENT = {
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_prompt_tokens", "max_model_len"), _SIZE),
     **dict.fromkeys(("num_blocks", "memory", "gpu_memory_utilization"), _SIZE),
+    "encoder_cache": "pictures are not decoded",
     **dict.fromkeys(("tp", "sp", "sp_quantize", "sp_min_tokens", "sp_fuse", "compilation_config"), _ONE_RANK),
     **dict.fromkeys(
         ("quantize", "unpack"), "weights are measured as the checkpoint has them: whorl quantize makes one"

@@ -1,10 +1,10 @@
 """Which rotary operator will run: one function per framework, each ending in a `RotaryPath`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from whorl import contracts
+from whorl.doctor import own_engine
 from whorl.doctor.launch import Launch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.settings import BadInput
@@ -282,43 +282,10 @@ def _vllm_ascend_mrope(launch: Launch) -> RotaryPath:
     return _path(launch, branch, "torch", f"mrope_section is {sections}", (("npu_mrope", gate),))
 
 
-def _whorl(launch: Launch) -> RotaryPath:
-    """The text of a model in whorl's own engine. Axes are merged once a step, before any layer."""
-    text = launch.text or {}
-    is_normed = str(text.get("model_type")).startswith("qwen3")
-    head = launch.rope.head_dim if launch.rope else int(text.get("head_dim") or 128)
-    if launch.device != "npu":
-        kernel = "whorl::qk_norm_rope_write" if is_normed else "whorl::rope"
-        because = f"{kernel} takes q and k as they come from their projection" + ", with their norms" * is_normed
-        return _path(launch, "text", "whorl", because, (("torch", "the engine's operators are fused"),))
-    refusal = contracts.mrope_limit(**_whorl_heads(launch, head))
-    if is_normed and refusal is None:
-        because = "q and k are normed and turned by rows that the engine has looked up and merged"
-        return _path(launch, "text", "npu_mrope", because, (("npu_rotary_mul", "it takes q and k apart"),))
-    passed = (("npu_mrope", refusal or "q and k are one tensor here, and it takes two"),)
-    return _path(launch, "text", "npu_rotary_mul", "rows are looked up and merged once a step", passed)
-
-
-def _whorl_heads(launch: Launch, head: int) -> dict[str, Any]:
-    dtype = str((launch.text or {}).get("dtype") or "bfloat16").removeprefix("torch.")
-    shapes = {"query_shape": (1, head), "key_shape": (1, head), "positions_shape": (1,)}
-    return {**shapes, "rotary_dim": head, "head_size": head, "dtype": dtype, "table_dtype": dtype}
-
-
 def predict_tower(launch: Launch) -> RotaryPath | None:
-    """The rotation in the vision tower of a model in whorl's own engine: rows and columns turn half a head each."""
-    vision = (launch.inputs.model or {}).get("vision_config") if launch.framework == "whorl" else None
-    if not isinstance(vision, Mapping) or not all(isinstance(vision.get(n), int) for n in ("hidden_size", "num_heads")):
-        return None
-    head = vision["hidden_size"] // vision["num_heads"]
-    found, passed = ("whorl", (("torch", "the engine's operators are fused"),))
-    if launch.device == "npu":
-        refusal = contracts.mrope_limit(**_whorl_heads(launch, head))
-        found = "npu_mrope" if refusal is None else "npu_rotary_mul"
-        passed = (("npu_rotary_mul", "it takes q and k apart") if refusal is None else ("npu_mrope", refusal),)
-    because = f"whorl::rope turns heads of {head} channels by rows and columns of patches, whose angles are made once"
-    path = _path(launch, "tower", found, because, passed)
-    return replace(path, role="infer", style="half", layout=None)
+    """The path of a vision tower, where whorl's own engine runs it."""
+    found = own_engine.tower(launch) if launch.framework == "whorl" else None
+    return None if found is None else replace(_path(launch, *found), style="half", layout=None)
 
 
 PATHS: Final[dict[str, Callable[[Launch], RotaryPath]]] = {
@@ -329,5 +296,5 @@ PATHS: Final[dict[str, Callable[[Launch], RotaryPath]]] = {
     "vllm": _vllm,
     "hf": _hf,
     "torchtitan": _torchtitan,
-    "whorl": _whorl,
+    "whorl": lambda launch: _path(launch, *own_engine.text(launch)),
 }

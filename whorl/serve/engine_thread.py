@@ -220,6 +220,8 @@ class EngineThread:
             self._abort(job)
             self._call(job.loop, _settle, job.accepted, error)
             return
+        finally:
+            job.media = ()  # the engine has what it needs: patches are large
         for index, seq in enumerate(job.sequences):
             self._owners[seq] = job, index
             self._queued.add(seq)

@@ -108,7 +108,7 @@ class Service:
             params = replace(prepared.params, cache_salt=self._salt(request, http))
             media = [prepared.media] if prepared.media else None
             job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts), media)
-        reply = make_reply(prepared, job, model)
+        reply = make_reply(replace(prepared, media=()), job, model)
         if request.stream:
             return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
 

@@ -67,7 +67,8 @@ def load_model(
         checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is taken for what config.json says
-        unpack = _unpacks(model, device, checkpoint.packed is not None) if unpack is None else unpack
+        if unpack is None:
+            unpack = _unpacks(model, device, is_gguf=checkpoint.packed is not None, num_ranks=(tp or ONE).size)
         if checkpoint.packed is not None and not unpack:
             checkpoint = checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
@@ -137,14 +138,15 @@ def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: t
     return DTYPES[name]
 
 
-def _unpacks(model: Any, device: torch.device, is_gguf: bool = False) -> bool:
+def _unpacks(model: Any, device: torch.device, *, is_gguf: bool = False, num_ranks: int = 1) -> bool:
     """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much.
+    Ranks on CPUs may all be on this machine.
 
     On accelerators GGUF's blocks are unpacked: there is no product of theirs.
     """
     if accelerator(device.type) is not None:
         return is_gguf
-    num_bytes = 2 * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
+    num_bytes = 2 * num_ranks * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
     free = free_memory()
     return free is None or num_bytes <= free
 

@@ -80,9 +80,9 @@ _CASES: list[Values] = [
     {"lengths": (5,), "heads": 1, "dim": 16},
     {"lengths": (7, 4, 1), **_HEADS},
     {"lengths": (12, 9), "scale": 0.01, **_HEADS},
-    {"lengths": (6, 0, 8), "idle": 3, "heads": 3, "dim": 72},
+    {"lengths": (6, 0, 8), "rest": 3, "heads": 3, "dim": 72},
     {"lengths": (0,), **_HEADS},
-    {"lengths": (), "idle": 2, **_HEADS},
+    {"lengths": (), "rest": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, **_HEADS},
     {"lengths": (600,), "heads": 1, "dim": 16},  # more than ROWS
 ]
@@ -90,8 +90,8 @@ _TOWER = {"heads": 16, "dim": 72}
 _BENCH: list[Values] = [{"lengths": (4096,) * 4, **_TOWER}, {"lengths": (1200,) * 16, **_TOWER}]
 
 
-def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, idle: int = 0, tokens: Sizes = ()) -> Values:
-    count = sum(lengths) + idle
+def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, rest: int = 0, tokens: Sizes = ()) -> Values:
+    count = sum(lengths) + rest
     return {
         "q": draw.normal(count, heads, dim),
         "k": draw.scaled(count, heads, dim),
@@ -102,7 +102,7 @@ def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, idle: int = 0, token
 
 
 def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("idle", 0),), **case}
+    return {"tokens": (sum(case["lengths"]) + case.get("rest", 0),), **case}
 
 
 packed_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

@@ -10,8 +10,8 @@ from .._torch_npu import dtype_name
 from .packed import sequences
 
 
-def reason(q: Tensor, k: Tensor, v: Tensor, **_: object) -> str | None:
-    if not q.numel():
+def reason(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **_: object) -> str | None:
+    if not q.numel() or len(starts) == 1:
         return "empty tensors are not taken"
     return fusion_attention_limit(query_shape=q.shape, key_shape=k.shape, value_dim=v.shape[2], dtype=dtype_name(q))
 
