@@ -41,7 +41,7 @@ PIXELS = ImageOptions(
 )
 ONE = "What is in the picture?"
 FIRST, SECOND = (f"What is in the {which} picture?" for which in ("first", "second"))
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL: tuple[str, ...] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPECIAL += ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\

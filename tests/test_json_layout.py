@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from serving import byte_tokenizer, serving, told
 
+from whorl.engine.call_forms.hermes import HermesCalls
 from whorl.serve.grammar import Allow, Grammars
 from whorl.serve.json_layout import _depth, json_layout
 from whorl.serve.schema_parts import Tool
@@ -26,7 +27,7 @@ def allow_json(schema: Any) -> Allow:
 
 
 def allow_call() -> Allow:
-    grammar = call_grammar([Tool(**TOOL)], "required", is_parallel=False, has_tokens=True)  # type: ignore[arg-type]
+    grammar = call_grammar(HermesCalls, [Tool(**TOOL)], "required", is_parallel=False, tokenizer=WORDS)  # type: ignore[arg-type]
     return GRAMMARS.compile(grammar, is_thinking=False)
 
 

@@ -38,7 +38,7 @@ REFUSED = {
     "bench decode --classify --draft-model x --pld-k 3": "--draft-model and --pld options",
     "bench decode --sweep k": "--sweep k: expected lengths",
     # Options of vLLM and of others that there are not.
-    "serve m --quantization fp8": "serve: there is no --quantization: weights are kept in 16 or 32 bits",
+    "serve m --quantization fp8": "serve: there is no --quantization: the checkpoint says how its weights are",
     "serve m --quantization=fp8": "serve: there is no --quantization",
     "chat m --enable-lora": "chat: there is no --enable-lora: merge the adapter into the weights",
     "generate m -p x --pipeline_parallel_size 2": "generate: there is no --pipeline-parallel-size: models are shared",

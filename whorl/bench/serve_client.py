@@ -3,13 +3,13 @@
 import asyncio
 import importlib.util
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whorl.bench.provenance import Document
+from whorl.bench.serve_queue import queue_between, queue_of
 from whorl.bench.serve_record import Record
 from whorl.bench.serve_stream import Answer, EventReader
 from whorl.bench.workload import Load, Request
@@ -33,8 +33,6 @@ _TEXT = (
 WORDS = tuple(_TEXT.split())
 _KEPT = 2.0  # seconds that an idle connection is used again: servers close theirs after 5
 _BEAT = 0.02  # seconds between looks at how late the event loop is
-_QUEUE = re.compile(r"^\w+:request_queue_time_seconds_(bucket|sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)
-_EDGE = re.compile(r'le="([^"]+)"')
 
 Send = Callable[[Request, float], Awaitable[Record]]  # a request and when it was due
 
@@ -238,7 +236,7 @@ async def measure(
     """What came of each request, and what the document says of the generator and the server's own queue."""
     bodies = {request.index: server.body(request) for request in requests}
     async with server.client() as http:
-        before = await _queue(http)
+        before = await queue_of(http)
         lateness: list[float] = []
         beat = asyncio.ensure_future(_watch_loop(lateness))
         start = time.perf_counter()
@@ -261,8 +259,8 @@ async def measure(
                 records = await send_closed(requests, load.concurrency, seconds, send_one, clock)
         finally:
             beat.cancel()
-        after = await _queue(http)
-    return records, {"loop_late": lateness, "queue": _queue_between(before, after)}
+        after = await queue_of(http)
+    return records, {"loop_late": lateness, "queue": queue_between(before, after)}
 
 
 async def _watch_loop(lateness: list[float]) -> None:
@@ -271,42 +269,3 @@ async def _watch_loop(lateness: list[float]) -> None:
         before = time.perf_counter()
         await asyncio.sleep(_BEAT)
         lateness.append(time.perf_counter() - before - _BEAT)
-
-
-# ---- the server's own word on waiting
-
-
-async def _queue(http: "httpx.AsyncClient") -> dict[str, float]:
-    """Its histogram of the time in the queue, under whorl's name or vLLM's; empty where there is none."""
-    import httpx
-
-    try:
-        found = await http.get("/metrics")
-    except httpx.TransportError:
-        return {}
-    return parse_queue(found.text) if found.status_code == 200 else {}
-
-
-def parse_queue(text: str) -> dict[str, float]:
-    """Counts by upper edge in seconds, and "sum" and "count"; of several labels together."""
-    found: dict[str, float] = {}
-    for kind, labels, value in _QUEUE.findall(text):
-        edge = _EDGE.search(labels)
-        name = edge[1] if kind == "bucket" and edge else kind
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
-
-
-def _queue_between(before: dict[str, float], after: dict[str, float]) -> Document | None:
-    """In milliseconds. The mean is exact, percentiles are the upper edges of their buckets."""
-    new: dict[str, Any] = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    count = new.pop("count", 0.0)
-    if count <= 0:
-        return None
-    mean = new.pop("sum", 0.0) / count
-    edges = sorted((float(edge), value) for edge, value in new.items())
-    found: Document = {"mean": mean * 1e3}
-    for share in (50, 90, 99):
-        edge = next((edge for edge, below in edges if below >= share / 100 * count), float("inf"))
-        found[f"p{share}"] = edge * 1e3 if edge < float("inf") else None
-    return found | {"max": None, "are_bounds": True}

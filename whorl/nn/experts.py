@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .ranks import ONE, Ranks
-from .weight import Formats, Index, Matrix, Part, Slot, Weighted
+from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted
 from .weights.dense import Dense
 
 
@@ -54,9 +54,9 @@ class Experts(Weighted):
         self.gate_up_proj.finish()
         self.down_proj.finish()
 
-    def unpack(self) -> None:
-        self.gate_up_proj.unpack()
-        self.down_proj.unpack()
+    def unpack(self, plain: Format) -> None:
+        self.gate_up_proj.unpack(plain)
+        self.down_proj.unpack(plain)
 
     def step_bytes(self, batch: int) -> float:
         """Of the experts that a batch chooses if routing is uniform: a share of 1 - (1 - K / E)^B."""

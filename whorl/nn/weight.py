@@ -136,8 +136,9 @@ class Weighted(nn.Module):
     def finish(self) -> None:
         """Called when a checkpoint's tensors have been copied."""
 
-    def unpack(self) -> None:
-        """Replace quantised weights by their values in the model's dtype, where products are the same."""
+    def unpack(self, plain: Format) -> None:
+        """Replace quantised weights by their values in the model's dtype, where products are the same. plain: the
+        format that holds such values."""
 
     def step_bytes(self, batch: int) -> float:
         """That a decode step of `batch` sequences reads."""
@@ -200,13 +201,10 @@ class Matrix(Weighted):
     def finish(self) -> None:
         self.format.finish(self)
 
-    def unpack(self) -> None:
-        from .weights.dense import DENSE
-
-        if self.format != DENSE and self.format.is_weight_only:
-            values = self.format.values(self)
-            self.replace(weight=values)
-            self.format = DENSE
+    def unpack(self, plain: Format) -> None:
+        if self.format != plain and self.format.is_weight_only:
+            self.replace(weight=self.format.values(self))
+            self.format = plain
             self.format.finish(self)
 
     def replace(self, **tensors: Tensor) -> None:

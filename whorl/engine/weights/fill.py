@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn import Slot, Weighted, slots, weighted
+from whorl.nn.weights.dense import DENSE
 
 from .checkpoint import Checkpoint, Source, some
 
@@ -65,7 +66,7 @@ class _Owner:
         with torch.inference_mode(False), torch.no_grad():
             self.layer.finish()
             if unpack:
-                self.layer.unpack()
+                self.layer.unpack(DENSE)
 
 
 def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
