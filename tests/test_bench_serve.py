@@ -126,7 +126,7 @@ def test_servers_that_say_less() -> None:
         found = document("--url", fake.url, options)
         assert found["rows"][0]["counted"] == {SPREAD: 3}
         assert found["rows"][0]["output_tokens"] == 12
-        assert "does not count tokens as they come" in found["rows"][0]["warnings"][0]
+        assert any("does not count tokens as they come" in text for text in found["rows"][0]["warnings"])
         assert found["header"]["prompts"].startswith("words")
         assert all(isinstance(body["prompt"], str) for body in fake.bodies)
         chat = document("--url", fake.url, options, "--chat", """--body '{"cache_salt": "7", "temperature": 1}'""")
@@ -196,7 +196,7 @@ def test_the_real_server() -> None:
         assert row["queue_ms"]["mean"] >= 0
         again = document(options)["rows"][0]
         assert again["cached_share"] > 0.2
-        assert "has seen this workload before" in again["warnings"][-1]
+        assert any("has seen this workload before" in text for text in again["warnings"])
         salted = document(options, """--body '{"cache_salt": "other"}'""")["rows"][0]
         assert salted["cached_share"] == 0.0
         shared = document(options, "--shared-prefix", "32", "--seed", "1", "--chat")["rows"][0]
@@ -218,7 +218,8 @@ def test_an_engine_in_process(shape: str, tmp_path: Path) -> None:
     first, second = found["rows"]
     assert [row["load"]["value"] for row in (first, second)] == [1, 3]
     for row in (first, second):
-        assert (row["num_good"], row["counted"], row["warnings"]) == (6, {"steps": 6}, [])
+        assert (row["num_good"], row["counted"]) == (6, {"steps": 6})
+        assert not [text for text in row["warnings"] if " late" not in text]  # a busy machine may be
         assert row["output_tokens"] == row["asked_output_tokens"]
         assert row["goodput"]["share"] == 1.0
         assert row["queue_ms"]["p50"] <= row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn import Slot, Weighted, slots, weighted
-from whorl.nn.weights.dense import DENSE
+from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source, some
 
@@ -66,7 +66,7 @@ class _Owner:
         with torch.inference_mode(False), torch.no_grad():
             self.layer.finish()
             if unpack:
-                self.layer.unpack(DENSE)
+                self.layer.unpack(formats.DENSE)
 
 
 def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.nn.weight import Formats
 
-from .dense import ALL_DENSE
+from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
     from .rounding import Rounding
@@ -60,4 +60,4 @@ def rounding_to(scheme: str, columns: Mapping[str, int]) -> "Rounding":
     return Rounding(own, group_size(columns) if own.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding_to"]
+__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding_to"]
