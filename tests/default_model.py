@@ -53,7 +53,7 @@ class Scripted:
         self.on_step = lambda: None
         self._left: list[int] = []
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Seq]:
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, media: Sequence[Any] = ()) -> list[Seq]:
         if len(prompt) >= self.max_model_len:
             raise ValueError(f"prompt: {len(prompt)} tokens leave no room for an answer")
         if params.max_tokens is not None and len(prompt) + params.max_tokens > self.max_model_len:

@@ -67,8 +67,7 @@ class Conversation:
         room = self.llm.max_model_len - len(token_ids)
         if fit and params.max_tokens is not None and params.max_tokens > room > 0:
             params = replace(params, max_tokens=room)
-        more: dict[str, Any] = {"media": [each.item for each in media]} if media else {}
-        (seq,) = self.llm.add(token_ids, params, **more)
+        (seq,) = self.llm.add(token_ids, params, media=[each.item for each in media])
         self.messages, self.prompt, self._attached = [*history, question], prompt, media
         return seq
 
