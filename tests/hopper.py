@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from whorl.ops import _hopper, _overlap_triton
@@ -32,6 +33,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
+DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
@@ -50,6 +52,8 @@ def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         value, parameter = values[name], kernel.params[i]
         if parameter.is_constexpr:
             signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = DESCRIBED.format(POINTERS[value.base.dtype][1:], value.block_shape, value.layout)
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:  # the JIT makes a constant of 1

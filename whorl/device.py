@@ -6,7 +6,8 @@ import hashlib
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -276,6 +277,25 @@ def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) 
     with module.graph(graph, pool=pool):
         function()
     return graph.replay  # type: ignore[no-any-return]
+
+
+_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
+
+
+@contextlib.contextmanager
+def ahead() -> Iterator[None]:
+    """A step whose kernels may read ahead of those before them: none of them writes weights, and what the step says of
+    its sequences is written before its first layer."""
+    token = _is_ahead.set(True)
+    try:
+        yield
+    finally:
+        _is_ahead.reset(token)
+
+
+def is_ahead() -> bool:
+    """Whether the kernels launched now are such a step's."""
+    return _is_ahead.get()
 
 
 def is_recording(device: str) -> bool:

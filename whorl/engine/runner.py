@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import event, graph_pool, host_buffer, lasting, record_graph, synchronize
+from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
 
@@ -204,9 +204,10 @@ class Runner:
         def run() -> None:
             graph.outputs = self._compute(given, width, is_decode=True, is_dense=True)
 
-        run()  # kernels are compiled and chosen, and tables built, before recording
-        synchronize(self.device)
-        replay = record_graph(self.device, run, pool=self._pool)
+        with ahead():
+            run()  # kernels are compiled and chosen, and tables built, before recording
+            synchronize(self.device)
+            replay = record_graph(self.device, run, pool=self._pool)
         if replay is None:
             return None
         graph.replay = replay

@@ -78,7 +78,16 @@ class LlamaConfig:
         return None
 
 
-class Attention(Module):
+class Normed(Module):
+    """A part of a layer, and how it is called with the norm before it: one may be computed with its first product."""
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+        """What it gives for norm(x + residual), and that sum."""
+        x, residual = norm(x, residual)
+        return self(x, *how), residual
+
+
+class Attention(Normed):
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
@@ -136,11 +145,16 @@ class Attention(Module):
     def forward(self, x: Tensor, mix: "Mix") -> Tensor:
         return self.o_proj(mix(self, self.qkv_proj(x)))
 
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+        qkv, _, residual = self.qkv_proj.after(norm, x, residual)
+        (mix,) = how
+        return self.o_proj(mix(self, qkv)), residual
+
 
 Mix = Callable[[Attention, Tensor], Tensor]  # of a layer's qkv
 
 
-class MLP(Module):
+class MLP(Normed):
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
@@ -150,6 +164,10 @@ class MLP(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+        gate_up, _, residual = self.gate_up_proj.after(norm, x, residual)
+        return self.down_proj(ops.swiglu.unchecked(gate_up)), residual
 
 
 class Layer(Module):
@@ -163,15 +181,13 @@ class Layer(Module):
     def attention(self, config: Any, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Module:
+    def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Normed:
         return MLP(config, layer, ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         """The residual travels beside x and is added by the next norm, which reads both anyway."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, mix)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn.after(self.input_layernorm, x, residual, mix)
+        return self.mlp.after(self.post_attention_layernorm, x, residual)
 
 
 class Decoder(Module):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from whorl import ops
 from whorl.models import llama
@@ -117,7 +116,7 @@ class Attention(llama.Attention):
         return q
 
 
-class MoE(Module):
+class MoE(llama.Normed):
     """Each token goes to the few experts its router scores highest; their outputs are added by those scores."""
 
     experts_class: type[Experts] = Experts
@@ -130,7 +129,14 @@ class MoE(Module):
         self.experts = self.experts_class(*sizes, per_token=self.k, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = ops.route(self.gate(x), self.k, renormalize=self.renormalize)
+        return self._sent(x, self.gate(x))
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+        logits, x, residual = self.gate.after(norm, x, residual)
+        return self._sent(x, logits), residual
+
+    def _sent(self, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = ops.route(logits, self.k, renormalize=self.renormalize)
         return self.experts(x, weights, ids)
 
 
@@ -140,7 +146,7 @@ class Layer(llama.Layer):
     def attention(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Module:
+    def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> llama.Normed:
         if config.experts is not None and layer in config.experts.layers:
             return self.moe_class(config, config.experts, ranks)
         return llama.MLP(config, layer, ranks)

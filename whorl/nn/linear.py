@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import ONE, Ranks
-from .weight import Formats, Matrix, Part, Slot
+from .weight import Formats, Matrix, Norm, Part, Slot
 
 
 class Linear(Matrix):
@@ -56,6 +56,11 @@ class Linear(Matrix):
             return self.format.linear(self, x, self.bias)
         y = self.ranks.sum(self.format.linear(self, x, None))
         return y if self.bias is None else y + self.bias
+
+    def after(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """y of norm(x + residual), that norm and that sum: in one kernel where there is one. Not where y is summed."""
+        assert not self.is_summed or self.ranks.size == 1, "its input is a share of a row"
+        return self.format.norm_linear(self, norm, x, residual, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         yield from super().slots(name)

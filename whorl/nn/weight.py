@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,16 @@ from whorl import ops
 from .ranks import Unit
 
 Index = tuple[slice, ...]
+FEW = 8  # rows in front of which a norm may be part of the product
+
+
+class Norm(Protocol):
+    """Of a row and what is added to it before."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +111,13 @@ class Format(ABC):
     def linear(self, matrix: "Matrix", x: Tensor, bias: Tensor | None) -> Tensor:
         """As `ops.linear`."""
         return ops.linear.unchecked(x, self.values(matrix), bias)  # type: ignore[no-any-return]
+
+    def norm_linear(
+        self, matrix: "Matrix", norm: "Norm", x: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The product of norm(x + residual), that norm and that sum."""
+        normed, total = norm(x, residual)
+        return self.linear(matrix, normed, bias), normed, total
 
     def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """As `ops.experts`."""

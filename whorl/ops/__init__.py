@@ -30,6 +30,7 @@ from .moe import grouped_matmul as grouped_matmul
 from .moe import permute as permute
 from .moe import route as route
 from .moe import unpermute as unpermute
+from .norm_linear import norm_linear as norm_linear
 from .quant import dequantize as dequantize
 from .quant import dynamic_quant as dynamic_quant
 from .rms_norm import add_rms_norm as add_rms_norm

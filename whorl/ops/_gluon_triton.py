@@ -11,6 +11,13 @@ sync = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
+def follow(OVERLAP: gl.constexpr):
+    """As that of _overlap_triton.py."""
+    if OVERLAP:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def barriers(num: gl.constexpr, count: gl.constexpr):
     """So many barriers, each of which waits for `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
@@ -24,3 +31,27 @@ def tell(barrier):
     """Arrive at it once all threads of the warpgroup are here."""
     sync()
     mbarrier.arrive(barrier)
+
+
+@gluon.jit
+def row_sum(x, ROWS: gl.constexpr, LENGTH: gl.constexpr):
+    """[ROWS] of [ROWS, LENGTH], by the tree of _sums_triton.py; LENGTH: 256 or more."""
+    x = _neighbours(x, ROWS, LENGTH, LENGTH // 8)
+    x = _halves(x, ROWS, LENGTH // 8, 32)
+    return _neighbours(x, ROWS, 32, 1).reshape([ROWS])
+
+
+@gluon.jit
+def _neighbours(x, ROWS: gl.constexpr, LENGTH: gl.constexpr, LEFT: gl.constexpr):
+    if LENGTH == LEFT:
+        return x
+    else:
+        return _neighbours(gl.sum(x.reshape([ROWS, LENGTH // 2, 2]), 2), ROWS, LENGTH // 2, LEFT)
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, LENGTH: gl.constexpr, LEFT: gl.constexpr):
+    if LENGTH == LEFT:
+        return x
+    else:
+        return _halves(gl.sum(x.reshape([ROWS, 2, LENGTH // 2]), 1), ROWS, LENGTH // 2, LEFT)

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """Matrix products: what a row's sum is made of never depends on how many rows there are."""
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from . import linear_library
+from ._hopper import gluon_reason
 from ._overlap_triton import follow, overlap
 from ._rows import ceil_div
 
@@ -122,6 +125,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (count, length), columns = x.shape, weight.shape[0]
+    if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
+        return hopper.linear(x, weight)  # type: ignore[no-any-return]
     y = torch.empty(count, columns, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
@@ -133,6 +138,16 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     grid = (ceil_div(count, height) * ceil_div(columns, plan["COLUMNS"]),)
     kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan, **overlap(x))
     return y
+
+
+def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """The kernels for few rows, where this chip has them and they can read the weight."""
+    is_fit = x.shape[0] <= FEW and x.element_size() == 2 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not is_fit or gluon_reason(x.device) is not None:
+        return None
+    from . import few_rows_gluon_triton
+
+    return few_rows_gluon_triton
 
 
 def few_plan(columns: int, length: int) -> dict[str, int]:

@@ -71,7 +71,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[T
     return wide * inverse, inverse, scale + 1 if plus_one else scale
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """The norm in fp32, by torch's own: all of it in one call."""
     wide = widen(x)
     scale = narrow(weight, wide.dtype)
@@ -86,7 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = F
     1 + weight, added in fp32 (Gemma). Everything in fp32, one rounding at the end; Hugging Face rounds once more,
     before the weight. A row of zeros gives zeros. Differentiable in x and weight.
     """
-    return narrow(_norm(x, weight, eps, plus_one), x.dtype).contiguous()
+    return narrow(norm(x, weight, eps, plus_one), x.dtype).contiguous()
 
 
 @operator(check=_check_add_rms_norm, sharding=_row_wise(("x", "residual"), 2))
@@ -99,7 +99,7 @@ def add_rms_norm(
     pair equals an addition followed by `rms_norm`. Inputs are not written. Differentiable in all three tensors.
     """
     total = narrow(widen(x) + widen(residual), x.dtype).contiguous()
-    return narrow(_norm(total, weight, eps, plus_one), x.dtype), total
+    return narrow(norm(total, weight, eps, plus_one), x.dtype), total
 
 
 @operator(check=_check_backward, sharding=_row_wise(("dy", "x", "residual_grad"), 2, reduced=1))

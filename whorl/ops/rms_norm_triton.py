@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl.device import multiprocessors
 
 from ._launch_triton import launched
-from ._overlap_triton import follow, overlap
+from ._overlap_triton import begin, follow, overlap
 from ._rows import as_rows, ceil_div, empty_like, power_of_2
 from ._sums_triton import row_sum
 
@@ -58,6 +58,7 @@ def _rms_norm_kernel(
     OVERLAP: tl.constexpr,
 ):
     """POLICY "evict_first": more than the cache holds, so nothing is kept for a next reader."""
+    begin(OVERLAP)
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]

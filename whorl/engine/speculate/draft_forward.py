@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.device import lasting, record_graph, synchronize
+from whorl.device import ahead, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model, Step
@@ -120,12 +120,13 @@ class Forward:
 
     def _record(self, rows: int) -> "_Graph | None":
         graph = _Graph(self._blank(rows, num_keys=self.max_len))
-        self.model.forward(graph.step, self.caches)  # kernels are compiled and chosen before recording
 
         def run() -> None:
             graph.hidden = self.model.forward(graph.step, self.caches)
 
-        graph.replay = record_graph(self.device, run)
+        with ahead():
+            run()  # kernels are compiled and chosen before recording
+            graph.replay = record_graph(self.device, run)
         return None if graph.replay is None else graph
 
     def _blank(self, rows: int, *, num_keys: int) -> Step:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.nn.weight import FEW, Format, Formats, Matrix, Norm, Part, Slot
 from whorl.ops.linear import pack
 
 
@@ -31,6 +31,14 @@ class Dense(Format):
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear.unchecked(x, matrix.weight, bias)  # type: ignore[no-any-return]
+
+    def norm_linear(
+        self, matrix: Matrix, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        is_one = x.is_cuda and x.shape[0] <= FEW and residual is not None and bias is None
+        if not is_one or torch.is_grad_enabled():
+            return Format.norm_linear(self, matrix, norm, x, residual, bias)
+        return ops.norm_linear.unchecked(x, residual, norm.weight, matrix.weight, norm.eps)  # type: ignore[no-any-return]
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._overlap_triton import follow, overlap
+from .._overlap_triton import ask, begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .cuts_triton import cut, cut_of, fold, load_cut
 
@@ -63,16 +63,21 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One token, one key head and its G queries: all cuts in order, or every so many, each on its own."""
-    follow(OVERLAP)
+    begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     b, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
+    table = tables_ptr + b.to(tl.int64) * table_stride
+    if OVERLAP == 2:
+        keys = (first // CUT + tl.program_id(2)) * CUT + tl.arange(0, CUT)
+        _ask_for(k_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D)
+        _ask_for(v_cache_ptr, table, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D)
+    follow(OVERLAP)
     group = tl.arange(0, BLOCK_G)
     channels = tl.arange(0, BLOCK_D)
     q_at = q_ptr + token.to(tl.int64) * q_stride_t + (head * G + group)[:, None] * q_stride_h + channels[None, :]
     mask = (group < G)[:, None] & (channels < D)[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
-    table = tables_ptr + b.to(tl.int64) * table_stride
     row = token.to(tl.int64) * (HK * G) + head * G + group
     top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
@@ -96,6 +101,18 @@ def _decode_kernel(
         tl.store(
             y_ptr + row[:, None] * D + channels[None, :], _divided(out, total).to(y_ptr.dtype.element_ty), mask=mask
         )
+
+
+@triton.jit
+def _ask_for(
+    ptr, table, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """The keys or values of a cut, by their lines of 128 bytes; past the end the first of all again."""
+    line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    block = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+    at = ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
+    for channel in tl.static_range(0, D, line):
+        ask(at + channel)
 
 
 @triton.jit
@@ -155,7 +172,7 @@ def _fold_kernel(
     OVERLAP: tl.constexpr,
 ):
     """The cuts of one token and head, in order, for some channels. AHEAD of them are asked for together."""
-    follow(OVERLAP)
+    begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
@@ -166,6 +183,7 @@ def _fold_kernel(
     out = tl.zeros((1, BLOCK_D), tl.float32)
     i, stop = first // CUT, tl.cdiv(end, CUT)
     at = row * cuts
+    follow(OVERLAP)
     while i + AHEAD <= stop:
         top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
         i += AHEAD

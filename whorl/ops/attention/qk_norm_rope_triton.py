@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._overlap_triton import follow, overlap
+from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import row_sum
 from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, rotated, store_pair
@@ -98,11 +98,18 @@ def _norm_rotate_heads(
     S1: tl.constexpr,
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    # Heads first: a warp issues in order, and the table row has to wait for its position.
-    first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
-    w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
-    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+    if OVERLAP == 2:
+        w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+        follow(OVERLAP)
+        first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
+    else:
+        # Heads first: a warp issues in order, and the table row has to wait for its position.
+        first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
+        w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
     total = _head_sum(tl.fma(first, first, second * second), BLOCK_C)
     if D > 2 * HALF:
         rest = load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
@@ -171,7 +178,7 @@ def _qk_norm_rope_kernel(
 
     k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache.
     """
-    follow(OVERLAP)
+    begin(OVERLAP)
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     k_groups: tl.constexpr = (HK + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
@@ -184,7 +191,7 @@ def _qk_norm_rope_kernel(
         x_at, y_at = x_token + heads * D, (tokens * q_stride_t)[:, None] + heads * q_stride_h
         _norm_rotate_heads(
             qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
-            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, OVERLAP,
         )  # fmt: skip
     elif group < q_groups + k_groups:
         heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -194,7 +201,7 @@ def _qk_norm_rope_kernel(
         x_at, y_at = x_token + (HQ + heads) * D, y_token + heads * head_stride
         _norm_rotate_heads(
             qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
-            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, OVERLAP,
         )  # fmt: skip
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -202,6 +209,7 @@ def _qk_norm_rope_kernel(
             slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
         )  # fmt: skip
         x_at, y_at = x_token + (HQ + HK + heads) * D, y_token + heads * head_stride
+        follow(OVERLAP)
         copy_heads(qkv_ptr, v_ptr, x_at, y_at, is_token & (heads < HK), D, BLOCK_D)
 
 

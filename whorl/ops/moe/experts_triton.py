@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._overlap_triton import follow, overlap
+from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 from .permute_triton import places_of
@@ -43,6 +43,7 @@ def _gate_up_few_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One (token, slot), some rows of its expert. The weight is the left side, the token one of 16 columns."""
+    begin(OVERLAP)
     follow(OVERLAP)
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -83,6 +84,7 @@ def _down_few_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Some channels of one (token, slot); all slots of a token here would leave multiprocessors idle."""
+    begin(OVERLAP)
     follow(OVERLAP)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -216,6 +218,7 @@ def _down_kernel(
 
 @triton.jit
 def _combine_kernel(parts_ptr, weights_ptr, y_ptr, C, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

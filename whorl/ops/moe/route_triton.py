@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_triton import launched
-from .._overlap_triton import follow, overlap
+from .._overlap_triton import begin, follow, overlap
 from .._rows import power_of_2
 from ..linear_triton import unit_stride
 
@@ -53,6 +53,7 @@ def _route_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One row, its experts as [groups, experts of a group]."""
+    begin(OVERLAP)
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)[:, None]

@@ -1,0 +1,214 @@
+# mypy: allow-untyped-defs
+"""Products of up to 8 rows on Hopper, in Gluon: weights are on their way before the rows are there.
+
+One token waits for a chain: K is walked in order, 16 at a time, and a step of the chain takes as long as the
+instruction. Every program has 16 rows of the weight and asks for all of them at once, by the copy engine, before it
+waits for the kernel before it. Warpgroup products from shared memory have the shortest step, about 20 cycles
+against 50, but read 64 rows where 16 count: they pay where a multiprocessor has one program. With more of them one warp
+each does better. The bits are those of linear_triton.py, and of rms_norm_triton.py for the norm.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ._gluon_triton import barriers, follow, row_sum, sync
+from ._overlap_triton import overlap
+from ._rows import ceil_div
+
+ROWS = 8  # of x
+COLUMNS = 16  # rows of the weight that a program has
+MULTIPROCESSORS = 132
+SHARED = 227 * 1024  # bytes of a multiprocessor
+GROUP = 8  # tiles of 64 channels that one barrier tells of
+
+_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+_ONE_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+
+
+@gluon.jit
+def _normed(
+    x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, x_stride, residual_stride, T,
+    K: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The norm of x + residual, [HEIGHT, K]: each program takes it for itself, and the first one writes it down."""
+    k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
+    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT)) % T  # behind the last one the first ones again
+    scale = gl.expand_dims(gl.load(norm_ptr + k).to(gl.float32), 0)
+    follow(OVERLAP)
+    x = gl.load(x_ptr + gl.expand_dims(rows * x_stride, 1) + gl.expand_dims(k, 0)).to(gl.float32)
+    x += gl.load(residual_ptr + gl.expand_dims(rows * residual_stride, 1) + gl.expand_dims(k, 0)).to(gl.float32)
+    total = x.to(x_ptr.dtype.element_ty)
+    x = total.to(gl.float32)
+    squares = row_sum(x * x, HEIGHT, K)
+    inverse = gl.div_rn(gl.full_like(squares, 1.0), gl.sqrt_rn(squares / K + eps))
+    normed = x * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, LAYOUT)), 1) * scale
+    normed = normed.to(x_ptr.dtype.element_ty)
+    if gl.program_id(0) == 0:
+        at = gl.expand_dims(rows * K, 1) + gl.expand_dims(k, 0)
+        gl.store(total_ptr + at, total)
+        gl.store(normed_ptr + at, normed)
+    return normed
+
+
+@gluon.jit
+def _store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
+    to = y_ptr + gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(first + columns, 1)
+    mask = gl.expand_dims((columns < COLUMNS) & (first + columns < N), 1) & gl.expand_dims(rows < T, 0)
+    gl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _one_warp_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, residual_stride, T, N,
+    K: gl.constexpr, COLUMNS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One row, its norm inside, one warp."""
+    row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    first = gl.program_id(0) * COLUMNS
+    weights = gl.allocate_shared_memory(weight.dtype, [COLUMNS, K], weight.layout)
+    xs = gl.allocate_shared_memory(weight.dtype, [1, K], plain)
+    bars = barriers(1, 1)
+    fence_async_shared()
+    if OVERLAP != 2:  # then the weight may have been written by the kernel before
+        follow(OVERLAP)
+    mbarrier.expect(bars.index(0), COLUMNS * K * 2)
+    tma.async_copy_global_to_shared(weight, [first, 0], bars.index(0), weights)
+    xs.store(
+        _normed(
+            x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, x_stride, residual_stride, T,
+            K, 1, row, OVERLAP,
+        )
+    )  # fmt: skip
+    sync()
+    mbarrier.wait(bars.index(0), 0)
+    x = xs.permute((1, 0)).load(gl.DotOperandLayout(1, _ONE_WARP, 2)).broadcast_to([K, 8])  # of which one column counts
+    y = mma_v2(weights.load(gl.DotOperandLayout(0, _ONE_WARP, 2)), x, gl.zeros([COLUMNS, 8], gl.float32, _ONE_WARP))
+    _store(y_ptr, y, first, T, N, COLUMNS, _ONE_WARP)
+
+
+@gluon.jit
+def _warpgroup_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, residual_stride, T, N,
+    K: gl.constexpr, COLUMNS: gl.constexpr, HEIGHT: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Up to 8 rows by warpgroup products. Their 64 rows begin with the 16 of a tile; the others are those of the tiles
+    behind it, and nobody looks at what they give."""
+    tiles: gl.constexpr = K // 64
+    groups: gl.constexpr = tiles // GROUP
+    row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    dtype: gl.constexpr = weight.dtype
+    first = gl.program_id(0) * COLUMNS
+    weights = gl.allocate_shared_memory(dtype, [tiles + 64 // COLUMNS - 1, COLUMNS, 64], _TILE)
+    xs = gl.allocate_shared_memory(dtype, [tiles, 8, 64], _TILE)
+    bars = barriers(groups, 1)
+    fence_async_shared()
+    if OVERLAP != 2:
+        follow(OVERLAP)
+    for g in gl.static_range(groups):
+        mbarrier.expect(bars.index(g), COLUMNS * 64 * GROUP * 2)
+        into = weights.index(g * GROUP)._reinterpret(dtype, [COLUMNS, 64 * GROUP], _TILE)
+        tma.async_copy_global_to_shared(weight, [first, g * GROUP * 64], bars.index(g), into)
+    if NORM:
+        x = _normed(
+            x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, x_stride, residual_stride, T,
+            K, HEIGHT, row, OVERLAP,
+        )  # fmt: skip
+        xs._reinterpret(dtype, [8, K], _TILE).store(x.broadcast_to([8, K]))
+    else:
+        follow(OVERLAP)
+        rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, row)) % T
+        k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, row))
+        at = x_ptr + gl.expand_dims(rows.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+        for g in gl.static_range(groups):
+            into = xs.index(g * GROUP)._reinterpret(dtype, [8, 64 * GROUP], _TILE)
+            into.store(gl.load(at + g * GROUP * 64).broadcast_to([8, 64 * GROUP]))
+    fence_async_shared()
+    sync()
+    y = gl.zeros([64, 8], gl.float32, _ACC)
+    for g in gl.static_range(groups):
+        mbarrier.wait(bars.index(g), 0)
+        for i in gl.static_range(GROUP):
+            tile = weights.index(g * GROUP + i)._reinterpret(dtype, [64, 64], _TILE)
+            y = warpgroup_mma(tile, xs.index(g * GROUP + i).permute((1, 0)), y, is_async=True)
+    y = warpgroup_mma_wait(0, [y])
+    _store(y_ptr, y, first, T, N, COLUMNS, _ACC)
+
+
+def _programs(weight: Tensor) -> int:
+    return ceil_div(weight.shape[0], COLUMNS)
+
+
+def fits_warpgroup(x: Tensor, weight: Tensor, *, normed: bool = False) -> bool:
+    """Whether every program has a multiprocessor for itself, and room there."""
+    (count, length), step = x.shape, 64 * GROUP
+    room = length // 64 * (COLUMNS + ROWS) * 128 + (64 - COLUMNS) * 128 + 4096
+    is_even = length % step == 0 and (not normed or length & (length - 1) == 0)
+    return 0 < count <= ROWS and is_even and room <= SHARED and _programs(weight) <= MULTIPROCESSORS
+
+
+def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
+    """Whether there is one row, and room for all programs at once."""
+    count, length = x.shape
+    is_even = 512 <= length <= 2048 and length & (length - 1) == 0
+    room = length * (COLUMNS + 1) * 2 + 2048
+    return count == 1 and is_even and _programs(weight) <= MULTIPROCESSORS * (SHARED // room)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T where `fits_warpgroup` says so."""
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    _warpgroup(x, weight, y, (x, x, x, x, 0.0, 0), normed=False)
+    return y
+
+
+def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The product, the norm and the sum, where `fits_warpgroup` or `fits_one_warp` says so."""
+    total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    given = residual, norm, total, normed, eps, residual.stride(0)
+    if fits_warpgroup(x, weight, normed=True):
+        _warpgroup(x, weight, y, given, normed=True)
+    else:
+        _one_warp(x, weight, y, given)
+    return y, normed, total
+
+
+_Norm = tuple[Tensor, Tensor, Tensor, Tensor, float, int]
+
+
+def _one_warp(x: Tensor, weight: Tensor, y: Tensor, given: _Norm) -> None:
+    residual, norm, total, normed, eps, stride = given
+    _one_warp_kernel[(_programs(weight),)](
+        x, residual, norm, _described(weight, x.shape[1]), total, normed, y, eps, x.stride(0), stride, *y.shape,
+        K=x.shape[1], COLUMNS=COLUMNS, num_warps=1, enable_fp_fusion=False, **overlap(x),
+    )  # fmt: skip
+
+
+def _warpgroup(x: Tensor, weight: Tensor, y: Tensor, given: _Norm, *, normed: bool) -> None:
+    residual, norm, total, written, eps, stride = given
+    _warpgroup_kernel[(_programs(weight),)](
+        x, residual, norm, _described(weight, 64 * GROUP), total, written, y, eps, x.stride(0), stride, *y.shape,
+        K=x.shape[1], COLUMNS=COLUMNS, HEIGHT=1 if len(x) == 1 else ROWS, GROUP=GROUP, NORM=normed,
+        num_warps=4, enable_fp_fusion=False, **overlap(x),
+    )  # fmt: skip
+
+
+def _described(weight: Tensor, length: int) -> TensorDescriptor:
+    """For the copy engine: 16 rows and so many channels at a time."""
+    return TensorDescriptor.from_tensor(weight, [COLUMNS, length], _TILE.value)
