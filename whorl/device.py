@@ -371,22 +371,6 @@ def lasting(x: torch.Tensor, device: str) -> torch.Tensor:
     return x.pin_memory() if device == "npu" else x
 
 
-def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start copying `x` to the host; the function waits for it and gives it."""
-    device = x.device.type
-    if accelerator(device) is None:
-        return lambda: x
-    copy = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    wait = event(device)
-
-    def read() -> torch.Tensor:
-        wait()
-        return copy
-
-    return read
-
-
 def device_name(device: str) -> str:
     module = accelerator(device)
     return platform.processor() or platform.machine() if module is None else str(module.get_device_name())

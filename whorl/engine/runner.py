@@ -26,6 +26,7 @@ from .batch import Batch, Call, Sample, Score, Size, layout
 from .encoder import Work
 from .features import Features
 from .sequence_parallel import PromptForward, Settings
+from .small_copy import start_copy
 
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # of the shortest recording; longer ones see four times as many each
@@ -264,7 +265,7 @@ class _Inputs:
             raise ValueError(f"a call of {max(size)} rows; the runner was made for up to {self.max_rows}")
         stage = next(self._stages)
         num_bytes = stage.write(call, size, padding)
-        self._there[:num_bytes].copy_(stage.bytes[:num_bytes], non_blocking=True)
+        start_copy(stage.bytes[:num_bytes], self._there[:num_bytes])
         stage.sent = event(self._device)
         return self._tensors(size)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import fetch, lasting
+from whorl.device import lasting
 from whorl.nn import Model
 from whorl.ops.sample import gumbel
 
@@ -28,6 +28,7 @@ from .batch import Sample, Score
 from .runner import Result
 from .scheduler import Chunk
 from .sequence import Logprob, SamplingParams
+from .small_copy import fetch
 
 _SCORE_ROWS = 256  # of logits held at once while a prompt is scored
 

@@ -18,6 +18,7 @@ from ._rows import ceil_div
 FEW = 16  # rows that stand beside a weight's
 MODERATE = 64  # rows of one tile; up to here torch's product is no faster
 MANY = 256  # rows up to which weights take longer to read than to multiply
+WIDE = 32768  # columns of a weight with many times as many tiles as run at once, such as a head
 NARROW = 4096  # columns of a weight that would leave multiprocessors idle in large tiles
 
 
@@ -157,7 +158,7 @@ def few_plan(columns: int, length: int) -> dict[str, int]:
     elif columns < NARROW:
         plan = {"COLUMNS": 16, "BLOCK_K": 256, "num_warps": 2, "num_stages": 6}
     else:
-        plan = {"COLUMNS": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6}
+        plan = {"COLUMNS": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6 if columns < WIDE else 4}
     return plan | {"ROWS": FEW, "EVEN": length % plan["BLOCK_K"] == 0}
 
 

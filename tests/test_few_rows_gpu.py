@@ -1,0 +1,77 @@
+"""Products of few rows on Hopper have the bits of the other kernels, with the norm inside and without, read ahead or not."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+SIZES = [(2048, 5120), (2048, 128), (4096, 2048), (1024, 4096), (1024, 2064), (3072, 1024), (512, 100), (2048, 6336)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    from whorl.ops import few_rows_gluon_triton
+
+    return few_rows_gluon_triton
+
+
+def drawn(count: int, length: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    shapes = (count, length), (count, length), (length,), (columns, length)
+    scales = 1.0, 3.0, 0.1, length**-0.5
+    x, residual, norm, weight = (
+        scale * torch.randn(*shape, device="cuda") for shape, scale in zip(shapes, scales, strict=True)
+    )
+    return tuple(t.to(dtype) for t in (x, residual, 1 + norm, weight))
+
+
+def plain(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """By kernels that know nothing of few rows: those of 17, of which the first count."""
+    from whorl import ops
+
+    def more(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat((t, t.new_zeros(17 - len(t), t.shape[1])))
+
+    normed, total = ops.add_rms_norm(more(x), more(residual), norm, backend="triton")
+    y = ops.linear(normed, weight, backend="triton")
+    return [t[: len(x)] for t in (y, normed, total)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits(dtype: torch.dtype, count: int) -> None:
+    from whorl import ops
+    from whorl.device import ahead
+
+    torch.manual_seed(count)
+    for length, columns in SIZES:
+        given = drawn(count, length, columns, dtype)
+        expected = plain(*given)
+        for step in (contextlib.nullcontext(), ahead()):
+            with step:
+                found = ops.norm_linear(*given, backend="triton")
+                y = ops.linear(expected[1], given[3], backend="triton")
+            for a, b in zip((*found, y), (*expected, expected[0]), strict=True):
+                assert torch.equal(a, b), (length, columns, count)
+
+
+def test_which_kernel_takes_what(kernels: Any) -> None:
+    """One token of Qwen3-30B-A3B: all of its products between norms and experts."""
+    x, _, _, qkv = drawn(1, 2048, 5120, torch.bfloat16)
+    wide, _, _, out = drawn(1, 4096, 2048, torch.bfloat16)
+    assert kernels.fits_one_warp(x, qkv)
+    assert not kernels.fits_warpgroup(x, qkv)
+    assert kernels.fits_warpgroup(wide, out)
+    assert kernels.fits_warpgroup(x, qkv[:128], normed=True)
+    assert not kernels.fits_warpgroup(torch.cat([wide] * 9), out)
+
+
+def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of K from the end: another order, other bits."""
+    from whorl import ops
+
+    given = drawn(1, 2048, 5120, torch.bfloat16)
+    x, residual, norm, weight = given
+    turned = [torch.cat((t[..., 1024:], t[..., :1024]), -1) for t in (x, residual, norm, weight)]
+    assert not torch.equal(ops.norm_linear(*turned, backend="triton")[0], plain(*given)[0])
