@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper have the bits of the other kernels, with the norm inside and without, read ahead or not."""
+"""Products of few rows on Hopper have the bits of the other kernels: with the norm inside or not, read ahead or not."""
 
 import contextlib
 from typing import Any

@@ -17,14 +17,13 @@ MOST = 1 << 16  # bytes; more are faster by the copy engine
 def start_copy(source: Tensor, to: Tensor) -> None:
     """Between contiguous tensors of one dtype and shape; the one on the host is pinned. Returns before it is done."""
     device = to.device if source.device.type == HOST else source.device
-    if not 0 < source.nbytes <= MOST or is_interpreting() or not overlaps_kernels(device):
+    is_small = 0 < source.nbytes <= MOST and overlaps_kernels(device) and not is_interpreting()
+    if not is_small or unavailable("triton", device.type) is not None:
         to.copy_(source, non_blocking=True)
-    elif unavailable("triton", device.type) is not None:
-        to.copy_(source, non_blocking=True)
-    else:
-        from .small_copy_triton import copy
+        return
+    from .small_copy_triton import copy
 
-        copy(source.view(torch.uint8), to.view(torch.uint8))
+    copy(source.view(torch.uint8), to.view(torch.uint8))
 
 
 def fetch(x: Tensor) -> Callable[[], Tensor]:

@@ -41,7 +41,10 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
+NO_NPU = "no operator of torch_npu takes the norm inside a product: the engine calls add_rms_norm and linear there"
+
+
+@operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops, without={"torch_npu": NO_NPU})
 def norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
