@@ -166,6 +166,15 @@ def fused(path: Path) -> dict[str, Any]:
     return {"fused": report.counts["fuse"], "exactness": report.exactness, "sizes": prompts.sizes}
 
 
+def two_models(path: Path) -> list[str]:
+    """With no capture to spare: the second model's is not counted with the first's."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=1):
+        prompts = [PromptForward(share(path, torch.float32), "cpu", Settings(mode="on")) for _ in range(2)]
+    return [each._compiled.last_run for each in prompts]
+
+
 def automatic(path: Path) -> tuple[Any, list[bool]]:
     """Where it begins, and what becomes of prompts around there."""
     prompts = PromptForward(share(path, torch.float32), "cpu", Settings(mode="auto"))
@@ -221,6 +230,10 @@ def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, 
         assert found["is_quantized"]
         assert found["bytes"] < 0.75
         assert 1 in found["sizes"], "a chunk of one token is rounded as any other"
+
+
+def test_several_models_in_a_process(checkpoints: dict[str, Path]) -> None:
+    assert ranks.shared(2).run(two_models, next(iter(checkpoints.values()))) == [["rewritten"] * 2] * 2
 
 
 def test_fused_products_from_so_many_tokens_on(checkpoints: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ whose further inputs are the features; between layers each rank adds its share o
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -87,6 +88,9 @@ class _Prompt(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        # torch counts captures by code object and refuses the ninth: each model of a process has one of its own.
+        code, how = _Prompt.forward.__code__.replace(), (_Prompt.forward.__name__, _Prompt.forward.__defaults__)
+        self.forward = MethodType(FunctionType(code, globals(), *how), self)
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, *features: Tensor) -> Tensor:
         inserted = None if mask is None else Inserted(mask=mask, features=features)
