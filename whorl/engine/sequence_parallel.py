@@ -90,7 +90,7 @@ class _Prompt(nn.Module):
         self.model = model
         # torch counts captures by code object and refuses the ninth: each model of a process has one of its own.
         code, how = _Prompt.forward.__code__.replace(), (_Prompt.forward.__name__, _Prompt.forward.__defaults__)
-        self.forward = MethodType(FunctionType(code, globals(), *how), self)
+        self.forward = MethodType(FunctionType(code, globals(), *how), self)  # type: ignore[method-assign]
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, *features: Tensor) -> Tensor:
         inserted = None if mask is None else Inserted(mask=mask, features=features)
