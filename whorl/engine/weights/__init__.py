@@ -171,7 +171,7 @@ def _counted(checkpoint: Checkpoint) -> Checkpoint:
     config, most = checkpoint.config, len(checkpoint.sources)
     parts = [part for part in (config, *map(config.get, ("text_config", "vision_config"))) if isinstance(part, dict)]
     for part in parts:
-        for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts"):
+        for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts", "n_routed_experts"):
             value = part.get(name)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
