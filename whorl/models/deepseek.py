@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from whorl import ops
 from whorl.models import llama
-from whorl.models.deepseek_v32 import DeepSeekV32Config
+from whorl.models.deepseek_v32 import NAMES, DeepSeekV32Config
 from whorl.nn import (
     ONE,
     Experts,
@@ -217,6 +217,7 @@ class Layer(llama.Layer):
 class DeepSeek(llama.Llama):
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
+    trained_names = NAMES  # of tensors in checkpoints of `whorl train`
 
     def __init__(
         self,

@@ -4,6 +4,8 @@
 """
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +16,11 @@ from torchtitan.train import Trainer
 from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
+from whorl.titan.data import ByteTokenizer
+from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
+from whorl.titan.served_files import describer
 from whorl.titan.watch import Watch
 
 
@@ -61,12 +66,21 @@ class WhorlTrainer(Trainer):
                 stage=getattr(settings, "stage", "sparse"),
             ),
             begin_stage=self._begin_stage,
+            describe=self._describer(),
             fall_back=getattr(settings, "fall_back", False),
             accept_changes=getattr(settings, "accept_changes", False),
         )
         if self.watch is not None:
             self.watch.last_good = checkpoints.last_good
         self.checkpointer = checkpoints
+
+    def _describer(self) -> Callable[[Path], None]:
+        """What writes beside a checkpoint's weights the files that `whorl serve` needs."""
+        args, config = self.model_args, self.job_config
+        if not isinstance(args, DeepSeekV32Args):
+            return lambda _: None
+        is_bytes, assets = isinstance(self.tokenizer, ByteTokenizer), Path(config.model.hf_assets_path)
+        return describer(args.config, config.training.mixed_precision_param, is_bytes=is_bytes, assets=assets)
 
     def _begin_stage(self, start: int) -> None:
         """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""

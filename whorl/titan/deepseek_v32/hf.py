@@ -21,6 +21,7 @@ from torch.futures import Future
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from whorl.models.deepseek_v32 import INDEXER, NAMES, PREDICTION_TIED, DeepSeekV32Config, layer_of
+from whorl.titan.served_files import copy_tokenizer
 
 from .args import DeepSeekV32Args
 
@@ -194,7 +195,8 @@ def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: s
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
-    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU."""
+    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU. Where
+    the checkpoint has a tokenizer beside it, as those of `whorl train` have, it comes along."""
     from torch.distributed.checkpoint import load
 
     from .model import DeepSeekV32Model
@@ -207,6 +209,7 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
     load(state, checkpoint_id=str(checkpoint), no_dist=True)
     kept = ("expert_bias",)  # chooses experts: stays as exact as it was
     save_pretrained({n: v if n.endswith(kept) else v.to(dtype) for n, v in state.items()}, args, folder)
+    copy_tokenizer(Path(checkpoint), Path(folder))
 
 
 def load_pretrained(folder: str | Path) -> dict[str, Tensor]:
