@@ -256,3 +256,45 @@ def test_greedy_tokens_of_a_crowd() -> None:
     for prompt, among in list(zip(prompts, crowd, strict=True))[::3]:
         (output,) = engine(model, max_num_seqs=1, max_num_batched_tokens=7).generate([prompt], params, progress=False)
         assert (output.token_ids, decoded(output)) == (among.token_ids, decoded(among))
+
+
+# ---- FP8 blocks
+
+
+def to_blocks(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """e4m3 codes, scales of blocks, and the values that they stand for, as DeepSeek publishes weights."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
+    tiles = padded.unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+    codes = (tiles / scales).to(torch.float8_e4m3fn)
+    whole = [x.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous() for x in (codes, codes.float() * scales)]
+    return whole[0], scales[:, 0, :, 0].contiguous(), whole[1]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
+def test_fp8_blocks(model_type: str, tmp_path: Path) -> None:
+    """As published: the embedding, the head, the router and the indexer's weights of heads are not quantised, and no
+    list says so. The same bits as of the values, whether they are unpacked or not; kv_b_proj always is."""
+    from safetensors.torch import load_file, save_file
+
+    config = DeepSeek.tiny(model_type=model_type)
+    saved(tmp_path, config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+    coded, values = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and not name.endswith(kept):
+            coded[name], coded[f"{name}_scale_inv"], values[name] = to_blocks(tensor, 16)
+    (tmp_path / "coded").mkdir()
+    save_file(coded, tmp_path / "coded" / "model.safetensors")
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"}
+    (tmp_path / "coded" / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    save_file(values, tmp_path / "model.safetensors")
+    expected = Runner(weights.load_model(tmp_path, device="cpu", progress=False)).run(PROMPT)
+    for unpack in (True, False):
+        model: Any = weights.load_model(tmp_path / "coded", device="cpu", unpack=unpack, progress=False)
+        layer = model.decoder.layers[1].self_attn
+        assert layer.kv_b_proj.weight.dtype == torch.float32
+        assert layer.q_b_proj.weight.dtype == (torch.float32 if unpack else torch.float8_e4m3fn)
+        assert torch.equal(Runner(model).run(PROMPT), expected)

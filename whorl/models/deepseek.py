@@ -188,7 +188,7 @@ class MoE(Module):
         width, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(width, config.n_routed_experts)
         self.k = config.num_experts_per_tok
-        self.how = {
+        self.how: dict[str, Any] = {
             "scoring": "sigmoid",
             "renormalize": config.norm_topk_prob,
             "num_groups": config.n_group,

@@ -11,8 +11,8 @@ from .weight import Formats, Slot, Weighted
 
 
 class Router(Weighted):
-    """Scores of E experts, and the bias that is added for choosing them alone. Both in fp32, whatever the model's dtype:
-    rounded scores would choose other experts."""
+    """Scores of E experts, and the bias that is added for choosing them alone. Both in fp32, whatever the model's
+    dtype: rounded scores would choose other experts."""
 
     weight: Tensor
     bias: Tensor

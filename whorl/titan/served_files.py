@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whorl.models.deepseek_v32 import DeepSeekV32Config
-
 CONFIG = "config.json"
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"),
@@ -21,7 +19,7 @@ END = "<|endoftext|>"
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one past 255."""
+    """The letter of each byte in byte-level vocabularies: itself where it can be seen, else one past 255."""
     seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
@@ -51,13 +49,13 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def describer(config: DeepSeekV32Config, dtype: str, *, is_bytes: bool, assets: Path) -> Callable[[Path], None]:
-    """A function that writes these files into a folder. dtype: the one that the model computes in; assets: where the
+def describer(config: dict[str, Any], *, is_bytes: bool, assets: Path) -> Callable[[Path], None]:
+    """A function that writes these files into a folder. config: the values of config.json; assets: where the
     tokenizer's files are, if it is not one of bytes."""
 
     def write(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        found = {CONFIG: config.to_hf(dtype)}
+        found = {CONFIG: config}
         if is_bytes:
             found |= {"tokenizer.json": byte_tokenizer(), "tokenizer_config.json": {"eos_token": END}}
         else:

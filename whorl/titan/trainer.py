@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from torchtitan.components.checkpoint import LR_SCHEDULER, CheckpointManager
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
 from whorl.titan.data import ByteTokenizer
-from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.served_files import describer
@@ -76,11 +76,16 @@ class WhorlTrainer(Trainer):
 
     def _describer(self) -> Callable[[Path], None]:
         """What writes beside a checkpoint's weights the files that `whorl serve` needs."""
-        args, config = self.model_args, self.job_config
-        if not isinstance(args, DeepSeekV32Args):
+        config, values = self.job_config, None
+        if (of_files := getattr(self.model_args, "hf_config", None)) is not None:
+            try:
+                values = of_files(config.training.mixed_precision_param)
+            except ValueError as error:
+                logger.warning(f"Checkpoints get no config.json, and cannot be served as they lie: {error}")
+        if values is None:
             return lambda _: None
         is_bytes, assets = isinstance(self.tokenizer, ByteTokenizer), Path(config.model.hf_assets_path)
-        return describer(args.config, config.training.mixed_precision_param, is_bytes=is_bytes, assets=assets)
+        return describer(values, is_bytes=is_bytes, assets=assets)
 
     def _begin_stage(self, start: int) -> None:
         """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""

@@ -23,8 +23,10 @@ from .checkpoint import Source, some
 METADATA = ".metadata"
 # What lies beside the model: the optimizer and how far training has come; and layers that only training has.
 _BESIDE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.", "mtp.")
-_PARTS = ("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties")
-_PARTS += ("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")
+_PARTS = (
+    *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties"),
+    *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
 _CLASSES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _PARTS),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

@@ -18,8 +18,9 @@ _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 def resolve(path_or_id: str | Path | None = None) -> Path:
-    """A folder with config.json and weights, or a GGUF file; of the folder of a training run its last checkpoint. A Hugging Face id (`org/name` or `org/name@revision`)
-    is looked up in the cache and, where there is a network, brought up to date."""
+    """A folder with config.json and weights, or a GGUF file; of the folder of a training run its last checkpoint. A
+    Hugging Face id (`org/name` or `org/name@revision`) is looked up in the cache and, where there is a network, brought
+    up to date."""
     if path_or_id is None:
         return _default_model()
     path = Path(path_or_id).expanduser()
@@ -48,7 +49,9 @@ def _default_model() -> Path:
 
 def _last_step(run: Path) -> Path | None:
     """The last checkpoint that `whorl train` has finished in a run's folder; None: it is no such folder."""
-    named = [(re.fullmatch(r"step-(\d+)", p.name), p) for where in (run, run / "checkpoint") for p in where.glob("step-*")]
+    named = [
+        (re.fullmatch(r"step-(\d+)", p.name), p) for where in (run, run / "checkpoint") for p in where.glob("step-*")
+    ]
     steps = [p for _, p in sorted((int(match[1]), p) for match, p in named if match)]
     finished = [p for p in steps if (p / METADATA).is_file() or any(p.glob("*.safetensors"))]
     if (run / METADATA).is_file() or (finished and not (finished[-1] / "config.json").is_file()):

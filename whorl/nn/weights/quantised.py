@@ -124,7 +124,7 @@ def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defau
 
 
 def never_quantised(name: str) -> bool:
-    """The embedding, the router and an indexer's weights of heads, which quantisers leave as they are without saying."""
+    """The embedding, the router and an indexer's weights of heads, which quantisers leave alone without saying so."""
     return name.endswith(("embed_tokens", "mlp.gate", "indexer.weights_proj"))
 
 

@@ -1,7 +1,7 @@
 """Latent attention (MLA) over a paged cache, and the indexer that chooses its keys: DeepSeek-V3 and -V3.2 in an engine.
 
-`heads.py` multiplies every head by a weight of its own, `write.py` and `index_write.py` write pages, `indexer.py` chooses
-keys in them and `attention.py` reads those; `pages.py` is what they know of pages.
+`heads.py` multiplies every head by a weight of its own, `write.py` and `index_write.py` write pages, `indexer.py`
+chooses keys in them and `attention.py` reads those; `pages.py` is what they know of pages.
 """
 
 from .attention import latent_attention

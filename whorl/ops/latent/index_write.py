@@ -14,9 +14,7 @@ WITHOUT = {
 }
 
 
-def _check(
-    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> None:
+def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
     name = "index_write"
     if k.dim() != 2 or not k.is_floating_point() or not weight.shape == bias.shape == k.shape[1:]:
         raise ValueError(
@@ -39,14 +37,14 @@ def index_write(
 ) -> None:
     """LayerNorm the indexer's key of each new token, rotate its first channels, and store it in the cache.
 
-    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R turns
-    with i + R/2, as `rope` does it (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
+    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R
+    turns with i + R/2, as `rope` does it (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
     slots: [T] as `write_kv`. In fp32, rounded after the norm and after the rotation, as two operators would. Returns
     nothing.
     """
     wide = widen(k)
-    factors = (x.to(wide.dtype) for x in (weight, bias))
-    normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, *factors, eps), k.dtype)
+    scale, shift = (x.to(wide.dtype) for x in (weight, bias))
+    normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, scale, shift, eps), k.dtype)
     turned, _ = rope.reference(normed[:, None], None, cos_sin)
     store(turned[:, 0], cache, slots)
 

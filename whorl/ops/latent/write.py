@@ -18,12 +18,14 @@ WITHOUT = {
 def _check(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
     name = "latent_write"
     if kv.dim() != 2 or not kv.is_floating_point() or weight.dim() != 1:
-        raise ValueError(f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]")
+        raise ValueError(
+            f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]"
+        )
     check_pages(name, cache, kv.dtype, kv.shape[1])
     check_rows(name, slots, cos_sin, kv.shape[0], cache)
     if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
         raise ValueError(
-            f"{name}: {weight.shape[0]} channels are normed and {cos_sin.shape[1]} turned, expected {kv.shape[1]} in all"
+            f"{name}: {weight.shape[0]} channels are normed, {cos_sin.shape[1]} turned, expected {kv.shape[1]} in all"
         )
     if weight.dtype not in (kv.dtype, torch.float32):
         raise ValueError(f"{name}: weight is {weight.dtype}, expected kv's {kv.dtype} or torch.float32")

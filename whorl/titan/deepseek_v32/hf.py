@@ -141,7 +141,7 @@ def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Ar
 
 def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """config.json of these sizes. What a job sets, as the stage or the coefficients of losses, is not in it."""
-    _check_export(args)
+    check_export(args)
     return args.config.to_hf(str(dtype).removeprefix("torch."))
 
 
@@ -150,7 +150,7 @@ def from_hf_config(values: Mapping[str, Any]) -> DeepSeekV32Args:
     return DeepSeekV32Args.from_config(DeepSeekV32Config.from_hf(values))
 
 
-def _check_export(args: DeepSeekV32Args) -> None:
+def check_export(args: DeepSeekV32Args) -> None:
     """That transformers' model can compute what this one does."""
     moe = args.moe_args
     wrong = {
@@ -195,8 +195,10 @@ def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: s
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
-    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU. Where
-    the checkpoint has a tokenizer beside it, as those of `whorl train` have, it comes along."""
+    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU.
+
+    Where the checkpoint has a tokenizer beside it, as those of `whorl train` have, it comes along.
+    """
     from torch.distributed.checkpoint import load
 
     from .model import DeepSeekV32Model
