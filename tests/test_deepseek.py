@@ -14,7 +14,7 @@ from test_models import hf_greedy, hf_logits, save
 from test_one_arithmetic import SAMPLED, decoded, engine, prefilled
 
 from whorl import ops
-from whorl.engine import roofline, weights
+from whorl.engine import roofline, runner, weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -189,6 +189,61 @@ def test_a_list_of_every_key_is_every_key() -> None:
     assert not torch.equal(ops.latent_attention(**values | {"indices": every[:, :299]})[-1], out[-1])
 
 
+# ---- in 8 bits
+
+
+class Coded(DeepSeek):
+    """As the engine asks for it by a setting."""
+
+    def cache_specs(self) -> list[Any]:
+        return [spec.quantised("fp8") for spec in super().cache_specs()]
+
+
+def coded(**changes: Any) -> Any:
+    model = tiny(**changes)
+    model.__class__ = Coded
+    return model
+
+
+def test_bytes_of_a_latent_and_of_a_key() -> None:
+    """By hand: codes, then scales for 128s, then bf16; and planes of a block, the key transformed."""
+    kv, weight, slot = torch.randn(1, 576) * 3, torch.rand(512) + 0.5, torch.tensor([66])
+    angles = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)
+    cache, plain = torch.zeros(2, 64, 656, dtype=torch.uint8), torch.zeros(2, 64, 576)
+    for each in (cache, plain):
+        ops.latent_write(kv, weight, angles, each, slot)
+    row, latent = cache[1, 2], plain[1, 2]
+    scales = row[512:528].view(torch.float32)
+    for i, group in enumerate(latent[:512].split(128)):
+        least = float(group.abs().max()) / 448
+        assert least <= float(scales[i]) < 2 * least
+        assert float(scales[i]).hex().startswith("0x1.0000000000000p")
+        codes = row[128 * i : 128 * i + 128].view(torch.float8_e4m3fn)
+        assert torch.equal(codes, (group / scales[i]).to(torch.float8_e4m3fn))
+    assert torch.equal(row[528:].view(torch.bfloat16), latent[512:].bfloat16())
+    assert cache.count_nonzero() == row.count_nonzero()
+    k, index = torch.randn(1, 128), torch.zeros(2, 64, 132, dtype=torch.uint8)
+    ops.index_write(k, torch.ones(128), torch.zeros(128), angles, index, slot)
+    block = index[1].flatten()
+    codes, scale = block[256:384].view(torch.float8_e4m3fn).float(), block[8192 + 8 : 8192 + 12].view(torch.float32)
+    normed = torch.nn.functional.layer_norm(k, (128,), eps=1e-6)
+    assert float((ops.hadamard(codes * scale) - normed).abs().max()) < 0.2
+    assert index.count_nonzero() == block[256:384].count_nonzero() + block[8200:8204].count_nonzero()
+
+
+@pytest.mark.parametrize("changes", [{}, V3])
+def test_codes_decoded_equal_prefilled(changes: dict[str, Any]) -> None:
+    """A prompt reads what it has rounded, so no bit depends on how its tokens came."""
+    llm = engine(coded(**changes))
+    assert llm.runner.caches[0].latent.dtype == torch.uint8
+    outputs = llm.generate([PROMPT[:n] for n in (1, 21)], SAMPLED, progress=False)
+    for output in outputs:
+        assert decoded(output) == prefilled(llm, output)
+    (plain,) = engine(tiny(**changes)).generate([PROMPT], SAMPLED, progress=False)
+    error = max(abs(a - b) for a, b in zip(decoded(plain)[:1], decoded(outputs[1])[:1], strict=True))
+    assert 0 < error < 0.5
+
+
 # ---- planted keys
 
 
@@ -222,15 +277,30 @@ def test_planted_keys_decide_the_output_far_away() -> None:
 
 
 def test_what_a_step_reads_and_a_token_keeps() -> None:
-    spec = LatentKV(width=576, dtype=torch.bfloat16, index_dim=128, topk=2048)
+    spec = LatentKV(rank=512, turning=64, dtype=torch.bfloat16, index_dim=128, topk=2048)
     assert spec.token_bytes == 1152 + 256
     assert spec.step_bytes(100) == 101 * (1152 + 256)
     assert spec.step_bytes(131072) == 2048 * 1152 + 131072 * 256 + 1408
-    assert LatentKV(width=576, dtype=torch.bfloat16).step_bytes(5000) == 5001 * 1152
+    assert LatentKV(rank=512, turning=64, dtype=torch.bfloat16).step_bytes(5000) == 5001 * 1152
+    coded = spec.quantised("fp8")
+    assert (coded.token_bytes, coded.latent_bytes, coded.index_bytes) == (656 + 132, 656, 132)
+    cache = coded.empty(3, 64, "cpu")
+    assert cache.index is not None
+    assert cache.latent[0].nbytes + cache.index[0].nbytes == 64 * (656 + 132)
+    with pytest.raises(ValueError, match="not in int8"):
+        spec.quantised("int8")
     model = tiny(index_topk=8, num_hidden_layers=1, first_k_dense_replace=1)
     read = roofline.step_bytes(model, context=50) - roofline.step_bytes(model, context=8)
     assert read == 42 * 16 * 4  # past the chosen keys a step reads those of the indexer alone
     assert model.attention_flops(8) == 2 * 4 * 48 * 36 + 24 * 16 * 72
+
+
+def test_calls_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references wait for the device."""
+    monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
+    assert engine(tiny()).runner.graph_sizes(8) == []
+    with pytest.raises(ValueError, match="use_graphs was asked for: the operators of latent attention"):
+        engine(tiny(), use_graphs=True)
 
 
 def test_training_is_somebody_elses() -> None:

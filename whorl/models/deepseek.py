@@ -5,7 +5,7 @@ What files say of the model, and how it is trained from them, is in `deepseek_v3
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -118,10 +118,10 @@ class Attention(Module):
         self.indexer = Indexer(config) if config.has_indexer else None
 
     def cache_spec(self, dtype: torch.dtype) -> LatentKV:
-        width = self.rank + self.turning
+        plain = LatentKV(rank=self.rank, turning=self.turning, dtype=dtype)
         if self.indexer is None:
-            return LatentKV(width=width, dtype=dtype)
-        return LatentKV(width=width, dtype=dtype, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
+            return plain
+        return replace(plain, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
 
     def flops(self, num_tokens: int) -> float:
         """Of a prompt: q . k over latent and turning channels, p v over the latent, and every score of the indexer."""
@@ -218,6 +218,7 @@ class DeepSeek(llama.Llama):
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
     trained_names = NAMES  # of tensors in checkpoints of `whorl train`
+    waits = "the operators of latent attention are references so far, which read lengths on the host"
 
     def __init__(
         self,

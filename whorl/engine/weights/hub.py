@@ -57,8 +57,8 @@ def _last_step(run: Path) -> Path | None:
     if (run / METADATA).is_file() or (finished and not (finished[-1] / "config.json").is_file()):
         where = run if (run / METADATA).is_file() else finished[-1]
         raise ValueError(
-            f"{where}: a trainer's checkpoint without config.json: one that `whorl train` wrote has it; of another make "
-            "a folder with whorl.titan.deepseek_v32.hf.export_checkpoint"
+            f"{where}: a trainer's checkpoint without config.json: one that `whorl train` wrote has it; of another "
+            "make a folder with whorl.titan.deepseek_v32.hf.export_checkpoint"
         )
     return finished[-1] if finished else None
 

@@ -10,6 +10,7 @@ from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from ..linear import TILE, multiply
 from ..sparse_attention.contract import check_indices
+from .codes import latent_bytes, unpack_latents
 from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
 KEYS = 128  # of a cut: multiples of this in a token's list of keys
@@ -33,10 +34,10 @@ def _check(
     name = "latent_attention"
     if q.dim() != 3 or not q.is_floating_point():
         raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HQ, D] floating point")
-    check_pages(name, cache, q.dtype, q.shape[2])
-    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
     if not 1 <= value_dim <= q.shape[2]:
         raise ValueError(f"{name}: value_dim is {value_dim}, expected 1 to D, {q.shape[2]}")
+    check_pages(name, cache, q.dtype, q.shape[2], latent_bytes(value_dim, q.shape[2] - value_dim))
+    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
     if not scale > 0:
         raise ValueError(f"{name}: scale is {scale}, expected a positive number")
     if indices is None:
@@ -148,7 +149,8 @@ def latent_attention(
     A token's list of keys is cut into 128s. Each cut has its own softmax, and they are joined in order. Scores, softmax
     and sums in fp32, one rounding. So a token's bits depend on itself and the keys in its list alone: not on other
     sequences, on how a prompt is cut into chunks, on whether it is a prompt's or decoded, nor on whether the list was
-    chosen or is every key. A token without keys, and rows of q past the last query_starts, are zero. No gradient.
+    chosen or is every key. A token without keys, and rows of q past the last query_starts, are zero. A cache of uint8
+    is read as `latent_write` writes it: code times scale, which is exact in bf16. No gradient.
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     wide = widen(q) * scale
@@ -156,7 +158,9 @@ def latent_attention(
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         if rows.stop > rows.start:
-            keys = widen(gather(cache, block_tables[b], length))
+            rows_of_keys = gather(cache, block_tables[b], length)
+            is_coded = cache.dtype == torch.uint8
+            keys = unpack_latents(rows_of_keys, value_dim) if is_coded else widen(rows_of_keys)
             chosen = None if indices is None else indices[rows]
             out[rows] = _sequence(wide[rows], keys, chosen, value_dim)
     return narrow(out, q.dtype)

@@ -6,6 +6,7 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
+from .codes import index_bytes, store_index
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
 
 WITHOUT = {
@@ -21,7 +22,7 @@ def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tens
             f"{name}: k is {list(k.shape)} {k.dtype}, weight {list(weight.shape)}, bias {list(bias.shape)}, expected "
             "[T, D] floating point and two of [D]"
         )
-    check_pages(name, cache, k.dtype, k.shape[1])
+    check_pages(name, cache, k.dtype, k.shape[1], index_bytes(k.shape[1]))
     check_rows(name, slots, cos_sin, k.shape[0], cache)
     if cos_sin.shape[1] > k.shape[1]:
         raise ValueError(f"{name}: {cos_sin.shape[1]} channels turn, and k has {k.shape[1]}")
@@ -39,14 +40,15 @@ def index_write(
 
     k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R
     turns with i + R/2, as `rope` does it (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
-    slots: [T] as `write_kv`. In fp32, rounded after the norm and after the rotation, as two operators would. Returns
-    nothing.
+    slots: [T] as `write_kv`. In fp32, rounded after the norm and after the rotation, as two operators would. A cache of
+    uint8, [blocks, block size, D + 4], keeps what `hadamard` makes of it (D a power of two) as e4m3 codes with a power
+    of two, in two planes of each block: `codes.py` says how. Returns nothing.
     """
     wide = widen(k)
     scale, shift = (x.to(wide.dtype) for x in (weight, bias))
     normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, scale, shift, eps), k.dtype)
-    turned, _ = rope.reference(normed[:, None], None, cos_sin)
-    store(turned[:, 0], cache, slots)
+    turned = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
+    (store_index if cache.dtype == torch.uint8 else store)(turned, cache, slots)
 
 
 _CASES: list[Values] = [

@@ -8,6 +8,7 @@ from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
 from ..indexer.top_k import check_topk, top_k
 from ..linear import multiply
+from .codes import gather_index, index_bytes, round_queries
 from .pages import check_pages, check_sequences, gather, make_sequences
 
 KEYS = 256  # of every product, cut at multiples of their position
@@ -31,7 +32,7 @@ def _check(
         raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HI, D] floating point")
     if weights.shape != q.shape[:2] or not weights.is_floating_point():
         raise ValueError(f"{name}: weights is {list(weights.shape)} {weights.dtype}, expected {list(q.shape[:2])}")
-    check_pages(name, cache, q.dtype, q.shape[2])
+    check_pages(name, cache, q.dtype, q.shape[2], index_bytes(q.shape[2]))
     check_topk(name, topk)
     check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
 
@@ -59,6 +60,13 @@ def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.cat(found, 1)[:, :length]
 
 
+def _keys(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Of one sequence, and their scales where they are codes."""
+    if cache.dtype == torch.uint8:
+        return gather_index(cache, dim, table, length)
+    return widen(gather(cache, table, length)), None
+
+
 def _fake(q: Tensor, topk: int, **_: object) -> Tensor:
     return q.new_empty(q.shape[0], topk, dtype=torch.int32)
 
@@ -81,20 +89,24 @@ def paged_indexer(
     sums in fp32, as `index_scores`; equal scores go to the lowest position, as in `top_k`. A token that sees fewer keys
     gets all of them, and -1 behind them. A token's choice depends on itself and the keys it sees alone: not on other
     sequences, on how a prompt is cut into chunks, nor on whether it is a prompt's or decoded. Rows of q past the last
-    query_starts are -1. No gradient.
+    query_starts are -1. Of a cache of uint8, as `index_write` writes it, the codes are multiplied: queries are
+    transformed and rounded in the same way, their scales go into the weights, and a key's scale is multiplied last. No
+    gradient.
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
-    wide, factors = widen(q), weights.to(widen(q).dtype)
+    is_coded = cache.dtype == torch.uint8
+    wide, factors = round_queries(q, weights) if is_coded else (widen(q), weights.to(widen(q).dtype))
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     for b, length in enumerate(lengths):
         first, last = starts[b], starts[b + 1]
         if last == first:
             continue
-        keys = widen(gather(cache, block_tables[b], length))
+        keys, scales = _keys(cache, q.shape[2], block_tables[b], length)
         ends = torch.arange(length - (last - first) + 1, length + 1, dtype=torch.int32, device=q.device)
         for part in chunks(last - first, max(length, q.shape[1] * KEYS)):
             rows = slice(first + part.start, first + part.stop)
             scores = scores_of(wide[rows], factors[rows], keys)
+            scores = scores if scales is None else scores * scales
             out[rows] = top_k.reference(scores, topk, None, ends[part])[0]
     return out
 

@@ -11,11 +11,16 @@ from .._op import Values
 from .._tracing import is_readable
 
 
-def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int) -> None:
-    if cache.dim() != 3 or cache.dtype != dtype or cache.shape[2] != width:
+def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
+    """num_bytes: of a token where pages are bytes, which is another way to keep it."""
+    expected = num_bytes if cache.dtype == torch.uint8 else width
+    if cache.dim() != 3 or cache.dtype not in (dtype, torch.uint8) or cache.shape[2] != expected:
         raise ValueError(
-            f"{name}: cache is {list(cache.shape)} {cache.dtype}, expected [blocks, block size, {width}] {dtype}"
+            f"{name}: cache is {list(cache.shape)} {cache.dtype}, expected [blocks, block size, {width}] {dtype} or "
+            f"[blocks, block size, {num_bytes}] torch.uint8"
         )
+    if cache.dtype == torch.uint8 and not (cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]):
+        raise ValueError(f"{name}: cache has strides {cache.stride()}: the bytes of a block must lie side by side")
 
 
 def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Tensor) -> None:

@@ -7,6 +7,7 @@ from .._draw import Draw, Sizes
 from .._op import Values, operator
 from ..rms_norm import rms_norm
 from ..rope import rope
+from .codes import latent_bytes, pack_latents
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
 
 WITHOUT = {
@@ -21,7 +22,7 @@ def _check(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Te
         raise ValueError(
             f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]"
         )
-    check_pages(name, cache, kv.dtype, kv.shape[1])
+    check_pages(name, cache, kv.dtype, kv.shape[1], latent_bytes(weight.shape[0], kv.shape[1] - weight.shape[0]))
     check_rows(name, slots, cos_sin, kv.shape[0], cache)
     if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
         raise ValueError(
@@ -42,12 +43,14 @@ def latent_write(
     kv: [T, N + R] bf16, fp16 or fp32, as the down projection gives it: N channels of the latent, normed with weight [N]
     as `rms_norm` does, and R of the key that all heads share, turned in neighbouring pairs by cos_sin [T, R] as `rope`
     does (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place; slots: [T] as `write_kv`.
-    Each half is rounded once. Returns nothing.
+    Each half is rounded once. A cache of uint8, [blocks, block size, 656] of 512 and 64 channels, keeps e4m3 codes with
+    a power of two for every 128 of them, and the turned channels in bf16: `codes.py` says how. Returns nothing.
     """
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)
-    turned, _ = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")
-    store(torch.cat((latent, turned[:, 0]), -1), cache, slots)
+    turned = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")[0][:, 0]
+    is_coded = cache.dtype == torch.uint8
+    store(pack_latents(latent, turned) if is_coded else torch.cat((latent, turned), -1), cache, slots)
 
 
 _CASES: list[Values] = [
