@@ -164,6 +164,12 @@ def test_pieces_of_several_ranks(tmp_path: Path) -> None:
         part = sources["model.layers.3.mlp.gate.weight"].read((rows, slice(2, 5)))
         assert torch.equal(part, gate[rows, 2:5])
     assert len(sources) == 6
+    read = dcp._read_metadata(tmp_path)
+    read.state_dict_metadata["layers.3.moe.experts.w1"].chunks.pop()
+    (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(read))
+    lost = dcp.open_dcp(tmp_path, NAMES)["model.layers.3.mlp.experts.4.gate_proj.weight"]
+    with pytest.raises(ValueError, match=r"layers\.3\.moe\.experts\.w1 hold 0 of 24 numbers"):
+        lost.read((slice(0, 4), slice(0, 6)))
 
 
 class Evil:

@@ -91,7 +91,7 @@ class _Pieces:
     def part(self, name: str, entry: Any, index: Index) -> Tensor:
         """A part of a tensor, put together of the pieces that have some of it."""
         wanted = [range(*cut.indices(size)) for cut, size in zip(index, entry.size, strict=True)]
-        out = torch.empty([len(each) for each in wanted], dtype=entry.properties.dtype)
+        out, found = torch.empty([len(each) for each in wanted], dtype=entry.properties.dtype), 0
         for chunk in entry.chunks:
             ends = [first + size for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             both = [
@@ -103,6 +103,9 @@ class _Pieces:
                 here = tuple(slice(f - o, e - o) for (f, e), o in zip(both, chunk.offsets, strict=True))
                 there = tuple(slice(f - w.start, e - w.start) for (f, e), w in zip(both, wanted, strict=True))
                 out[there] = piece[here]
+                found += out[there].numel()
+        if found != out.numel():
+            raise ValueError(f"{self._folder}: the pieces of {name} hold {found} of {out.numel()} numbers of it")
         return out
 
 
