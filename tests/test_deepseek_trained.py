@@ -87,6 +87,18 @@ def test_bytes_in_bytes_out(tmp_path: Path) -> None:
     assert max(output.token_ids) <= 256, "the model has 512 rows, and the tokenizer as many as are trained"
 
 
+def test_a_folder_without_its_index_was_never_finished(tmp_path: Path) -> None:
+    """Whatever lies beside the data for a server."""
+    describer(trained().model_args.hf_config("float32"), is_bytes=True, assets=Path())(tmp_path)
+    assert is_unfinished(tmp_path)
+    (tmp_path / "__0_0.distcp").write_bytes(b"data")
+    assert is_unfinished(tmp_path)
+    with pytest.raises(ValueError, match="writing it was never finished"):
+        read_whole(tmp_path)
+    (tmp_path / "notes.txt").write_text("somebody else's")
+    assert not is_unfinished(tmp_path)
+
+
 # ---- train, serve, ask
 
 TEXT = "Ask the harbour master when the tide turns; he keeps the bell, the lamp and the book of ships. "
