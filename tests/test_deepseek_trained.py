@@ -29,6 +29,7 @@ pytest.importorskip("torchtitan")
 import torch.distributed.checkpoint as torch_dcp
 from tiny_deepseek import make_model, tiny
 
+from whorl.titan.checkpoint_files import is_unfinished, read_whole
 from whorl.titan.deepseek_v32.args import FLAVOURS
 from whorl.titan.deepseek_v32.hf import export_checkpoint
 from whorl.titan.served_files import describer
