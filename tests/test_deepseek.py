@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from mock_model import Oracle, alone, record
+from checkpoints import write_checkpoints
+from mock_model import ByteTokenizer, Oracle, alone, record
 from one_sequence import PROMPT, Runner, close
 from schedules import compare, random_settings, requests, run_at_random
 from test_models import hf_greedy, hf_logits, save
@@ -326,6 +327,25 @@ def test_greedy_tokens_of_a_crowd() -> None:
     for prompt, among in list(zip(prompts, crowd, strict=True))[::3]:
         (output,) = engine(model, max_num_seqs=1, max_num_batched_tokens=7).generate([prompt], params, progress=False)
         assert (output.token_ids, decoded(output)) == (among.token_ids, decoded(among))
+
+
+@pytest.mark.slow
+def test_prompts_through_the_passes(tmp_path: Path) -> None:
+    """Two ranks that keep their share of a prompt's tokens between attentions: the logits of two that do not."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
+    paths = write_checkpoints(tmp_path, {"deepseek": DeepSeek.tiny(**sizes)})
+    found = []
+    for sp in ("off", "on"):
+        how: dict[str, Any] = {"tp": 2, "sp": sp, "device": "cpu", "dtype": torch.float32, "num_blocks": 40}
+        llm = LLM(paths["deepseek"], tokenizer=ByteTokenizer(), block_size=4, max_model_len=64, **how)  # type: ignore[arg-type]
+        logits, sequences = record(llm), [llm.add(PROMPT[:n], SAMPLED)[0] for n in (21, 7)]
+        while llm.has_work:
+            llm.step()
+        found.append([logits[seq.id] for seq in sequences])
+        llm.close()
+    for off, on in zip(*found, strict=True):
+        assert off.keys() == on.keys()
+        assert all(torch.equal(off[place], on[place]) for place in off)
 
 
 # ---- FP8 blocks
