@@ -163,7 +163,7 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
     config = read_config(path)
     model_class = models.find(config)
     with ExitStack() as stack:
-        if (path / dcp.METADATA).is_file():
+        if (path / dcp.METADATA).is_file() and not any(path.glob("*.safetensors")):
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None))
         else:
             sources = open_safetensors(path, torch.device(device), stack)
