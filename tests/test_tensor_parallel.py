@@ -28,6 +28,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
+from whorl.models.deepseek import DeepSeek
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -36,6 +37,7 @@ CONFIGS = {
     "llama": Llama.tiny(**WIDE, num_attention_heads=6, num_key_value_heads=3, head_dim=16, attention_bias=True),
     "qwen3": Qwen3.tiny(**WIDE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3.tiny(**WIDE, num_experts=8, norm_topk_prob=True),
+    "deepseek": DeepSeek.tiny(**WIDE, index_topk=8, num_attention_heads=5, num_hidden_layers=2),
 }
 LONGEST, BOUND = 40, 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -156,11 +158,11 @@ def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "import whorl.nn\nwhorl.nn.ranks._FEW_BYTES = 0")
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe", "deepseek"])
 def test_two_ranks_equal_one(
     name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 KV heads are shared unevenly by two ranks, 2 of them evenly."""
+    """3 KV heads, and 5 heads that share latents, are shared unevenly by two ranks, 2 KV heads evenly."""
     if name == "qwen3_moe":
         sum_in_two_turns(monkeypatch)
     check_ranks(engine(name, num_blocks=13, run_ahead=name == "qwen3"), checkpoints[name])

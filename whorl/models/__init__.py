@@ -5,6 +5,8 @@ from importlib import import_module
 from typing import Any
 
 ARCHITECTURES = {
+    "DeepseekV32ForCausalLM": "whorl.models.deepseek:DeepSeek",
+    "DeepseekV3ForCausalLM": "whorl.models.deepseek:DeepSeek",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",

@@ -24,6 +24,8 @@ FIXED: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0,),
     "mlp_bias": (False,),
     "tie_word_embeddings": (False,),
+    "rope_interleave": (True,),
+    "indexer_rope_interleave": (False,),
 }
 FIXED_ROPE: dict[str, tuple[object, ...]] = {
     "rope_type": ("default", "yarn"),

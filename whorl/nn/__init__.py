@@ -8,10 +8,13 @@ and columns of it. The loader needs nothing else.
 from .attention import Rope, attend
 from .cache import CacheSpec, KVCache, PagedKV
 from .experts import Experts, StackedExperts
+from .latent_cache import LatentCache, LatentKV
+from .latent_heads import LatentHeads
 from .linear import Linear
-from .model import Model
+from .model import Model, recordable
 from .norm import LayerNorm, RMSNorm
 from .ranks import ONE, Ranks, Unit
+from .router import Router
 from .step import Inserted, Step
 from .training import Packed, check_training, pack, trainable
 from .vocabulary import Vocabulary
@@ -26,6 +29,9 @@ __all__ = [
     "Index",
     "Inserted",
     "KVCache",
+    "LatentCache",
+    "LatentHeads",
+    "LatentKV",
     "LayerNorm",
     "Linear",
     "Matrix",
@@ -36,6 +42,7 @@ __all__ = [
     "RMSNorm",
     "Ranks",
     "Rope",
+    "Router",
     "Slot",
     "StackedExperts",
     "Step",
@@ -46,6 +53,7 @@ __all__ = [
     "check_training",
     "hold",
     "pack",
+    "recordable",
     "slots",
     "trainable",
     "weighted",

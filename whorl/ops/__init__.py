@@ -22,6 +22,11 @@ from .indexer import hadamard as hadamard
 from .indexer import indexer_kl_loss as indexer_kl_loss
 from .indexer import indexer_rope as indexer_rope
 from .indexer import lightning_indexer as lightning_indexer
+from .latent import head_linear as head_linear
+from .latent import index_write as index_write
+from .latent import latent_attention as latent_attention
+from .latent import latent_write as latent_write
+from .latent import paged_indexer as paged_indexer
 from .linear import linear as linear
 from .log_softmax import log_softmax as log_softmax
 from .log_softmax import token_logprobs as token_logprobs

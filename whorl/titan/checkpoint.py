@@ -88,7 +88,8 @@ class Wanted:
 class Checkpoints(CheckpointManager):
     """TorchTitan's, but what is loaded is checked first, and what is written never looks whole before it is.
 
-    begin_stage: called with the step that a stage starts after, before its learning rate is loaded.
+    begin_stage: called with the step that a stage starts after, before its learning rate is loaded. describe: writes
+    beside the weights what a server needs.
     """
 
     folder: str
@@ -98,12 +99,13 @@ class Checkpoints(CheckpointManager):
         *args: Any,
         record: Record,
         begin_stage: Callable[[int], None] = lambda _: None,
+        describe: Callable[[Path], None] = lambda _: None,
         fall_back: bool = False,
         accept_changes: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.record, self.begin_stage = record, begin_stage
+        self.record, self.begin_stage, self.describe = record, begin_stage, describe
         self.fall_back, self.accept_changes = fall_back, accept_changes
         self.states[RECORD] = record
         self._writing = ""
@@ -270,6 +272,7 @@ class Checkpoints(CheckpointManager):
         self._writing = checkpoint_id
         if dist.get_rank() == 0:  # the others write after its plan is known
             remove(Path(checkpoint_id))
+            self.describe(Path(checkpoint_id))
         return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **more)
 
     def _purge_stale_checkpoints(self) -> None:

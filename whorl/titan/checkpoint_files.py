@@ -7,6 +7,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpoint import TRAIN_STATE
 
+from whorl.titan.served_files import NAMES
+
 METADATA = ".metadata"
 
 
@@ -41,7 +43,7 @@ def check_files(folder: Path, metadata: Metadata) -> None:
 def read_whole(folder: Path) -> Metadata:
     """The metadata of a whole checkpoint; else `Refused` says what is wrong with it."""
     if not (folder / METADATA).is_file():
-        names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        names = sorted(p.name for p in folder.iterdir() if p.name not in NAMES) if folder.is_dir() else []
         if any(name.endswith(".safetensors") or name.endswith(".safetensors.index.json") for name in names):
             raise Refused("it is a Hugging Face export: load it with checkpoint.initial_load_path and _in_hf")
         if any(name.endswith(".distcp") for name in names) or not names:
@@ -57,8 +59,8 @@ def is_resumable(metadata: Metadata) -> bool:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Nothing but data: torch writes `.metadata` when all of it is there."""
-    names = [p.name for p in folder.iterdir()]
+    """Nothing but data, and what a server needs beside it: torch writes `.metadata` when all of it is there."""
+    names = [p.name for p in folder.iterdir() if p.name not in NAMES]
     return METADATA not in names and all(n.endswith(".distcp") or n.startswith(METADATA) for n in names)
 
 

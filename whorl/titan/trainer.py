@@ -4,18 +4,23 @@
 """
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torchtitan.components.checkpoint import LR_SCHEDULER, CheckpointManager
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
+from whorl.titan.data import ByteTokenizer
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
+from whorl.titan.served_files import describer
 from whorl.titan.watch import Watch
 
 
@@ -61,12 +66,26 @@ class WhorlTrainer(Trainer):
                 stage=getattr(settings, "stage", "sparse"),
             ),
             begin_stage=self._begin_stage,
+            describe=self._describer(),
             fall_back=getattr(settings, "fall_back", False),
             accept_changes=getattr(settings, "accept_changes", False),
         )
         if self.watch is not None:
             self.watch.last_good = checkpoints.last_good
         self.checkpointer = checkpoints
+
+    def _describer(self) -> Callable[[Path], None]:
+        """What writes beside a checkpoint's weights the files that `whorl serve` needs."""
+        config, values = self.job_config, None
+        if (of_files := getattr(self.model_args, "hf_config", None)) is not None:
+            try:
+                values = of_files(config.training.mixed_precision_param)
+            except ValueError as error:
+                logger.warning(f"Checkpoints get no config.json, and cannot be served as they lie: {error}")
+        if values is None:
+            return lambda _: None
+        is_bytes, assets = isinstance(self.tokenizer, ByteTokenizer), Path(config.model.hf_assets_path)
+        return describer(values, is_bytes=is_bytes, assets=assets)
 
     def _begin_stage(self, start: int) -> None:
         """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""

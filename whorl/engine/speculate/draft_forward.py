@@ -12,7 +12,7 @@ from torch import Tensor
 from whorl.device import ahead, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.engine.sequence import Sequence as Seq
-from whorl.nn import Model, Step
+from whorl.nn import Model, Step, recordable
 
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # decode calls are padded to these and recorded
 _STRIDE = 7919  # between the ids of tokens that only cost time: of a mixture of experts they read different weights
@@ -36,7 +36,8 @@ class Forward:
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]
-        self._graphs: dict[int, _Graph | None] = {} if wants_graphs(device, use_graphs) else dict.fromkeys(_GRAPH_ROWS)
+        records = wants_graphs(device, use_graphs) and recordable(model, use_graphs)
+        self._graphs: dict[int, _Graph | None] = {} if records else dict.fromkeys(_GRAPH_ROWS)
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
         """[len(spans), C], in the order of the spans."""

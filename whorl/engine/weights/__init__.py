@@ -1,7 +1,7 @@
 """Weights from disk to device: one tensor at a time, only this rank's part of it, every tensor accounted for.
 
-`load_model` takes a folder of safetensors, a GGUF file, a Hugging Face id, or nothing: then the small default model.
-Nothing is unpickled and no code that comes with a checkpoint runs.
+`load_model` takes a folder of safetensors, a trainer's checkpoint, a GGUF file, a Hugging Face id, or nothing: then the
+small default model. No code that comes with a checkpoint runs; of pickles only a trainer's own index is read, as data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,7 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.nn import ONE, Model, Ranks, hold, weighted
 from whorl.nn import weights as formats
 
+from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
@@ -160,9 +161,12 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
         yield _counted(open_gguf(path))
         return
     config = read_config(path)
-    models.find(config)
+    model_class = models.find(config)
     with ExitStack() as stack:
-        sources = open_safetensors(path, torch.device(device), stack)
+        if (path / dcp.METADATA).is_file() and not any(path.glob("*.safetensors")):
+            sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None))
+        else:
+            sources = open_safetensors(path, torch.device(device), stack)
         yield _counted(Checkpoint(path=path, config=config, sources=sources))
 
 
@@ -171,7 +175,7 @@ def _counted(checkpoint: Checkpoint) -> Checkpoint:
     config, most = checkpoint.config, len(checkpoint.sources)
     parts = [part for part in (config, *map(config.get, ("text_config", "vision_config"))) if isinstance(part, dict)]
     for part in parts:
-        for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts"):
+        for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts", "n_routed_experts"):
             value = part.get(name)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")

@@ -25,7 +25,8 @@ def check_fit(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
-    return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored)}
+    layers = getattr(model, "ignored_layers", ())
+    return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:

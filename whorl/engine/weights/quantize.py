@@ -14,7 +14,8 @@ from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source
 
-KEPT = ("lm_head", "re:.*mlp.gate$")  # the head and the router, whose errors cost most and whose bytes are few
+# The head, the router and the weights of an indexer's heads: their errors cost most, and their bytes are few.
+KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,8 @@ def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defau
 
 
 def never_quantised(name: str) -> bool:
-    """The embedding and the router, which quantisers leave as they are without saying so."""
-    return name.endswith(("embed_tokens", "mlp.gate"))
+    """The embedding, the router and an indexer's weights of heads, which quantisers leave alone without saying so."""
+    return name.endswith(("embed_tokens", "mlp.gate", "indexer.weights_proj"))
 
 
 def is_listed(name: str, kept: tuple[str, ...]) -> bool:

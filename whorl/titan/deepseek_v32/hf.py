@@ -21,6 +21,7 @@ from torch.futures import Future
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from whorl.models.deepseek_v32 import INDEXER, NAMES, PREDICTION_TIED, DeepSeekV32Config, layer_of
+from whorl.titan.served_files import copy_tokenizer
 
 from .args import DeepSeekV32Args
 
@@ -140,7 +141,7 @@ def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Ar
 
 def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """config.json of these sizes. What a job sets, as the stage or the coefficients of losses, is not in it."""
-    _check_export(args)
+    check_export(args)
     return args.config.to_hf(str(dtype).removeprefix("torch."))
 
 
@@ -149,7 +150,7 @@ def from_hf_config(values: Mapping[str, Any]) -> DeepSeekV32Args:
     return DeepSeekV32Args.from_config(DeepSeekV32Config.from_hf(values))
 
 
-def _check_export(args: DeepSeekV32Args) -> None:
+def check_export(args: DeepSeekV32Args) -> None:
     """That transformers' model can compute what this one does."""
     moe = args.moe_args
     wrong = {
@@ -194,7 +195,10 @@ def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: s
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
-    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU."""
+    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU.
+
+    Where the checkpoint has a tokenizer beside it, as those of `whorl train` have, it comes along.
+    """
     from torch.distributed.checkpoint import load
 
     from .model import DeepSeekV32Model
@@ -207,6 +211,7 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
     load(state, checkpoint_id=str(checkpoint), no_dist=True)
     kept = ("expert_bias",)  # chooses experts: stays as exact as it was
     save_pretrained({n: v if n.endswith(kept) else v.to(dtype) for n, v in state.items()}, args, folder)
+    copy_tokenizer(Path(checkpoint), Path(folder))
 
 
 def load_pretrained(folder: str | Path) -> dict[str, Tensor]:

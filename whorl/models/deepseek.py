@@ -1,0 +1,268 @@
+"""DeepSeek-V3, -V3.1 and -V3.2: latent attention (MLA), over chosen keys in V3.2, and experts in groups.
+
+Attention is absorbed everywhere: a cached token is one latent and the key channels that turn, which all heads share.
+What files say of the model, and how it is trained from them, is in `deepseek_v32.py`, without torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from whorl import ops
+from whorl.models import llama
+from whorl.models.deepseek_v32 import NAMES, DeepSeekV32Config
+from whorl.nn import (
+    ONE,
+    Experts,
+    LatentCache,
+    LatentHeads,
+    LatentKV,
+    LayerNorm,
+    Linear,
+    Packed,
+    Ranks,
+    RMSNorm,
+    Router,
+    Step,
+)
+
+INDEX_EPS = 1e-6  # of the norm of the indexer's keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekConfig(DeepSeekV32Config):
+    """has_indexer: V3.2. The others see every key."""
+
+    has_indexer: bool = True
+    tie_word_embeddings: ClassVar[bool] = False
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "DeepSeekConfig":
+        sizes = DeepSeekV32Config.from_hf(values)
+        found = cls(**asdict(sizes), has_indexer=values["model_type"] == "deepseek_v32")
+        if found.n_routed_experts % found.n_group or not found.topk_group <= found.n_group:
+            raise ValueError(
+                f"config.json: {found.n_routed_experts} experts in {found.n_group} groups of which {found.topk_group} "
+                "are kept: expected groups of one size, and at most all of them kept"
+            )
+        return found
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts
+
+
+class Indexer(Module):
+    """Queries, keys and weights of heads by which keys are chosen. Every rank has all of it."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.head_dim)
+        self.wk = Linear(config.hidden_size, self.head_dim)
+        self.k_norm = LayerNorm(self.head_dim, INDEX_EPS)
+        self.weights_proj = Linear(config.hidden_size, self.num_heads)
+        self.style = config.index_rope.style
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.num_heads * self.head_dim, self.head_dim, self.num_heads
+
+    def project(self, x: Tensor, q_low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.wq_b(q_low), self.wk(x), self.weights_proj(x)
+
+    def choose(self, given: tuple[Tensor, ...], rotary: Tensor, step: Step, cache: Tensor) -> Tensor | None:
+        """Keys are written; [T, topk] positions, or None where every token sees so few keys that all are chosen."""
+        q, k, weights = given
+        ops.index_write.unchecked(
+            k, self.k_norm.weight, self.k_norm.bias, rotary, cache, step.slots, eps=self.k_norm.eps
+        )
+        if step.max_position <= self.topk:
+            return None
+        q, _ = ops.rope.unchecked(q.unflatten(1, (self.num_heads, self.head_dim)), None, rotary, style=self.style)
+        factors = weights.float() * (self.num_heads * self.head_dim) ** -0.5
+        lengths = (step.block_tables, step.query_starts, step.context_lens)
+        return ops.paged_indexer.unchecked(q, factors, cache, *lengths, self.topk)  # type: ignore[no-any-return]
+
+    def flops(self, num_tokens: int) -> float:
+        return self.num_heads * self.head_dim * num_tokens * (num_tokens + 1)
+
+
+class Attention(Module):
+    def __init__(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.layer, self.rope, self.scale = layer, config.rope, config.softmax_scale
+        self.rank, self.turning, self.nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
+        self.head_dim = self.nope + self.turning
+        width, count, value = config.hidden_size, config.num_attention_heads, config.v_head_dim
+        mine = ranks.share("attention heads", count)
+        self.num_heads = mine.stop - mine.start
+
+        def of(each: int) -> tuple[slice]:
+            return (slice(mine.start * each, mine.stop * each),)
+
+        shared = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": self.rank + self.turning}
+        self.qkv_a_proj = Linear(width, shared)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.q_b_proj = Linear(
+            config.q_lora_rank, count * self.head_dim, shard="column", parts=of(self.head_dim), ranks=ranks
+        )
+        self.kv_a_layernorm = RMSNorm(self.rank, config.rms_norm_eps)
+        heads = {"count": count, "nope": self.nope, "value": value}
+        self.kv_b_proj = LatentHeads(heads, self.rank, mine=mine, ranks=ranks)
+        self.o_proj = Linear(count * value, width, shard="row", parts=of(value), ranks=ranks)
+        self.indexer = Indexer(config) if config.has_indexer else None
+
+    def cache_spec(self, dtype: torch.dtype) -> LatentKV:
+        plain = LatentKV(rank=self.rank, turning=self.turning, dtype=dtype)
+        if self.indexer is None:
+            return plain
+        return replace(plain, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
+
+    def flops(self, num_tokens: int) -> float:
+        """Of a prompt: q . k over latent and turning channels, p v over the latent, and every score of the indexer."""
+        seen = num_tokens if self.indexer is None else min(num_tokens, self.indexer.topk)
+        pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
+        scores = 0 if self.indexer is None else self.indexer.flops(num_tokens)
+        return 2 * self.num_heads * (2 * self.rank + self.turning) * pairs + scores
+
+    def forward(self, x: Tensor, mix: llama.Mix) -> Tensor:
+        q_low, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.splits, -1)
+        q_low = self.q_a_layernorm(q_low, None)[0]
+        index = () if self.indexer is None else self.indexer.project(x, q_low)
+        # As one: what tokens see of each other may be computed outside of a captured graph, which hands over a tensor.
+        return self.o_proj(mix(self, torch.cat((self.q_b_proj(q_low), kv, *index), -1)))  # type: ignore[arg-type]
+
+    def mix(self, given: Tensor, rotary: Tensor, step: Step, cache: LatentCache) -> Tensor:
+        """What tokens see of each other, [T, H Dv]; latents and the indexer's keys are written into the cache."""
+        sizes = self.num_heads * self.head_dim, self.rank + self.turning
+        q, kv, *index = given.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
+        norm = self.kv_a_layernorm
+        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, eps=norm.eps)
+        chosen = None
+        if self.indexer is not None:
+            assert cache.index is not None
+            chosen = self.indexer.choose(tuple(index), rotary, step, cache.index)
+        gathered = ops.latent_attention.unchecked(
+            self.absorbed(q, rotary),
+            cache.latent,
+            step.block_tables,
+            step.query_starts,
+            step.context_lens,
+            chosen,
+            scale=self.scale,
+            value_dim=self.rank,
+        )
+        return self.kv_b_proj.values(gathered).flatten(1)
+
+    def absorbed(self, q: Tensor, rotary: Tensor) -> Tensor:
+        """[T, H, Dc + R]: queries that meet latents themselves, and the channels that turn behind them."""
+        heads = q.unflatten(1, (self.num_heads, self.head_dim))
+        turned, _ = ops.rope.unchecked(heads[..., self.nope :], None, rotary, style=self.rope.style)
+        return torch.cat((self.kv_b_proj.absorb(heads[..., : self.nope]), turned), -1)
+
+
+class MLP(Module):
+    """As Llama's, of any inner size."""
+
+    def __init__(self, width: int, inner: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(
+            width, dict.fromkeys(llama.MERGED["gate_up_proj"], inner), shard="column", ranks=ranks
+        )
+        self.down_proj = Linear(inner, width, shard="row", ranks=ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
+
+
+class MoE(Module):
+    """Sigmoid scores, a bias that only chooses, groups of which some are looked into, and an expert that all share."""
+
+    def __init__(self, config: DeepSeekConfig, ranks: Ranks) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate = Router(width, config.n_routed_experts)
+        self.k = config.num_experts_per_tok
+        self.how: dict[str, Any] = {
+            "scoring": "sigmoid",
+            "renormalize": config.norm_topk_prob,
+            "num_groups": config.n_group,
+            "top_groups": config.topk_group,
+            "scale": config.routed_scaling_factor,
+        }
+        self.experts = Experts(config.n_routed_experts, width, inner, per_token=self.k, ranks=ranks)
+        self.shared_experts = MLP(width, config.n_shared_experts * inner, ranks) if config.n_shared_experts else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = ops.route(self.gate(x), self.k, self.gate.bias, **self.how)
+        y: Tensor = self.experts(x, weights, ids)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+class Layer(llama.Layer):
+    def attention(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Attention:  # type: ignore[override]
+        return Attention(config, layer, ranks)
+
+    def feed_forward(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Module:
+        if layer < config.first_k_dense_replace:
+            return MLP(config.hidden_size, config.intermediate_size, ranks)
+        return MoE(config, ranks)
+
+
+class DeepSeek(llama.Llama):
+    config_class = DeepSeekConfig  # type: ignore[assignment]
+    layer_class = Layer
+    trained_names = NAMES  # of tensors in checkpoints of `whorl train`
+    waits = "the operators of latent attention are references so far, which read lengths on the host"
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        ranks: Ranks = ONE,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
+        first = config.num_hidden_layers
+        # Layers of multi-token prediction come after the others.
+        self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
+
+    def logprobs(self, packed: Packed) -> NoReturn:
+        raise ValueError("DeepSeek is trained by `whorl train`, whose checkpoints are served; it has no gradient here")
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """A config.json small enough for tests; model_type "deepseek_v3" makes it one without an indexer."""
+        name = {"deepseek_v3": "DeepseekV3ForCausalLM"}.get(changes.get("model_type", ""), "DeepseekV32ForCausalLM")
+        sizes = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "n_shared_experts": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "index_n_heads": 24,
+            "index_head_dim": 16,
+            "index_topk": 16,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 256,
+        }
+        return {"architectures": [name], "model_type": "deepseek_v32", **sizes, **changes}

@@ -1,0 +1,220 @@
+"""Attention of absorbed queries over the latents in a paged cache: all that a token sees, or those that were chosen."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from .._tracing import is_readable
+from ..linear import TILE, multiply
+from ..sparse_attention.contract import check_indices
+from .codes import latent_bytes, unpack_latents
+from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
+
+KEYS = 128  # of a cut: multiples of this in a token's list of keys
+ROWS = 1024  # of queries and heads that are multiplied at once
+WITHOUT = {
+    "triton": "the reference runs, until there is a kernel",
+    "torch_npu": "the reference runs, until npu_sparse_flash_attention is called with block tables",
+}
+
+
+def _check(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    indices: Tensor | None,
+    scale: float,
+    value_dim: int,
+) -> None:
+    name = "latent_attention"
+    if q.dim() != 3 or not q.is_floating_point():
+        raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HQ, D] floating point")
+    if not 1 <= value_dim <= q.shape[2]:
+        raise ValueError(f"{name}: value_dim is {value_dim}, expected 1 to D, {q.shape[2]}")
+    check_pages(name, cache, q.dtype, q.shape[2], latent_bytes(value_dim, q.shape[2] - value_dim))
+    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
+    if not scale > 0:
+        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
+    if indices is None:
+        return
+    if indices.dim() != 2 or indices.shape[0] != q.shape[0] or indices.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{q.shape[0]}, K] torch.int32"
+        )
+    check_indices(name, indices, block_tables.shape[1] * cache.shape[1])
+    if is_readable(indices) and indices.numel():
+        _check_seen(name, indices, query_starts.tolist(), context_lens.tolist())
+
+
+def _check_seen(name: str, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
+    """Causality is the indexer's affair, but nobody reads what was not written."""
+    for b, length in enumerate(lengths):
+        chosen = indices[starts[b] : starts[b + 1]]
+        if chosen.numel() and int(chosen.max()) >= length:
+            raise ValueError(f"{name}: sequence {b} has {length} keys, and indices name key {int(chosen.max())}")
+
+
+def _fold(rows: Tensor, keys: Tensor, hidden: Tensor, value_dim: int) -> Tensor:
+    """rows: [R, D], scaled; keys: [a multiple of KEYS, D]; hidden: [R, keys], of which each row sees at least one in
+    the first cut. [R, value_dim].
+
+    Each cut has a softmax of its own; they are joined first to last. A cut without visible keys multiplies by one and
+    adds zero, so a row's bits do not depend on its neighbours. Sums of weights come from the product with the values,
+    as a column of ones.
+    """
+    best, total = rows.new_zeros(len(rows), 1), rows.new_zeros(len(rows), value_dim + 1)
+    for at in range(0, len(keys), KEYS):
+        part = keys[at : at + KEYS]
+        scores = multiply(rows, part).masked_fill(hidden[:, at : at + KEYS], -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - top.clamp_min(torch.finfo(top.dtype).min))
+        values = torch.cat((part[:, :value_dim], part.new_ones(KEYS, 1)), 1).t().contiguous()
+        sums = multiply(weights, values)
+        if at:
+            higher = torch.maximum(best, top)
+            total = total * torch.exp(best - higher) + sums * torch.exp(top - higher)
+            best = higher
+        else:
+            best, total = top, sums
+    return total[:, :-1] / total[:, -1:]
+
+
+def _attend(q: Tensor, keys: Tensor, seen: Tensor, value_dim: int) -> Tensor:
+    """q: [n, HQ, D], scaled; keys: [S, D]; seen: [n], the number of them that each token sees. [n, HQ, value_dim]."""
+    count, heads, _ = q.shape
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, -len(keys) % KEYS))
+    hidden = torch.arange(len(keys), device=q.device) >= seen[:, None]
+    rows = torch.nn.functional.pad(q.flatten(0, 1), (0, 0, 0, -count * heads % TILE))
+    hidden = hidden.repeat_interleave(heads, 0)
+    hidden = torch.cat((hidden, hidden[-1:].expand(len(rows) - len(hidden), -1)))
+    return _fold(rows, keys, hidden, value_dim)[: count * heads].view(count, heads, value_dim)
+
+
+def _whole(q: Tensor, keys: Tensor, first: int, value_dim: int) -> Iterator[Tensor]:
+    """Tokens at positions first, first + 1, ... that see every key up to their own, some at a time."""
+    step = max(1, ROWS // q.shape[1])
+    for at in range(0, len(q), step):
+        part = q[at : at + step]
+        seen = torch.arange(first + at + 1, first + at + len(part) + 1, device=q.device)
+        yield _attend(part, keys[: first + at + len(part)], seen, value_dim)
+
+
+def _sequence(q: Tensor, keys: Tensor, indices: Tensor | None, value_dim: int) -> Tensor:
+    """The tokens of one sequence, the last len(q) of its keys' own. Those whose list has every key go together."""
+    first = len(keys) - len(q)
+    if indices is None:
+        return torch.cat(list(_whole(q, keys, first, value_dim)))
+    counts = (indices >= 0).sum(1).tolist()
+    whole = next((i for i, count in enumerate(counts) if count <= first + i), len(q))
+    found = list(_whole(q[:whole], keys, first, value_dim))
+    for i in range(whole, len(q)):
+        if not counts[i]:
+            found.append(q.new_zeros(1, q.shape[1], value_dim))
+            continue
+        chosen = keys[indices[i, : counts[i]].long()]
+        found.append(_attend(q[i : i + 1], chosen, indices.new_tensor([counts[i]]), value_dim))
+    return torch.cat(found)
+
+
+def _fake(q: Tensor, value_dim: int, **_: object) -> Tensor:
+    return q.new_empty(*q.shape[:2], value_dim)
+
+
+@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake)
+def latent_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    indices: Tensor | None = None,
+    *,
+    scale: float,
+    value_dim: int,
+) -> Tensor:
+    """Attention of new tokens over the latents of their sequences, which all heads share as keys and as values.
+
+    q: [T, HQ, D] bf16, fp16 or fp32, absorbed: as wide as a latent and the key channels behind it; cache: [blocks,
+    block size, D] in q's dtype, the new tokens' own rows included, of which the first `value_dim` channels are the
+    values; block_tables, query_starts, context_lens as in `paged_attention`; indices: [T, K] int32, the positions in
+    its sequence that a token sees, ascending, each once, -1 behind the last, as `paged_indexer` gives them; None: every
+    position up to the token's own. Result [T, HQ, value_dim] like q, contiguous. scale: of the heads that are absorbed,
+    192^-0.5 and YaRN's factor.
+
+    A token's list of keys is cut into 128s. Each cut has its own softmax, and they are joined in order. Scores, softmax
+    and sums in fp32, one rounding. So a token's bits depend on itself and the keys in its list alone: not on other
+    sequences, on how a prompt is cut into chunks, on whether it is a prompt's or decoded, nor on whether the list was
+    chosen or is every key. A token without keys, and rows of q past the last query_starts, are zero. A cache of uint8
+    is read as `latent_write` writes it: code times scale, which is exact in bf16. No gradient.
+    """
+    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    wide = widen(q) * scale
+    out = torch.zeros(*q.shape[:2], value_dim, dtype=wide.dtype, device=q.device)
+    for b, length in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        if rows.stop > rows.start:
+            rows_of_keys = gather(cache, block_tables[b], length)
+            is_coded = cache.dtype == torch.uint8
+            keys = unpack_latents(rows_of_keys, value_dim) if is_coded else widen(rows_of_keys)
+            chosen = None if indices is None else indices[rows]
+            out[rows] = _sequence(wide[rows], keys, chosen, value_dim)
+    return narrow(out, q.dtype)
+
+
+_HEADS = {"heads": 4, "dim": 24, "value_dim": 16}
+_CASES: list[Values] = [
+    {"queries": (1,), "contexts": (5,), "heads": 1, "dim": 16, "value_dim": 8},
+    {"queries": (3, 1, 2), "contexts": (3, 9, 20), "topk": 6, **_HEADS},
+    {"queries": (1, 2), "contexts": (30, 7), "topk": 5, "scale": 0.01, **_HEADS},
+    {"queries": (1, 3), "contexts": (300, 170), "topk": 150, "heads": 6, "dim": 40, "value_dim": 32, "sliced": True},
+    {"queries": (0,), "contexts": (4,), "topk": 4, **_HEADS},
+    {"queries": (35,), "contexts": (150,), "heads": 3, "dim": 40, "value_dim": 33, "block": 16},
+    {"queries": (5, 2), "contexts": (140, 2), "topk": 64, "block": 128, **_HEADS},
+]
+_DEEPSEEK = {"heads": 128, "dim": 576, "value_dim": 512, "topk": 2048, "block": 64}
+_BENCH: list[Values] = [
+    {"queries": (1,), "contexts": (32768,), **_DEEPSEEK},
+    {"queries": (1,) * 64, "contexts": (8192,) * 64, **_DEEPSEEK},
+]
+
+
+def _make(
+    draw: Draw,
+    queries: Sizes,
+    contexts: Sizes,
+    heads: int,
+    dim: int,
+    value_dim: int,
+    topk: int = 0,
+    block: int = 8,
+    tokens: Sizes = (),
+) -> Values:
+    lengths, blocks = make_sequences(draw, queries, contexts, block)
+    indices = torch.full((sum(queries), topk), -1, dtype=torch.int32)
+    row = 0
+    for count, context in zip(queries, contexts, strict=True):
+        for i in range(count):
+            seen = context - count + i + 1
+            chosen = torch.randperm(seen)[:topk].sort().values
+            indices[row, : len(chosen)] = chosen.int()
+            row += 1
+    return {
+        "q": draw.normal(sum(queries), heads, dim),
+        "cache": draw.scale * make_pages(draw, blocks, block, dim),
+        **lengths,
+        "indices": indices.to(draw.device) if topk else None,
+        "scale": dim**-0.5,
+        "value_dim": value_dim,
+    }
+
+
+def _with_tokens(case: Values) -> Values:
+    return {"tokens": (sum(case["queries"]),), **case}
+
+
+latent_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

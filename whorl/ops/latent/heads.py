@@ -1,0 +1,69 @@
+"""A linear layer of every head: what lies between a head's channels and the latents that all heads share."""
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from ..linear import multiply
+
+WITHOUT = {
+    "triton": "the reference runs, until there is a kernel",
+    "torch_npu": "the reference runs, until a call of npu_transpose_batchmatmul is written",
+}
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"head_linear: x is {list(x.shape)} {x.dtype}, expected [T, H, K] floating point")
+    if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != tuple(x.shape[1:]) or weight.dtype != x.dtype:
+        raise ValueError(
+            f"head_linear: weight is {list(weight.shape)} {weight.dtype}, expected [{x.shape[1]}, N, {x.shape[2]}] "
+            f"{x.dtype}"
+        )
+
+
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], weight.shape[1])
+
+
+def _flops(values: Values) -> int:
+    return 2 * values["x"].shape[0] * values["weight"].numel()
+
+
+@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake, flops=_flops)
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """y[t, h] = weight[h] @ x[t, h].
+
+    x: [T, H, K] bf16, fp16 or fp32, weight: [H, N, K] in x's dtype, any strides; y: [T, H, N] like x, contiguous. Sums
+    in fp32, one rounding. A row's bits depend on the row and its head's weight alone, as in `linear`. No gradient.
+    """
+    wide, factors = widen(x), widen(weight)
+    y = torch.empty(*x.shape[:2], weight.shape[1], dtype=wide.dtype, device=x.device)
+    for h in range(x.shape[1]):
+        y[:, h] = multiply(wide[:, h].contiguous(), factors[h].contiguous())
+    return narrow(y, x.dtype)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "heads": 1, "size": (5, 8)},
+    {"tokens": (7,), "heads": 3, "size": (40, 24)},
+    {"tokens": (5,), "heads": 4, "size": (33, 16), "swapped": True, "scale": 0.01},
+    {"tokens": (0,), "heads": 2, "size": (16, 8)},
+    {"tokens": (19,), "heads": 2, "size": (24, 70), "sliced": True},
+]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "heads": 128, **size}
+    for tokens in (1, 64, 4096)
+    for size in ({"size": (512, 128), "swapped": True}, {"size": (128, 512)})
+]
+
+
+def _make(draw: Draw, tokens: Sizes, heads: int, size: tuple[int, int], swapped: bool = False) -> Values:
+    """swapped: the weight lies as [H, K, N], as that of keys does, by which queries are multiplied."""
+    width, channels = size
+    weight = draw.weight(heads, channels, width).transpose(1, 2) if swapped else draw.weight(heads, width, channels)
+    return {"x": draw.scaled(*tokens, heads, channels), "weight": weight}
+
+
+head_linear.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,0 +1,79 @@
+"""The indexer's keys of new tokens, normed and rotated on their way into the pages of a cache."""
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from ..rope import rope
+from .codes import index_bytes, store_index
+from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
+
+WITHOUT = {
+    "triton": "the reference runs, until there is a kernel",
+    "torch_npu": "torch_npu has none",
+}
+
+
+def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
+    name = "index_write"
+    if k.dim() != 2 or not k.is_floating_point() or not weight.shape == bias.shape == k.shape[1:]:
+        raise ValueError(
+            f"{name}: k is {list(k.shape)} {k.dtype}, weight {list(weight.shape)}, bias {list(bias.shape)}, expected "
+            "[T, D] floating point and two of [D]"
+        )
+    check_pages(name, cache, k.dtype, k.shape[1], index_bytes(k.shape[1]))
+    check_rows(name, slots, cos_sin, k.shape[0], cache)
+    if cos_sin.shape[1] > k.shape[1]:
+        raise ValueError(f"{name}: {cos_sin.shape[1]} channels turn, and k has {k.shape[1]}")
+    if not {weight.dtype, bias.dtype} <= {k.dtype, torch.float32}:
+        raise ValueError(f"{name}: weight is {weight.dtype}, bias {bias.dtype}, expected k's {k.dtype} or fp32")
+    if not eps > 0:
+        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
+
+
+@operator(check=_check, mutates=("cache",), without=WITHOUT)
+def index_write(
+    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, *, eps: float = 1e-6
+) -> None:
+    """LayerNorm the indexer's key of each new token, rotate its first channels, and store it in the cache.
+
+    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R
+    turns with i + R/2, as `rope` does it (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
+    slots: [T] as `write_kv`. In fp32, rounded after the norm and after the rotation, as two operators would. A cache of
+    uint8, [blocks, block size, D + 4], keeps what `hadamard` makes of it (D a power of two) as e4m3 codes with a power
+    of two, in two planes of each block: `codes.py` says how. Returns nothing.
+    """
+    wide = widen(k)
+    scale, shift = (x.to(wide.dtype) for x in (weight, bias))
+    normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, scale, shift, eps), k.dtype)
+    turned = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
+    (store_index if cache.dtype == torch.uint8 else store)(turned, cache, slots)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "dim": 8, "rotary": 4},
+    {"tokens": (7,), "dim": 32, "rotary": 16, "skipped": True},
+    {"tokens": (5,), "dim": 24, "rotary": 24, "scale": 0.01},
+    {"tokens": (0,), "dim": 16, "rotary": 8},
+    {"tokens": (6,), "dim": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
+]
+_BENCH: list[Values] = [{"tokens": (tokens,), "dim": 128, "rotary": 64, "block": 64} for tokens in (1, 64, 8192)]
+
+
+def _make(
+    draw: Draw, tokens: Sizes, dim: int, rotary: int, block: int = 4, skipped: bool = False, eps: float = 1e-6
+) -> Values:
+    count, blocks = tokens[0], -(-tokens[0] // block) + 1
+    return {
+        "k": draw.scaled(count, dim),
+        "weight": 1 + 0.1 * torch.randn(dim, **draw.kind),
+        "bias": 0.1 * torch.randn(dim, **draw.kind),
+        "cos_sin": make_angles(draw, count, rotary),
+        "cache": make_pages(draw, blocks, block, dim),
+        "slots": make_slots(draw, count, blocks * block, skipped),
+        "eps": eps,
+    }
+
+
+index_write.inputs(cases=_CASES, bench=_BENCH)(_make)

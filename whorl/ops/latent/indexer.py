@@ -1,0 +1,156 @@
+"""Which keys of its sequence each new token looks at: the lightning indexer over a paged cache of its keys."""
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, operator, widen
+from ..indexer.bounds import chunks
+from ..indexer.top_k import check_topk, top_k
+from ..linear import multiply
+from .codes import gather_index, index_bytes, round_queries
+from .pages import check_pages, check_sequences, gather, make_sequences
+
+KEYS = 256  # of every product, cut at multiples of their position
+WITHOUT = {
+    "triton": "the reference runs, until there is a kernel",
+    "torch_npu": "the reference runs, until npu_lightning_indexer is called with block tables",
+}
+
+
+def _check(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    topk: int,
+) -> None:
+    name = "paged_indexer"
+    if q.dim() != 3 or not q.is_floating_point():
+        raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HI, D] floating point")
+    if weights.shape != q.shape[:2] or not weights.is_floating_point():
+        raise ValueError(f"{name}: weights is {list(weights.shape)} {weights.dtype}, expected {list(q.shape[:2])}")
+    check_pages(name, cache, q.dtype, q.shape[2], index_bytes(q.shape[2]))
+    check_topk(name, topk)
+    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
+
+
+def _add_heads(x: Tensor) -> Tensor:
+    """The sum over the heads of [T, HI, KEYS], halves upon each other: torch's own order depends on the shape."""
+    while x.shape[1] > 1:
+        half = (x.shape[1] + 1) // 2
+        rest = x.shape[1] - half
+        x = torch.cat((x[:, :rest] + x[:, half:], x[:, rest:half]), 1) if rest < half else x[:, :half] + x[:, half:]
+    return x[:, 0]
+
+
+def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[n, S]: every score of q [n, HI, D] with weights [n, HI] and keys [S, D], all in the dtype of accumulation.
+
+    Keys are multiplied KEYS at a time, the last ones filled up, so a score's bits depend on its query and key alone.
+    """
+    length, found = keys.shape[0], []
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, -length % KEYS))
+    rows = q.flatten(0, 1).contiguous()
+    for block in keys.split(KEYS):
+        dots = multiply(rows, block).relu_().view(*q.shape[:2], KEYS)
+        found.append(_add_heads(dots * weights[..., None]))
+    return torch.cat(found, 1)[:, :length]
+
+
+def _keys(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Of one sequence, and their scales where they are codes."""
+    if cache.dtype == torch.uint8:
+        return gather_index(cache, dim, table, length)
+    return widen(gather(cache, table, length)), None
+
+
+def _fake(q: Tensor, topk: int, **_: object) -> Tensor:
+    return q.new_empty(q.shape[0], topk, dtype=torch.int32)
+
+
+@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake)
+def paged_indexer(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    topk: int,
+) -> Tensor:
+    """The `topk` keys of its sequence that each new token scores highest: [T, topk] int32 positions, ascending.
+
+    q: [T, HI, D] bf16, fp16 or fp32, weights: [T, HI] floating point, in which every constant factor is; cache:
+    [blocks, block size, D] in q's dtype, the new tokens' own keys included; block_tables, query_starts, context_lens
+    and which keys a token sees as in `paged_attention`. score = sum over heads of weights * max(0, q . k), products and
+    sums in fp32, as `index_scores`; equal scores go to the lowest position, as in `top_k`. A token that sees fewer keys
+    gets all of them, and -1 behind them. A token's choice depends on itself and the keys it sees alone: not on other
+    sequences, on how a prompt is cut into chunks, nor on whether it is a prompt's or decoded. Rows of q past the last
+    query_starts are -1. Of a cache of uint8, as `index_write` writes it, the codes are multiplied: queries are
+    transformed and rounded in the same way, their scales go into the weights, and a key's scale is multiplied last. No
+    gradient.
+    """
+    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    is_coded = cache.dtype == torch.uint8
+    wide, factors = round_queries(q, weights) if is_coded else (widen(q), weights.to(widen(q).dtype))
+    out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
+    for b, length in enumerate(lengths):
+        first, last = starts[b], starts[b + 1]
+        if last == first:
+            continue
+        keys, scales = _keys(cache, q.shape[2], block_tables[b], length)
+        ends = torch.arange(length - (last - first) + 1, length + 1, dtype=torch.int32, device=q.device)
+        for part in chunks(last - first, max(length, q.shape[1] * KEYS)):
+            rows = slice(first + part.start, first + part.stop)
+            scores = scores_of(wide[rows], factors[rows], keys)
+            scores = scores if scales is None else scores * scales
+            out[rows] = top_k.reference(scores, topk, None, ends[part])[0]
+    return out
+
+
+_CASES: list[Values] = [
+    {"queries": (1,), "contexts": (5,), "heads": 1, "dim": 8, "topk": 3},
+    {"queries": (3, 1, 2), "contexts": (3, 9, 20), "heads": 4, "dim": 16, "topk": 6},
+    {"queries": (2, 1), "contexts": (30, 7), "heads": 3, "dim": 24, "topk": 16, "scale": 1 / 64},
+    {"queries": (1, 3), "contexts": (300, 70), "heads": 5, "dim": 16, "topk": 33, "sliced": True},
+    {"queries": (0,), "contexts": (4,), "heads": 2, "dim": 8, "topk": 4},
+    {"queries": (35,), "contexts": (70,), "heads": 8, "dim": 32, "topk": 64, "block": 16},
+]
+_DEEPSEEK = {"heads": 64, "dim": 128, "topk": 2048, "block": 64}
+_BENCH: list[Values] = [
+    {"queries": (1,), "contexts": (32768,), **_DEEPSEEK},
+    {"queries": (1,) * 64, "contexts": (8192,) * 64, **_DEEPSEEK},
+]
+
+
+def _make(
+    draw: Draw,
+    queries: Sizes,
+    contexts: Sizes,
+    heads: int,
+    dim: int,
+    topk: int,
+    block: int = 8,
+    tokens: Sizes = (),
+) -> Values:
+    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
+    lengths, blocks = make_sequences(draw, queries, contexts, block)
+    device, dtype, count, wider = draw.device, draw.dtype, sum(queries), 8 * draw.sliced
+    shape = (blocks, block + 2 * draw.sliced, dim)
+    return {
+        "q": torch.randint(-2, 3, (count, heads, dim + wider), device=device)[..., :dim].to(dtype),
+        "weights": draw.scale * torch.randint(-3, 5, (count, heads), device=device).to(draw.wide) / 8,
+        "cache": torch.randint(-2, 3, shape, device=device).to(dtype)[:, :block],
+        **lengths,
+        "topk": topk,
+    }
+
+
+def _with_tokens(case: Values) -> Values:
+    return {"tokens": (sum(case["queries"]),), **case}
+
+
+paged_indexer.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
