@@ -92,7 +92,7 @@ class Indexer(Module):
         return self.num_heads * self.head_dim * num_tokens * (num_tokens + 1)
 
 
-class Attention(Module):
+class Attention(llama.Normed):
     def __init__(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.layer, self.rope, self.scale = layer, config.rope, config.softmax_scale
@@ -166,7 +166,7 @@ class Attention(Module):
         return torch.cat((self.kv_b_proj.absorb(heads[..., : self.nope]), turned), -1)
 
 
-class MLP(Module):
+class MLP(llama.Normed):
     """As Llama's, of any inner size."""
 
     def __init__(self, width: int, inner: int, ranks: Ranks) -> None:
@@ -180,7 +180,7 @@ class MLP(Module):
         return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
 
 
-class MoE(Module):
+class MoE(llama.Normed):
     """Sigmoid scores, a bias that only chooses, groups of which some are looked into, and an expert that all share."""
 
     def __init__(self, config: DeepSeekConfig, ranks: Ranks) -> None:
@@ -208,7 +208,7 @@ class Layer(llama.Layer):
     def attention(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Attention:  # type: ignore[override]
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Module:
+    def feed_forward(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> llama.Normed:
         if layer < config.first_k_dense_replace:
             return MLP(config.hidden_size, config.intermediate_size, ranks)
         return MoE(config, ranks)
