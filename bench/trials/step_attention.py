@@ -78,6 +78,8 @@ def step_kernel(
         k, v = load_cut(
             k_cache_ptr,
             v_cache_ptr,
+            None,
+            None,
             table,
             keys,
             end - 1,
@@ -89,8 +91,10 @@ def step_kernel(
             v_stride_offset,
             v_stride_head,
             BLOCK_SIZE,
+            1,
             D,
             D,
+            k_cache_ptr.dtype.element_ty,
         )
         half = tl.arange(0, HALF)[None, :]
         row_ptr = cos_sin_ptr + token.to(tl.int64) * D
