@@ -95,6 +95,7 @@ def step_kernel(
             D,
             D,
             k_cache_ptr.dtype.element_ty,
+            False,
         )
         half = tl.arange(0, HALF)[None, :]
         row_ptr = cos_sin_ptr + token.to(tl.int64) * D

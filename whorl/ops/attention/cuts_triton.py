@@ -28,6 +28,7 @@ def cut_of(dtype: torch.dtype) -> int:
 def load_keys(
     cache_ptr, scale_ptr, table_ptr, keys, end, head, stride_block, stride_offset, stride_head,
     BLOCK_SIZE: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """[keys, BLOCK_D] of one head; zero past `end`. Without a table keys lie one after the other.
 
@@ -42,25 +43,45 @@ def load_keys(
     found = tl.load(at[:, None] + channels, mask=(keys < end)[:, None] & (channels < D), other=0.0)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + (block * HK + head) * BLOCK_SIZE + keys % BLOCK_SIZE, mask=keys < end, other=0.0)
-        found = found.to(tl.float32)
-        found = (found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE)
+        found = _number(found)
+        found = _settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
     return found
+
+
+@triton.jit
+def _number(code):
+    """A code in fp32. Of integers by a sum: 1.5 * 2^23 leaves no room for a fraction, and conversions are slow."""
+    if code.dtype.is_int8():
+        return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _settled(x, WIDEN: tl.constexpr):
+    """x, as 16 bits that lie as loaded ones do.
+
+    Else the compiler converts codes where the tensor cores want them, deals the channels of a product out among threads
+    by the width of a code, and reads the codes of values byte by byte.
+    """
+    if WIDEN or x.dtype == tl.float32:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
 def load_cut(
     k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset,
     k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE: tl.constexpr, HK: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The keys and their values, in the dtype of the queries."""
     k = load_keys(
         k_cache_ptr, k_scale_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
-        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE,
+        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE, WIDEN,
     )  # fmt: skip
     v = load_keys(
         v_cache_ptr, v_scale_ptr, table_ptr, keys, end, head, v_stride_block, v_stride_offset, v_stride_head,
-        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE,
+        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE, WIDEN,
     )  # fmt: skip
     return k, v
 

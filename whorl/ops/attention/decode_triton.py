@@ -84,7 +84,7 @@ def _decode_kernel(
         k, v = load_cut(
             k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table, keys, end, head, k_stride_block,
             k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HK, D, BLOCK_D,
-            q_ptr.dtype.element_ty,
+            q_ptr.dtype.element_ty, WIDEN,
         )  # fmt: skip
         cut_top, cut_total, cut_out = cut(q, k, v, ((keys < end) & (keys >= first))[None, :], scale, WIDEN)
         if WALKS:

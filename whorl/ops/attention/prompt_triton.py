@@ -86,7 +86,7 @@ def _prompt_kernel(
             k, v = load_cut(
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
                 k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
-                BLOCK_D, q_ptr.dtype.element_ty,
+                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
             )  # fmt: skip
             cut_top, weights = weigh(q, k, None, scale, WIDEN)
             if HAS_LSE:
@@ -98,7 +98,7 @@ def _prompt_kernel(
             k, v = load_cut(
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
                 k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
-                BLOCK_D, q_ptr.dtype.element_ty,
+                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
             )  # fmt: skip
             visible = keys[None, :] <= position[:, None]
             if window > 0:
@@ -164,7 +164,7 @@ def prompt(
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries > 32 else 4,
+        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # codes take registers
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
