@@ -6,7 +6,7 @@ and columns of it. The loader needs nothing else.
 """
 
 from .attention import Rope, attend
-from .cache import CacheSpec, KVCache, PagedKV
+from .cache import CacheSpec, KVCache, KVFormat, PagedKV
 from .experts import Experts, StackedExperts
 from .linear import Linear
 from .model import Model
@@ -26,6 +26,7 @@ __all__ = [
     "Index",
     "Inserted",
     "KVCache",
+    "KVFormat",
     "LayerNorm",
     "Linear",
     "Matrix",
