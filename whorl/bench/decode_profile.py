@@ -18,8 +18,8 @@ from whorl.bench.decode_report import render_header, size
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
-from whorl.engine.llm import LLM
 from whorl.engine.caches import cache_specs
+from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth
 from whorl.nn import weighted
 
@@ -216,9 +216,7 @@ def _place(part: str) -> tuple[int, str]:
     return (_ORDER.index(part) if part in _ORDER else len(_ORDER), part)
 
 
-def part_bytes(
-    model: Any, batch: int, context: int, seen: set[str], kv_cache_dtype: str = "auto"
-) -> dict[str, float]:
+def part_bytes(model: Any, batch: int, context: int, seen: set[str], kv_cache_dtype: str = "auto") -> dict[str, float]:
     """That each part must move in a step. Experts are one part, or two where their kernels can be told apart."""
     specs = cache_specs(model, kv_cache_dtype)
     found: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}

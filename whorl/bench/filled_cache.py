@@ -12,7 +12,6 @@ from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
 
-
 _CODES = 120  # below 127, which is NaN in fp8
 
 

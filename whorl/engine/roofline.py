@@ -54,9 +54,7 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size * _COPIES / best
 
 
-def share(
-    model: Any, tokens_per_second: float, *, context: int = 0, kv_cache_dtype: str = "auto"
-) -> float | None:
+def share(model: Any, tokens_per_second: float, *, context: int = 0, kv_cache_dtype: str = "auto") -> float | None:
     """Of the speed that a sequence would have if reading were all; None where the model does not say what it reads."""
     if not isinstance(model, torch.nn.Module):
         return None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from whorl.device import block_size
 
-
 KVFormat = Literal["fp8", "int8"]
 _DTYPES: dict[KVFormat, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 

@@ -150,9 +150,7 @@ def write_kv(
 FEW_QUERIES = 16  # of a sequence on average; up to here a token is a program, beyond a tile of them
 
 
-def attention(
-    scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **given: Tensor
-) -> Tensor:
+def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **given: Tensor) -> Tensor:
     tensors = [unit_stride(given[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
     tensors += [given["query_starts"].contiguous(), given["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
