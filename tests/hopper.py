@@ -56,8 +56,8 @@ def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             signature[name] = DESCRIBED.format(POINTERS[value.base.dtype][1:], value.block_shape, value.layout)
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, int) and value == 1:  # the JIT makes a constant of 1
-            signature[name], constants[(i,)] = "constexpr", 1
+        elif value is None or (isinstance(value, int) and value == 1):  # the JIT makes constants of these
+            signature[name], constants[(i,)] = "constexpr", value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
             if isinstance(value, int) and value % 16 == 0:
@@ -103,8 +103,10 @@ def main() -> None:
             op.impls["triton"].function(**values)
             for kernel, args, kwargs in launches:
                 ones = [i for i, value in enumerate(args) if isinstance(value, int) and value == 1]
-                once = (kernel.__name__, kwargs.get("HAS_LSE"))  # which is as good as a kernel of its own
-                key = once if is_once else (kernel.__name__, str(kwargs), str(ones))
+                # Two that are as good as kernels of their own.
+                codes = [value.dtype for value in args if isinstance(value, torch.Tensor) and value.itemsize == 1]
+                once = (kernel.__name__, kwargs.get("HAS_LSE"), str(codes))
+                key = once if is_once else (kernel.__name__, str(kwargs), str(ones), str(codes))
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
                     rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})

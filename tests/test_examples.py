@@ -67,6 +67,16 @@ def test_a_trainer_has_the_samplers_numbers() -> None:
     assert re.findall(r"of (\d+) logprobs (\S+)", said) == [("64", "0.0")] * 2
 
 
+@needs_model
+@pytest.mark.slow
+def test_a_cache_in_8_bits_changes_little() -> None:
+    rows = {line.split()[0]: line.split() for line in run("kv_cache_quality.py", "--tokens", "128").splitlines()[2:]}
+    assert rows.keys() == {"auto", "fp8", "int8"}
+    size, divergence = ({name: float(row[i]) for name, row in rows.items()} for i in (1, 3))
+    assert size["fp8"] == size["int8"] < size["auto"] / 3
+    assert 0 == divergence["auto"] < divergence["int8"] < divergence["fp8"] < 0.05
+
+
 @pytest.mark.slow
 def test_sequence_parallelism() -> None:
     said = run("sequence_parallel.py")

@@ -41,6 +41,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_few_kernel",
         "_tile_kernel",
         "_write_kv_kernel",
+        "_write_codes_kernel",
         "_decode_kernel",
         "_prompt_kernel",
         "_prompt_gluon_kernel",
@@ -105,6 +106,7 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
 SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel", "_fold_kernel"}
 SMALL_WRITES = {
+    "_write_codes_kernel",  # what is read 16 bytes at a time is written in 8 bits
     "_route_kernel",
     "_route_backward_kernel",
     "_places_kernel",

@@ -69,6 +69,15 @@ def pages(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
     return torch.cat([cache[block] for block in table.tolist()])[:length]
 
 
+def paged_scales(scales: Tensor, mode: int, table: Tensor, length: int, cache: Tensor) -> Tensor:
+    """[length, heads, 1] of scales [blocks, heads, block size]."""
+    assert mode == 5, mode
+    assert cache.dtype == torch.int8, cache.dtype
+    assert scales.dtype == torch.float32, scales.dtype
+    assert scales.shape[0] == cache.shape[0], scales.shape
+    return torch.cat([scales[block].t() for block in table.tolist()])[:length, :, None]
+
+
 @by_schema("npu_fused_infer_attention_score")
 def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value, block_table, block_size = call.query, call.key, call.value, call.block_table, call.block_size
@@ -107,7 +116,11 @@ def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
             assert kv_lengths is not None
             assert block_size == key.shape[1 if key.dim() == 3 else 2]
             size = kv_lengths[b]
-            k, v = (pages(x, block_table[b][: -(-size // block_size)], size, heads) for x in (key, value))
+            blocks = block_table[b][: -(-size // block_size)]
+            k, v = (pages(x, blocks, size, heads) for x in (key, value))
+            if call.key_antiquant_scale is not None:
+                k = k * paged_scales(call.key_antiquant_scale, call.key_antiquant_mode, blocks, size, key)
+                v = v * paged_scales(call.value_antiquant_scale, call.value_antiquant_mode, blocks, size, value)
         else:
             k, v = (tokens_first(x, heads)[row] for x in (key, value))
             ends = kv_lengths or [k.shape[0]]

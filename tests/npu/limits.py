@@ -107,6 +107,17 @@ def _scatter_limit(call: Call) -> str | None:
 def _attention_limit(call: Call) -> str | None:
     lengths, mask = call.actual_seq_lengths, call.atten_mask
     starts = [0, *lengths[:-1]] if call.input_layout == "TND" else [0] * len(lengths)
+    if call.key_antiquant_scale is not None:
+        codes = contracts.antiquant_limit(
+            dtype=name_of(call.query),
+            cache_dtype=name_of(call.key),
+            head_size=call.query.shape[-1],
+            block_size=call.block_size,
+            batch=len(lengths),
+            queries=sum(lengths),
+        )
+        if codes is not None:
+            return codes
     return contracts.fused_infer_attention_limit(
         num_heads=call.num_heads,
         num_kv_heads=call.num_key_value_heads,

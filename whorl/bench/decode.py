@@ -177,7 +177,8 @@ def header(settings: Settings, model: Any) -> Document:
         "dtype": str(model.dtype).removeprefix("torch."),
         "num_parameters": num_values(model),
         "weight_bytes": weights,
-        "bytes_per_token": step_bytes(model, batch=1),
+        "kv_cache_dtype": settings.engine.kv_cache_dtype,
+        "bytes_per_token": step_bytes(model, batch=1, kv_cache_dtype=settings.engine.kv_cache_dtype),
         "copy_tb_s": copy_bandwidth(settings.device) / 1e12,
     }
 
@@ -218,12 +219,13 @@ def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Set
     llm = engine(model, batch, context, settings)
     seconds = [_time_steps(llm, vocab_size, batch, context, settings) for _ in range(settings.repeats + 1)][1:]
     seen = context + settings.num_tokens // 2
-    return {"batch": batch, "context": context, **speeds(model, batch, seen, statistics.median(seconds))}
+    found = speeds(model, batch, seen, statistics.median(seconds), settings.engine.kv_cache_dtype)
+    return {"batch": batch, "context": context, **found}
 
 
-def speeds(model: Any, batch: int, context: int, seconds: float) -> Document:
+def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype: str = "auto") -> Document:
     """What a step of `batch` tokens that takes `seconds` comes to."""
-    needed = step_bytes(model, batch=batch, context=context)
+    needed = step_bytes(model, batch=batch, context=context, kv_cache_dtype=kv_cache_dtype)
     limit = needed / copy_bandwidth(next(model.parameters()).device.type)
     return {
         "tok_s": batch / seconds,

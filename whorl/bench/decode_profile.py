@@ -18,6 +18,7 @@ from whorl.bench.decode_report import render_header, size
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
+from whorl.engine.caches import cache_specs
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth
 from whorl.nn import weighted
@@ -126,7 +127,9 @@ def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: Se
         replayed, _ = traced()
         found, how = _aligned(replayed, found), "graph"
         calls = _count(found)
-    parts = _parts(model, found, calls, batch, context + settings.num_tokens // 2, settings.device)
+    seen = {kernel.part for kernel in found}
+    needed = part_bytes(model, batch, context + settings.num_tokens // 2, seen, settings.engine.kv_cache_dtype)
+    parts = _parts(model, found, calls, needed, settings.device)
     return {
         "batch": batch,
         "context": context,
@@ -183,11 +186,10 @@ def _count(found: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _parts(
-    model: Any, found: Sequence[Kernel], calls: dict[str, int], batch: int, context: int, device: str
+    model: Any, found: Sequence[Kernel], calls: dict[str, int], needed: dict[str, float], device: str
 ) -> list[Document]:
     """A row for each part, in the order of a layer."""
-    needed, rate = part_bytes(model, batch, context, {kernel.part for kernel in found}), copy_bandwidth(device)
-    num_layers = len(model.cache_specs())
+    rate, num_layers = copy_bandwidth(device), len(model.cache_specs())
     rows = []
     for part in sorted({kernel.part for kernel in found}, key=_place):
         own = [kernel for kernel in found if kernel.part == part]
@@ -214,9 +216,10 @@ def _place(part: str) -> tuple[int, str]:
     return (_ORDER.index(part) if part in _ORDER else len(_ORDER), part)
 
 
-def part_bytes(model: Any, batch: int, context: int, seen: set[str]) -> dict[str, float]:
+def part_bytes(model: Any, batch: int, context: int, seen: set[str], kv_cache_dtype: str = "auto") -> dict[str, float]:
     """That each part must move in a step. Experts are one part, or two where their kernels can be told apart."""
-    found: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in model.cache_specs())}
+    specs = cache_specs(model, kv_cache_dtype)
+    found: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}
     modules = dict(model.named_modules())
     is_tied = "lm_head" not in modules
     for name, layer in weighted(model):

@@ -12,6 +12,8 @@ from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
 
+_CODES = 120  # below 127, which is NaN in fp8
+
 
 class _FilledPool(BlockPool):
     """Gives out blocks as if they held all of a prompt but its last token, whose logits are needed."""
@@ -29,8 +31,12 @@ def fill(llm: LLM) -> None:
         generator: torch.Generator | None = None
         for field in dataclasses.fields(cache):
             values = getattr(cache, field.name)
-            if isinstance(values, Tensor) and values.is_floating_point():
-                generator = generator or torch.Generator(values.device).manual_seed(0)
+            if not isinstance(values, Tensor) or not (values.is_floating_point() or values.dtype == torch.int8):
+                continue
+            generator = generator or torch.Generator(values.device).manual_seed(0)
+            if values.itemsize == 1:  # codes: finite ones, of either format
+                values.view(torch.int8).random_(0, _CODES, generator=generator)
+            else:
                 values.normal_(generator=generator)
     pool = llm.pool
     llm.pool = llm.scheduler.pool = _FilledPool(pool.num_blocks, pool.block_size, use_prefix_cache=False)

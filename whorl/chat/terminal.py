@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from whorl.engine import roofline
 from whorl.engine.llm import LLM
@@ -140,9 +140,10 @@ def describe(seq: Sequence) -> str:
 def describe_limit(llm: LLM, seq: Sequence) -> str | None:
     """How an answer's speed compares with what reading the weights and the cache once a token would allow."""
     model, speed = llm.model, seq.timings.tokens_per_second
-    if not speed or (share := roofline.share(model, speed, context=len(seq.token_ids))) is None:
+    cache: dict[str, Any] = {"context": len(seq.token_ids), "kv_cache_dtype": llm.settings.kv_cache_dtype}
+    if not speed or (share := roofline.share(model, speed, **cache)) is None:
         return None
-    read = roofline.step_bytes(model, context=len(seq.token_ids)) / 1e6
+    read = roofline.step_bytes(model, **cache) / 1e6
     return f"{share:.0%} of the roofline: {read:.3g} MB a token at a copy's speed would be {speed / share:.1f} tok/s"
 
 

@@ -9,6 +9,7 @@ op-plugin, read in November 2026). The operators in `whorl.ops`, `whorl.ascend` 
 from .attention import (
     MASK_SIZE,
     PAGE_SIZES,
+    antiquant_limit,
     fused_infer_attention_limit,
     fusion_attention_limit,
     scatter_pa_kv_cache_limit,
@@ -61,6 +62,7 @@ __all__ = [
     "Parameter",
     "add_rms_norm_limit",
     "all_gather_mm_limit",
+    "antiquant_limit",
     "apply_rotary_pos_emb_limit",
     "call_arguments",
     "dynamic_quant_limit",

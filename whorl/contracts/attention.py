@@ -65,6 +65,25 @@ def fused_infer_attention_limit(
     return _page_limit(queries, block_size) or _mask_limit(queries, sparse_mode, mask_shape)
 
 
+def antiquant_limit(
+    *, dtype: str, cache_dtype: str, head_size: int, block_size: int, batch: int, queries: int
+) -> str | None:
+    """Limits of npu_fused_infer_attention_score over pages of codes with a scale for each token and head, which lie in
+    pages, too (key_antiquant_mode and value_antiquant_mode 5), beside its others. `queries`: of all sequences.
+
+    Document of 2026-08-10: more than one query a sequence takes a scale a channel or a token, in no pages.
+    """
+    if cache_dtype != "int8":
+        return f"a cache of codes with a scale a token and head must be int8, got {cache_dtype}"
+    if (reason := dtype_limit("query", dtype, ("bfloat16",))) is not None:
+        return reason
+    if queries != batch:
+        return f"codes with a scale a token and head take one query a sequence, got {queries} of {batch}"
+    if head_size % 32 or block_size % 32:
+        return f"int8 wants heads and blocks of multiples of 32, got {head_size} and {block_size}"
+    return None
+
+
 def fusion_attention_limit(*, query_shape: Shape, key_shape: Shape, value_dim: int, dtype: str) -> str | None:
     """Limits of npu_fusion_attention and its gradient; shapes end in [S, N, D]. Document of 2026-07-31."""
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:

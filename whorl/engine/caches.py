@@ -4,10 +4,24 @@ import math
 from collections.abc import Sequence
 
 from whorl.device import accelerator
-from whorl.nn import CacheSpec
+from whorl.nn import CacheSpec, Model
 
 _HOST_MEMORY = 1 << 30  # bytes; where memory is the machine's own, taking most of it would be rude
 _SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
+
+
+def cache_specs(model: Model, kv_cache_dtype: str = "auto") -> Sequence[CacheSpec]:
+    """One for each cache of the model; in 8 bits where that is asked for. ValueError: a layer's cache has none."""
+    specs = model.cache_specs()
+    if kv_cache_dtype == "auto":
+        return specs
+    for spec in specs:
+        if not hasattr(spec, "quantised"):
+            raise ValueError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}: {type(model).__name__} keeps {type(spec).__name__}, which has "
+                "no such format. Leave it out for the model's own"
+            )
+    return [spec.quantised(kv_cache_dtype) for spec in specs]  # type: ignore[attr-defined]
 
 
 def block_size(specs: Sequence[CacheSpec], device: str, asked: int | None = None) -> int:

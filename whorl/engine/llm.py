@@ -17,7 +17,7 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
-from .caches import cache_memory, token_bytes
+from .caches import cache_memory, cache_specs, token_bytes
 from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .launch import Place
@@ -67,8 +67,8 @@ class LLM:
     speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
     takes a fraction of a second after the first draft; "fixed": always the proposer's k.
     warm: False: whoever makes the engine warms it up himself, whatever the settings say.
-    What comes out does not depend on the settings, but for dtype and for sp_quantize, which rounds. `sp_report` says
-    what sequence parallelism has done.
+    What comes out does not depend on the settings, but for dtype and for what rounds: quantize, kv_cache_dtype and
+    sp_quantize. `sp_report` says what sequence parallelism has done.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class LLM:
     def _make_cache(self, asked: EngineSettings, device: str) -> None:
         """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
         model, num_blocks = self.model, asked.num_blocks
-        specs = model.cache_specs()
+        self.cache_specs = specs = cache_specs(model, asked.kv_cache_dtype)
         block_size = cache_block_size(specs, device, asked.block_size)
         max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
@@ -151,6 +151,7 @@ class LLM:
             max_num_seqs=asked.max_num_seqs,
             max_rows=asked.step_tokens,
             vocab_size=self.vocab_size,
+            kv_cache_dtype=asked.kv_cache_dtype,
             sp=sequence_parallel.for_ranks(asked, num_ranks, device=device, model=self.model),
         )
 

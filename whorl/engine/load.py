@@ -31,5 +31,5 @@ def load(
         model = load_model(folder, **how)
         return model, tokenizer or Real.from_path(folder), None
     tokenizer = tokenizer or Real.from_path(folder)
-    lead = load_shared(folder, place, **how)
+    lead = load_shared(folder, place, kv_cache_dtype=asked.kv_cache_dtype, **how)
     return lead.model, tokenizer, lead

@@ -9,14 +9,16 @@ import torch
 from whorl.device import accelerator, synchronize
 from whorl.nn import Weighted, weighted
 
+from .caches import cache_specs
+
 _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # of a copy; larger than any cache
 _COPIES = 10
 
 
-def step_bytes(model: Any, *, batch: int = 1, context: int = 0) -> float:
+def step_bytes(model: Any, *, batch: int = 1, context: int = 0, kv_cache_dtype: str = "auto") -> float:
     """Bytes that a decode step of `batch` sequences moves at least, each with `context` keys in the cache."""
     total = sum(layer.step_bytes(batch) for layer in _of_tokens(model))
-    return total + batch * sum(spec.step_bytes(context) for spec in model.cache_specs())
+    return total + batch * sum(spec.step_bytes(context) for spec in cache_specs(model, kv_cache_dtype))
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:
@@ -52,9 +54,10 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size * _COPIES / best
 
 
-def share(model: Any, tokens_per_second: float, *, context: int = 0) -> float | None:
+def share(model: Any, tokens_per_second: float, *, context: int = 0, kv_cache_dtype: str = "auto") -> float | None:
     """Of the speed that a sequence would have if reading were all; None where the model does not say what it reads."""
     if not isinstance(model, torch.nn.Module):
         return None
     device = next(model.parameters()).device.type
-    return tokens_per_second * step_bytes(model, context=context) / copy_bandwidth(device)
+    needed = step_bytes(model, context=context, kv_cache_dtype=kv_cache_dtype)
+    return tokens_per_second * needed / copy_bandwidth(device)

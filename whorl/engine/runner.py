@@ -23,6 +23,7 @@ from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step, recordable
 
 from .batch import Batch, Call, Sample, Score, Size, layout
+from .caches import cache_specs
 from .encoder import Work
 from .features import Features
 from .sequence_parallel import PromptForward, Settings
@@ -68,11 +69,13 @@ class Runner:
         max_num_seqs: int = 64,
         max_rows: int = 2048,
         vocab_size: int | None = None,
+        kv_cache_dtype: str = "auto",
         sp: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
-        self.caches = [spec.empty(num_blocks, block_size, device) for spec in model.cache_specs()]
+        specs = cache_specs(model, kv_cache_dtype)
+        self.caches = [spec.empty(num_blocks, block_size, device) for spec in specs]
         # The last lane is spare: rows that only fill a recorded call up belong to it.
         width = -(-max_len // block_size)
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)

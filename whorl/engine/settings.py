@@ -82,6 +82,13 @@ class EngineSettings:
         panel=STEPS,
         least=1,
     )
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = option(
+        "auto",
+        "Of keys and values in the cache: fp8 (e4m3) or int8 with a scale for each token and head, which rounds; auto: "
+        "the model's.",
+        vllm=("--kv-cache-dtype",),
+        panel=CACHE,
+    )
     block_size: int | None = option(
         None,
         "Tokens of a block of the cache. Default: what attention on the device takes.",

@@ -19,7 +19,7 @@ from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
 
 from .batch import Call, Insert, layout
-from .caches import cache_memory, token_bytes
+from .caches import cache_memory, cache_specs, token_bytes
 from .encoder import Job, Work
 from .features import as_tensor
 from .launch import Crew, Member, Place, start
@@ -33,14 +33,14 @@ _INSERT = len(Insert._fields)
 class Lead:
     """Rank 0's model and the crew that runs it with it."""
 
-    def __init__(self, crew: Crew, model: Model) -> None:
-        self.crew, self._own = crew, model
+    def __init__(self, crew: Crew, model: Model, kv_cache_dtype: str = "auto") -> None:
+        self.crew, self._own, self._kv_cache_dtype = crew, model, kv_cache_dtype
         self.model: Any = SharedModel(crew, model)
         self._end = weakref.finalize(self, _end, crew)
 
     def num_blocks(self, block_size: int, memory: int | None) -> int:
         """How many fit on every rank; ranks may hold different numbers of heads. memory: bytes of each."""
-        own = _room(self.model, self.crew.device)
+        own = _room(self.model, self.crew.device, self._kv_cache_dtype)
         return min(
             (room["free"] if memory is None else memory) // (room["token"] * block_size)
             for room in [own, *self.crew.collect("room")]
@@ -69,6 +69,7 @@ def load(
     max_length: int | None,
     unpack: bool | None = None,
     quantize: str | None = None,
+    kv_cache_dtype: str = "auto",
     progress: bool = True,
 ) -> Lead:
     """Start the ranks and load every one's share, all at the same time. Returns on rank 0 only."""
@@ -77,24 +78,26 @@ def load(
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # what cannot be shared is refused before anything starts
         config = rounded(checkpoint, quantize).config
-        build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
+        meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
+        cache_specs(meta, kv_cache_dtype)
     options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize}
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    crew = start(place, device, f"{__name__}:follow", {"path": str(path), "options": {"dtype": name, **options}})
+    settings = {"path": str(path), "options": {"dtype": name, **options}, "kv_cache_dtype": kv_cache_dtype}
+    crew = start(place, device, f"{__name__}:follow", settings)
     try:
         model = load_model(path, device=device, dtype=dtype, tp=ranks, progress=progress, **options)
     except BaseException:
         crew.close(is_broken=True)
         raise
-    return Lead(crew, model)
+    return Lead(crew, model, kv_cache_dtype)
 
 
 def _end(crew: Crew) -> None:
     crew.close(goodbye=lambda: _send(crew, _STOP))
 
 
-def _room(model: Any, device: str) -> dict[str, int]:
-    return {"token": token_bytes(model.cache_specs()), "free": cache_memory(device)}
+def _room(model: Any, device: str, kv_cache_dtype: str = "auto") -> dict[str, int]:
+    return {"token": token_bytes(cache_specs(model, kv_cache_dtype)), "free": cache_memory(device)}
 
 
 # ---- rank 0 says what it does, and does it
@@ -194,7 +197,7 @@ def follow(member: Member) -> None:
     asked = member.get("settings")
     ranks = Ranks(rank=member.rank, size=member.size)
     model = load_model(Path(asked["path"]), device=member.device, tp=ranks, progress=False, **asked["options"])
-    member.say("room", _room(model, member.device))
+    member.say("room", _room(model, member.device, asked["kv_cache_dtype"]))
     settings = member.get("runner")
     member.join()
     runner = FollowRunner(model, **settings)

@@ -129,7 +129,7 @@ class Attention(Normed):
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         """The queries, rotated; keys and values are written into the cache."""
         q, k, v = self.heads(qkv, rotary)
-        ops.write_kv.unchecked(k, v, cache.k, cache.v, step.slots)
+        ops.write_kv.unchecked(k, v, cache.k, cache.v, step.slots, cache.k_scale, cache.v_scale)
         return q
 
     def mix_packed(self, qkv: Tensor, rotary: Tensor, packed: Packed) -> Tensor:

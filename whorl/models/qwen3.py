@@ -108,6 +108,8 @@ class Attention(llama.Attention):
             cache.k,
             cache.v,
             step.slots,
+            cache.k_scale,
+            cache.v_scale,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,

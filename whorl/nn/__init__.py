@@ -6,7 +6,7 @@ and columns of it. The loader needs nothing else.
 """
 
 from .attention import Rope, attend
-from .cache import CacheSpec, KVCache, PagedKV
+from .cache import CacheSpec, KVCache, KVFormat, PagedKV
 from .experts import Experts, StackedExperts
 from .latent_cache import LatentCache, LatentKV
 from .latent_heads import LatentHeads
@@ -29,6 +29,7 @@ __all__ = [
     "Index",
     "Inserted",
     "KVCache",
+    "KVFormat",
     "LatentCache",
     "LatentHeads",
     "LatentKV",

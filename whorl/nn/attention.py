@@ -61,6 +61,8 @@ def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int |
         step.block_tables,
         step.query_starts,
         step.context_lens,
+        cache.k_scale,
+        cache.v_scale,
         scale=scale,
         window=window or 0,
     )

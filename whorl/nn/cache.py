@@ -5,17 +5,23 @@ token's entry is. What an entry holds is the layer's: a kind of cache is a `Cach
 makes, which the model's forward call gets back for that layer.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from whorl.device import block_size
 
+KVFormat = Literal["fp8", "int8"]
+_DTYPES: dict[KVFormat, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
 
 class CacheSpec(Protocol):
-    """What one layer keeps for a token on this rank, stated before blocks are laid out."""
+    """What one layer keeps for a token on this rank, stated before blocks are laid out.
+
+    One that can keep it in 8 bits has `quantised(format)`, too, which gives the spec that does.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,21 +46,37 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
-    """Keys and values of the same heads, side by side."""
+    """Keys and values of the same heads, side by side.
+
+    dtype: int8 or float8_e4m3fn for codes; a scale of each token and head is then kept beside them.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None = None  # keys a query sees, itself included; None: all
 
+    def quantised(self, format: KVFormat) -> "PagedKV":
+        """The same in 8 bits."""
+        return replace(self, dtype=_DTYPES[format])
+
+    @property
+    def has_scales(self) -> bool:
+        return self.dtype in _DTYPES.values()
+
     @property
     def token_bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        head = self.head_dim * self.dtype.itemsize + self.has_scales * torch.float32.itemsize
+        return 2 * self.num_kv_heads * head
 
     def empty(self, num_blocks: int, block_size: int, device: torch.device | str) -> "KVCache":
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return KVCache(k=k, v=v)
+        if not self.has_scales:
+            return KVCache(k=k, v=v)
+        planes = (num_blocks, self.num_kv_heads, block_size)
+        k_scale, v_scale = (torch.zeros(planes, dtype=torch.float32, device=device) for _ in range(2))
+        return KVCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def step_bytes(self, num_keys: int) -> int:
         return (min(num_keys, self.window or num_keys) + 1) * self.token_bytes  # and what the new token writes
@@ -68,7 +90,10 @@ class PagedKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """One layer's blocks: k and v [num_blocks, block_size, HK, D]."""
+    """One layer's blocks: k and v [num_blocks, block_size, HK, D]; of codes also their scales, [num_blocks, HK,
+    block_size] fp32. `ops.write_kv` and `ops.paged_attention` say what they mean."""
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._formats import FORMATS
 from ._tracing import is_readable
 
 INTEGERS = (torch.int32, torch.int64)
@@ -24,12 +25,26 @@ def check_range(name: str, what: str, ids: Tensor, end: int, *, start: int = 0) 
 # ---- a paged cache
 
 
-def check_cache(name: str, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_cache(
+    name: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> None:
+    """A cache of codes has planes of scales beside it."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
             "expected two of [blocks, block size, HK, D] and one dtype"
         )
+    if k_scale is None and v_scale is None:
+        return
+    if k_scale is None or v_scale is None:
+        raise ValueError(f"{name}: one of k_scale and v_scale is given, expected both or neither")
+    if k_cache.dtype not in [kind for kind, _ in FORMATS.values()]:
+        raise ValueError(f"{name}: k_scale is given and k_cache is {k_cache.dtype}, expected int8 or float8_e4m3fn")
+    blocks, size, heads, _ = k_cache.shape
+    for what, plane in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_like(name, what, plane, (blocks, heads, size), torch.float32)
+        if not plane.is_contiguous():
+            raise ValueError(f"{name}: {what} has strides {list(plane.stride())}, expected a contiguous tensor")
 
 
 def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:

@@ -8,17 +8,12 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
+from ._codes_triton import codes_of, magnitude, scale_of
 from ._formats import FORMATS
 from ._launch_triton import launched
 from ._rows import as_rows, ceil_div, power_of_2
 
 BLOCK = 2048  # channels a program dequantises
-
-
-@triton.jit
-def _round_to_even(x):
-    """To nearest, ties to even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @launched
@@ -45,16 +40,8 @@ def _quantize_kernel(
     if NESTED:
         at = (rows // B) * x_stride_a + (rows % B) * x_stride_b
     x = tl.load(x_ptr + at + columns, mask=mask, other=0.0).to(tl.float32)
-    # Magnitudes as integers: in the same order as floats, and NaN is the largest instead of being lost.
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits, 1).to(tl.float32, bitcast=True)[:, None]
-    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-    is_usable = (scale > 0) & (scale < float("inf"))
-    divisor = tl.where(is_usable, scale, 1.0)
-    codes = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
-    codes = tl.minimum(tl.maximum(tl.where(is_usable, codes, 0.0), -LARGEST), LARGEST)
-    if IS_INTEGER:
-        codes = _round_to_even(codes)
+    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
+    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
     tl.store(q_ptr + rows * C + columns, codes.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + rows, scale, mask=rows < T)
 

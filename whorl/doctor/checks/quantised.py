@@ -1,6 +1,6 @@
-"""Quantised weights: which product will run, what is not fused on an NPU, and what does not go together."""
+"""Quantised weights and caches: what will run, what is not fused on an NPU, and what does not go together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whorl.doctor.launch import Launch
@@ -107,3 +107,49 @@ def half_of_a_matrix(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
                     why="They are one matrix in whorl and in vLLM, which has one format.",
                     fix=f"quantise the model anew, with all of them in {key}",
                 )
+
+
+# By kv_cache_dtype: what an NPU runs of it.
+CACHES = {
+    "int8": "int8 decodes by npu_fused_infer_attention_score in bf16; prompts are the torch reference's, slowly",
+    "fp8": "torch_npu has no attention over fp8 with a scale a token and head: all of it is the torch reference's",
+}
+SCALE = 4  # bytes beside the codes of a head
+
+
+@rule("quantised-cache", "note")
+def which_cache(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    """Of whorl's own engine: what a token takes, and, where it is slow, that it is."""
+    kind = launch.get("kv_cache_dtype", "auto")
+    if launch.framework != "whorl" or kind == "auto":
+        return
+    if kind not in CACHES:
+        yield Problem(
+            setting="kv_cache_dtype",
+            found=f"kv_cache_dtype {kind}",
+            expected=f"auto, {' or '.join(CACHES)}",
+            why="whorl keeps keys and values in the model's dtype, or in 8 bits with a scale for each token and head.",
+            severity="error",
+        )
+        return
+    is_slow = launch.device == "npu"
+    yield Problem(
+        setting="kv_cache_dtype",
+        found=f"the cache is kept in {kind}{_cache_bytes(launch.text or {})}",
+        expected="results that are rounded a little more; docs/quantisation.md has figures",
+        why=CACHES[kind] if is_slow else "Attention reads the codes, and a prompt its own: no bit depends on chunks.",
+        fix="leave kv_cache_dtype out" if is_slow else "nothing",
+        severity="warning" if is_slow else None,
+    )
+
+
+def _cache_bytes(model: Mapping[str, Any]) -> str:
+    """What a token takes in all layers, coded and plain; nothing where config.json does not say."""
+    layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
+    width, kv_heads, dim = model.get("hidden_size"), model.get("num_key_value_heads", heads), model.get("head_dim")
+    if dim is None and isinstance(width, int) and isinstance(heads, int) and heads:
+        dim = width // heads
+    if not (isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(dim, int)):
+        return ""
+    coded, plain = (2 * layers * kv_heads * size / 1e3 for size in (dim + SCALE, 2 * dim))
+    return f": {coded:.1f} kB a token, {plain:.1f} in 16 bits"

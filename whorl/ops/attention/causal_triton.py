@@ -23,7 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     starts = starts.contiguous()
     tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]  # the first `starts` for a table
     strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
-    return prompt(tensors, strides, scale * LOG2_E, window, lse), lse
+    return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse), lse
 
 
 def backward(q: Tensor, starts: Tensor, **given: Any) -> Gradients:

@@ -10,11 +10,13 @@ tile, nor on where the chunk of a prompt begins.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..linear_triton import dot
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
+Scales = tuple[Tensor | None, Tensor | None]  # of the codes of keys and values; a cache of plain numbers has none
 
 
 def cut_of(dtype: torch.dtype) -> int:
@@ -24,31 +26,63 @@ def cut_of(dtype: torch.dtype) -> int:
 
 @triton.jit
 def load_keys(
-    cache_ptr, table_ptr, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache_ptr, scale_ptr, table_ptr, keys, end, head, stride_block, stride_offset, stride_head,
+    BLOCK_SIZE: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """[keys, BLOCK_D] of one head; zero past `end`. Without a table keys lie one after the other."""
+    """[keys, BLOCK_D] of one head; zero past `end`. Without a table keys lie one after the other.
+
+    With scales, a plane [blocks, HK, BLOCK_SIZE], the cache holds codes: code * scale in fp32, rounded to DTYPE.
+    """
     if table_ptr is None:
         at = cache_ptr + keys.to(tl.int64) * stride_offset + head * stride_head
     else:
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
         at = cache_ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
     channels = tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(at[:, None] + channels, mask=(keys < end)[:, None] & (channels < D), other=0.0)
+    found = tl.load(at[:, None] + channels, mask=(keys < end)[:, None] & (channels < D), other=0.0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + (block * HK + head) * BLOCK_SIZE + keys % BLOCK_SIZE, mask=keys < end, other=0.0)
+        found = _number(found)
+        found = _settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
+    return found
+
+
+@triton.jit
+def _number(code):
+    """A code in fp32. Of integers by a sum: 1.5 * 2^23 leaves no room for a fraction, and conversions are slow."""
+    if code.dtype.is_int8():
+        return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _settled(x, WIDEN: tl.constexpr):
+    """x, as 16 bits that lie as loaded ones do.
+
+    Else the compiler converts codes where the tensor cores want them, deals the channels of a product out among threads
+    by the width of a code, and reads the codes of values byte by byte.
+    """
+    if WIDEN or x.dtype == tl.float32:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
 def load_cut(
-    k_cache_ptr, v_cache_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
-    v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset,
+    k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The keys and their values."""
+    """The keys and their values, in the dtype of the queries."""
     k = load_keys(
-        k_cache_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D, BLOCK_D
-    )
+        k_cache_ptr, k_scale_ptr, table_ptr, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
+        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE, WIDEN,
+    )  # fmt: skip
     v = load_keys(
-        v_cache_ptr, table_ptr, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D
-    )
+        v_cache_ptr, v_scale_ptr, table_ptr, keys, end, head, v_stride_block, v_stride_offset, v_stride_head,
+        BLOCK_SIZE, HK, D, BLOCK_D, DTYPE, WIDEN,
+    )  # fmt: skip
     return k, v
 
 

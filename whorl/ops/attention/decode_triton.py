@@ -14,7 +14,7 @@ from whorl.device import is_interpreting
 
 from .._overlap_triton import ask, begin, follow, overlap
 from .._rows import ceil_div, power_of_2
-from .cuts_triton import cut, cut_of, fold, load_cut
+from .cuts_triton import Scales, cut, cut_of, fold, load_cut
 
 WALKERS = 256  # programs that keep the memory busy without sharing a sequence's cuts
 PROGRAMS = 264  # that share long ones: two for each of an H200's multiprocessors
@@ -32,6 +32,8 @@ def _decode_kernel(
     tables_ptr,
     starts_ptr,
     lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     top_ptr,
     total_ptr,
@@ -85,8 +87,9 @@ def _decode_kernel(
     for i in tl.range(first // CUT + tl.program_id(2), tl.cdiv(end, CUT), tl.num_programs(2), num_stages=STAGES):
         keys = i * CUT + tl.arange(0, CUT)
         k, v = load_cut(
-            k_cache_ptr, v_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head,
-            v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
+            k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table, keys, end, head, k_stride_block,
+            k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HK, D, BLOCK_D,
+            q_ptr.dtype.element_ty, WIDEN,
         )  # fmt: skip
         cut_top, cut_total, cut_out = cut(q, k, v, ((keys < end) & (keys >= first))[None, :], scale, WIDEN)
         if WALKS:
@@ -193,7 +196,7 @@ def _fold_kernel(
     tl.store(y_ptr + row * D + channels, y, mask=channels < D)
 
 
-def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -211,6 +214,7 @@ def decode(tensors: list[Tensor], strides: tuple[int, ...], scale: float, window
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode_kernel[(tokens, kv_heads, programs)](
         *tensors,
+        *scales,
         out,
         top,
         total,

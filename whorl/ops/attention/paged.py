@@ -9,11 +9,11 @@ from torch import Tensor
 from whorl.device import HOST
 
 from .._check import check_cache, check_lengths, check_tables
-from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from .._trial_store import TrialStore
 from . import paged_torch_npu
+from .paged_cases import BENCH, CASES, make
 
 _STORE = TrialStore("paged_attention", __file__)
 ROWS = 32  # of queries and heads in the product whose bits a row always has; fewer are padded
@@ -23,9 +23,11 @@ KEYS = 256  # of every product, cut at multiples of their position
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **given: Any) -> None:
     block_tables, query_starts, context_lens = (given[n] for n in ("block_tables", "query_starts", "context_lens"))
-    check_cache("paged_attention", k_cache, v_cache)
-    if not q.is_floating_point() or q.dtype != k_cache.dtype:
-        raise ValueError(f"paged_attention: q is {q.dtype}, expected the cache's {k_cache.dtype}")
+    is_coded = given["k_scale"] is not None
+    check_cache("paged_attention", k_cache, v_cache, given["k_scale"], given["v_scale"])
+    if not q.is_floating_point() or (q.dtype.itemsize < 2 if is_coded else q.dtype != k_cache.dtype):
+        expected = "bf16, fp16 or fp32" if is_coded else f"the cache's {k_cache.dtype}"
+        raise ValueError(f"paged_attention: q is {q.dtype}, expected {expected}")
     if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
         raise ValueError(
             f"paged_attention: q is {list(q.shape)}, expected [T, HQ, {k_cache.shape[3]}] with HQ a multiple of "
@@ -47,9 +49,13 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, *
         check_tables("paged_attention", block_tables, starts, contexts, k_cache)
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """[HK, length, D] of one sequence, in the dtype of accumulation."""
-    return widen(cache.index_select(0, blocks).flatten(0, 1)[:length]).transpose(0, 1)
+def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """[HK, length, D] of one sequence, in the dtype of accumulation; codes become what they stand for in `dtype`."""
+    found = cache.index_select(0, blocks).flatten(0, 1)[:length]
+    if scales is not None:
+        by_token = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length, :, None]
+        found = (found.to(by_token.dtype) * by_token).to(dtype)
+    return widen(found).transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
@@ -164,7 +170,8 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     """Each visible key and value once for each sequence, queries and result."""
     q, cache = values["q"], values["k_cache"]
     keys = values["block_tables"].numel() * cache.shape[1]
-    return (2 * q.numel() + 2 * keys * cache.shape[2] * cache.shape[3]) * q.element_size()
+    head = cache.shape[3] * cache.element_size() + (0 if values.get("k_scale") is None else 4)
+    return 2 * q.numel() * q.element_size() + 2 * keys * cache.shape[2] * head
 
 
 @operator(check=_check_attention, forward_only=True, fake=_fake, bytes=_bytes)
@@ -175,6 +182,8 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
@@ -190,6 +199,10 @@ def paged_attention(
     chunks, nor on whether it is a prompt's or decoded; docs/arithmetic.md says how, and where not. Rows of q past the
     last query_starts are zero. No gradient.
 
+    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches hold codes, int8 or float8_e4m3fn,
+    as `write_kv` stores them. A key or value is then code * scale in fp32, rounded to q's dtype, and everything else is
+    as above: the result is that of a cache which holds these numbers.
+
     query_starts begin at 0 and do not fall; a sequence with queries has no more of them than keys, and a row of
     block_tables that holds its keys. What is not so is refused where it can be seen without waiting for a device: on
     the CPU, and on Ascend, whose operator takes lengths as integers; blocks outside the cache on the CPU alone. CUDA
@@ -202,7 +215,8 @@ def paged_attention(
     for b, length in enumerate(lengths):
         if starts[b + 1] > starts[b]:
             blocks = block_tables[b, : -(-length // k_cache.shape[1])]
-            k, v = _gather(k_cache, blocks, length), _gather(v_cache, blocks, length)
+            k = _gather(k_cache, k_scale, blocks, length, q.dtype)
+            v = _gather(v_cache, v_scale, blocks, length, q.dtype)
             found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale)[0])
     if starts[-1] < len(q):
         found.append(torch.zeros_like(wide[starts[-1] :]))
@@ -222,63 +236,4 @@ paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)
 paged_attention.impl("torch_npu", "paged_torch_npu:attention", accepts=paged_torch_npu.reason)
 
 
-_HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}
-_CASES: list[Values] = [
-    {"queries": (1,), "contexts": (5,), "heads": 1, "kv_heads": 1, "dim": 16},
-    {"queries": (3, 1, 2), "contexts": (3, 9, 20), **_HEADS},
-    {"queries": (1, 2), "contexts": (30, 7), "scale": 0.01, **_HEADS},
-    {"queries": (1, 3), "contexts": (300, 70), "heads": 8, "kv_heads": 1, "dim": 64, "sliced": True},
-    {"queries": (0,), "contexts": (0,), **_HEADS},
-    {"queries": (0,), "contexts": (4,), **_HEADS},
-    {"queries": (5, 2), "contexts": (40, 2), "window": 4, "sliced": True, **_HEADS},
-    {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
-    {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
-    {"queries": (40,), "contexts": (60,), "window": 13, "sliced": True, **_HEADS},
-    # Blocks that every backend takes.
-    {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
-    {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
-]
-_QWEN = {"heads": 32, "kv_heads": 4, "dim": 128, "block": 16}
-_BENCH: list[Values] = [
-    {"queries": (1,), "contexts": (4096,), **_QWEN},
-    {"queries": (1,) * 64, "contexts": (1024,) * 64, **_QWEN},
-    {"queries": (8192,), "contexts": (8192,), **_QWEN},
-    {"queries": (512,) * 8, "contexts": (4096,) * 8, **_QWEN},
-]
-
-
-def _make(
-    draw: Draw,
-    queries: Sizes,
-    contexts: Sizes,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    block: int = 8,
-    window: int = 0,
-    tokens: Sizes = (),
-) -> Values:
-    counts = [-(-c // block) for c in contexts]
-    k, v = (draw.scale * draw.normal(sum(counts) + 3, block, kv_heads, dim) for _ in range(2))
-    q, device = draw.normal(sum(queries), heads, dim), draw.device
-    tables, free = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
-    for b, count in enumerate(counts):
-        tables[b, :count], free = free[:count], free[count:]
-    starts = torch.tensor([0, *queries]).cumsum(0)
-    return {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "block_tables": tables.to(device),
-        "query_starts": starts.int().to(device),
-        "context_lens": torch.tensor(contexts, dtype=torch.int32).to(device),
-        "scale": dim**-0.5,
-        "window": window,
-    }
-
-
-def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["queries"]),), **case}
-
-
-paged_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
+paged_attention.inputs(cases=CASES, bench=BENCH)(make)

@@ -3,6 +3,9 @@
 The operator wants lengths as integers, so each call reads them back once. Three kinds of mask: none for one query a
 sequence; a mask of our own for a few queries, as drafts have; for prompts the compressed causal triangle, with
 a window as a band of it. The device does not promise that a query's bits are independent of the other sequences.
+
+Of codes the operator takes int8, and one query a sequence: decoding. Prompts over codes are the reference's, and the
+registry says so. fp8 has no operator here.
 """
 
 import functools
@@ -12,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.contracts import MASK_SIZE, fused_infer_attention_limit, scatter_pa_kv_cache_limit
+from whorl.contracts import (
+    MASK_SIZE,
+    antiquant_limit,
+    dynamic_quant_limit,
+    fused_infer_attention_limit,
+    scatter_pa_kv_cache_limit,
+)
 
 from .. import _torch_npu
 from .._check import check_lengths
@@ -21,24 +30,44 @@ from .._torch_npu import dtype_name
 FEW_QUERIES = 16  # of a sequence, for which a mask of our own is small
 
 
-def write_kv_reason(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
-    limit = scatter_pa_kv_cache_limit(
+PAGED_SCALES = 5  # the mode of a scale for each token and head, in pages as the codes are
+
+
+def write_kv_reason(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, **_: object
+) -> str | None:
+    if k_scale is not None and k_cache.dtype != torch.int8:
+        return f"npu_dynamic_quant makes codes in int8, got a cache of {dtype_name(k_cache)}"
+    quant = None if k_scale is None else dynamic_quant_limit(shape=k.shape, dtype=dtype_name(k), format="int8")
+    limit = quant or scatter_pa_kv_cache_limit(
         key_shape=k.shape,
         cache_shape=k_cache.shape,
-        dtype=dtype_name(k),
+        dtype=dtype_name(k if k_scale is None else k_cache),
         cache_dtype=dtype_name(k_cache),
         contiguous=k_cache.is_contiguous() and v_cache.is_contiguous(),
     )
     return limit or _torch_npu.missing("npu_scatter_pa_kv_cache", cache_mode="Norm")
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     """A token to be skipped repeats the first that is kept, or writes what is in slot 0: no slot means nowhere."""
     kept = slots >= 0
     source = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
     at = slots[source].clamp_min(0)
     rows = []
-    for new, cache in ((k, k_cache), (v, v_cache)):
+    for new, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scales is not None:
+            new, found = _torch_npu.call("npu_dynamic_quant", input=new.contiguous(), dst_type=torch.int8)
+            size = scales.shape[2]
+            scales[at // size, :, at % size] = torch.where(kept.any(), found[source], scales[:1, :, 0])
         rows.append(torch.where(kept.any(), new[source], cache.flatten(0, 1)[:1]).contiguous())
     _torch_npu.call(
         "npu_scatter_pa_kv_cache",
@@ -51,10 +80,23 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     )
 
 
-def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **_: object) -> str | None:
+def _codes_reason(q: Tensor, k_cache: Tensor, block_tables: Tensor) -> str | None:
+    return antiquant_limit(
+        dtype=dtype_name(q),
+        cache_dtype=dtype_name(k_cache),
+        head_size=q.shape[2],
+        block_size=k_cache.shape[1],
+        batch=block_tables.shape[0],
+        queries=q.shape[0],
+    )
+
+
+def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> str | None:
     """Whatever the lengths are: they are on the device."""
     if not q.numel():
         return "empty tensors are not taken"
+    if given["k_scale"] is not None and (limit := _codes_reason(q, k_cache, block_tables)) is not None:
+        return limit
     return fused_infer_attention_limit(
         num_heads=q.shape[1],
         num_kv_heads=k_cache.shape[2],
@@ -78,6 +120,8 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     most = max(counts, default=0)
     if not most:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if given["k_scale"] is not None and most > 1:
+        raise ValueError(f"paged_attention: a sequence has {most} queries over codes, expected one of each on an NPU")
     half = len(counts) // 2
     if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
         # Shared prefixes: the operator wants as many blocks in the cache as its sequences have together.
@@ -89,6 +133,9 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         return torch.cat([attention(part, *caches, tables, **more) for part, tables, more in parts])
     keys = {"block_table": block_tables, "block_size": k_cache.shape[1], "actual_seq_lengths_kv": contexts}
     keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
+    if given["k_scale"] is not None:
+        keys |= {"key_antiquant_scale": given["k_scale"], "value_antiquant_scale": given["v_scale"]}
+        keys |= {"key_antiquant_mode": PAGED_SCALES, "value_antiquant_mode": PAGED_SCALES}
     if most == 1 and not 0 < window < max(contexts):
         mask: dict[str, Any] = {"atten_mask": None, "sparse_mode": 0}
     elif most <= FEW_QUERIES:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._codes_triton import codes_of, magnitude, scale_of
+from .._formats import code_constants
 from .._overlap_triton import follow, overlap
 from .._rows import power_of_2
 from ..linear_triton import unit_stride
@@ -53,37 +55,104 @@ def _write_kv_kernel(
         tl.store(v_at + channels, v, mask=mask)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+@triton.jit
+def _store_codes(
+    x_ptr, cache_ptr, scale_ptr, at, cache_at, scale_at, heads, channels, HK: tl.constexpr, D: tl.constexpr,
+    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+):  # fmt: skip
+    mask = (heads < HK) & (channels < D)
+    x = tl.load(x_ptr + at + channels, mask=mask, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
+    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
+    tl.store(cache_ptr + cache_at + channels, codes.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + scale_at, scale, mask=heads < HK)
+
+
+@triton.jit
+def _write_codes_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slots_ptr,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    k_stride_block,
+    k_stride_offset,
+    k_stride_head,
+    v_stride_block,
+    v_stride_offset,
+    v_stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    follow(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        heads = tl.arange(0, BLOCK_H)[:, None]
+        channels = tl.arange(0, BLOCK_D)[None, :]
+        scale_at = (block * HK + heads) * BLOCK_SIZE + offset
+        _store_codes(
+            k_ptr, k_cache_ptr, k_scale_ptr, token * k_stride_t + heads * k_stride_h,
+            block * k_stride_block + offset * k_stride_offset + heads * k_stride_head, scale_at, heads, channels, HK, D,
+            LARGEST, IS_INTEGER,
+        )  # fmt: skip
+        _store_codes(
+            v_ptr, v_cache_ptr, v_scale_ptr, token * v_stride_t + heads * v_stride_h,
+            block * v_stride_block + offset * v_stride_offset + heads * v_stride_head, scale_at, heads, channels, HK, D,
+            LARGEST, IS_INTEGER,
+        )  # fmt: skip
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     if not k.numel():
         return
     k, v = unit_stride(k), unit_stride(v)
     heads, dim = k.shape[1:]
-    _write_kv_kernel[(k.shape[0],)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slots.contiguous(),
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        BLOCK_SIZE=k_cache.shape[1],
-        HK=heads,
-        D=dim,
-        BLOCK_H=power_of_2(heads),
-        BLOCK_D=power_of_2(dim),
-        num_warps=max(1, min(8, power_of_2(heads) * power_of_2(dim) // 256)),
+    strides = *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]
+    shapes = {
+        "BLOCK_SIZE": k_cache.shape[1],
+        "HK": heads,
+        "D": dim,
+        "BLOCK_H": power_of_2(heads),
+        "BLOCK_D": power_of_2(dim),
+        "num_warps": max(1, min(8, power_of_2(heads) * power_of_2(dim) // 256)),
         **overlap(k),
+    }
+    if k_scale is None:
+        _write_kv_kernel[(k.shape[0],)](k, v, k_cache, v_cache, slots.contiguous(), *strides, **shapes)
+        return
+    _write_codes_kernel[(k.shape[0],)](
+        k, v, k_cache, v_cache, k_scale, v_scale, slots.contiguous(), *strides, **code_constants(k_cache), **shapes
     )
 
 
 FEW_QUERIES = 16  # of a sequence on average; up to here a token is a program, beyond a tile of them
 
 
-def attention(scale: float, window: int, **given: Tensor) -> Tensor:
+def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **given: Tensor) -> Tensor:
     tensors = [unit_stride(given[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
     tensors += [given["query_starts"].contiguous(), given["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
     attend = decode if len(given["q"]) <= FEW_QUERIES * len(given["context_lens"]) else prompt
-    return attend(tensors, strides, scale * LOG2_E, window)
+    return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window)

@@ -10,7 +10,7 @@ from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
 from .._rows import ceil_div, power_of_2
-from .cuts_triton import LN_2, add_mass, cut_of, fold, load_cut, weigh, weighted
+from .cuts_triton import LN_2, Scales, add_mass, cut_of, fold, load_cut, weigh, weighted
 
 _HOPPER_QUERIES = 128
 
@@ -23,6 +23,8 @@ def _prompt_kernel(
     tables_ptr,
     starts_ptr,
     lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     y_ptr,
     lse_ptr,
     q_stride_t,
@@ -82,8 +84,9 @@ def _prompt_kernel(
         for at in range(first, middle, CUT):
             keys = at + tl.arange(0, CUT)
             k, v = load_cut(
-                k_ptr, v_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
-                k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
+                k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
+                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
             )  # fmt: skip
             cut_top, weights = weigh(q, k, None, scale, WIDEN)
             if HAS_LSE:
@@ -93,8 +96,9 @@ def _prompt_kernel(
         for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
             keys = at + tl.arange(0, CUT)
             k, v = load_cut(
-                k_ptr, v_ptr, table, keys, length, head // G, k_stride_block, k_stride_offset,
-                k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D, BLOCK_D,
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
+                k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
+                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
             )  # fmt: skip
             visible = keys[None, :] <= position[:, None]
             if window > 0:
@@ -112,7 +116,12 @@ def _prompt_kernel(
 
 
 def prompt(
-    tensors: list[Tensor], strides: tuple[int, ...], scale: float, window: int, lse: Tensor | None = None
+    tensors: list[Tensor],
+    scales: Scales,
+    strides: tuple[int, ...],
+    scale: float,
+    window: int,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """lse: of training, [T, HQ] fp32, written to. Keys and values are then rows beside those of q, in one block of
     all tokens, and block_tables is not read."""
@@ -144,6 +153,7 @@ def prompt(
     queries = 16 if is_interpreting() else (128 if has_room else 64) if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
+        *scales,
         *outputs,
         *strides,
         scale,
@@ -154,7 +164,7 @@ def prompt(
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries > 32 else 4,
+        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # codes take registers
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
@@ -166,6 +176,8 @@ def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...]) -> str | None
     q = tensors[0]
     if q.shape[2] != 128 or q.element_size() != 2:
         return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
+    if tensors[1].dtype != q.dtype:
+        return f"copies keys as they are to the tensor cores, and these are codes, {tensors[1].dtype}"
     if any(stride % 8 for stride in strides[:-1]) or any(not t.is_meta and t.data_ptr() % 16 for t in tensors[:3]):
         return "copies 16 bytes at a time, and rows do not begin at multiples of them"
     return gluon_reason(q.device)

@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._codes_triton import codes_of, magnitude, scale_of
+from .._formats import code_constants
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import row_sum
 from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, rotated, store_pair
+from .cuts_triton import Scales
 
 
 @triton.jit
@@ -61,6 +64,18 @@ def copy_heads(x_ptr, y_ptr, x_at, y_at, mask, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
+def copy_codes(
+    x_ptr, y_ptr, scale_ptr, x_at, y_at, scale_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+):  # fmt: skip
+    """`copy_heads` into a cache of codes."""
+    x = load_rest(x_ptr, x_at, mask, 0, D, BLOCK_D)
+    scale = scale_of(tl.max(magnitude(x), 2), LARGEST)
+    store_rest(y_ptr, y_at, mask, codes_of(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
+    tl.store(scale_ptr + scale_at, scale, mask=mask)
+
+
+@triton.jit
 def inverse_rms(total, D: tl.constexpr, eps):
     """Correctly rounded: one a head, where the fast reciprocal root would be the largest error in fp32."""
     return tl.div_rn(1.0, tl.sqrt_rn(total / D + eps))[:, :, None]
@@ -87,6 +102,8 @@ def _norm_rotate_heads(
     T,
     P,
     eps,
+    scale_ptr,
+    scale_at,
     D: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -98,8 +115,11 @@ def _norm_rotate_heads(
     S1: tl.constexpr,
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """With scale_ptr as codes of what is else stored, which is rounded to the dtype of x first."""
     if OVERLAP == 2:
         w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
         cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
@@ -117,9 +137,26 @@ def _norm_rotate_heads(
     inverse = inverse_rms(total, D, eps)
     first, second = first * inverse * w_first, second * inverse * w_second
     turned_first, turned_second = rotated(first, second, cos, sin)
+    if D > 2 * HALF:
+        rest = rest * inverse * w_rest
+    if scale_ptr is not None:
+        dtype = x_ptr.dtype.element_ty
+        turned_first = turned_first.to(dtype).to(tl.float32)
+        turned_second = turned_second.to(dtype).to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude(turned_first), magnitude(turned_second)), 2)
+        if D > 2 * HALF:
+            rest = rest.to(dtype).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(magnitude(rest), 2))
+        scale = scale_of(largest, LARGEST)
+        tl.store(scale_ptr + scale_at, scale, mask=mask)
+        scale = scale[:, :, None]
+        turned_first = codes_of(turned_first, scale, LARGEST, IS_INTEGER)
+        turned_second = codes_of(turned_second, scale, LARGEST, IS_INTEGER)
+        if D > 2 * HALF:
+            rest = codes_of(rest, scale, LARGEST, IS_INTEGER)
     store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
     if D > 2 * HALF:
-        store_rest(y_ptr, y_at, mask, rest * inverse * w_rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        store_rest(y_ptr, y_at, mask, rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
 
 
 @triton.jit
@@ -135,6 +172,13 @@ def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offs
 
 
 @triton.jit
+def _scale_places(slots_ptr, tokens, is_token, heads, HK: tl.constexpr, CACHE_BLOCK: tl.constexpr):
+    """Where the scales of these tokens and heads go, [BLOCK_T, BLOCK_H]: in planes [blocks, HK, CACHE_BLOCK]."""
+    slots = tl.load(slots_ptr + tokens[:, None], mask=is_token, other=0).to(tl.int64)
+    return (slots // CACHE_BLOCK * HK + heads) * CACHE_BLOCK + slots % CACHE_BLOCK
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -145,6 +189,8 @@ def _qk_norm_rope_kernel(
     table_ptr,
     positions_ptr,
     slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     T,
     P,
     qkv_stride,
@@ -172,11 +218,13 @@ def _qk_norm_rope_kernel(
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one.
 
-    k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache.
+    k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache; with scales as codes.
     """
     begin(OVERLAP)
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
@@ -191,7 +239,8 @@ def _qk_norm_rope_kernel(
         x_at, y_at = x_token + heads * D, (tokens * q_stride_t)[:, None] + heads * q_stride_h
         _norm_rotate_heads(
             qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
-            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, OVERLAP,
+            T, P, eps, None, None, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, LARGEST,
+            IS_INTEGER, OVERLAP,
         )  # fmt: skip
     elif group < q_groups + k_groups:
         heads = ((group - q_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -199,9 +248,13 @@ def _qk_norm_rope_kernel(
             slots_ptr, tokens, is_token, HK * D, block_stride, offset_stride, CACHE_BLOCK
         )  # fmt: skip
         x_at, y_at = x_token + (HQ + heads) * D, y_token + heads * head_stride
+        scale_at = None
+        if k_scale_ptr is not None:
+            scale_at = _scale_places(slots_ptr, tokens, is_token, heads, HK, CACHE_BLOCK)
         _norm_rotate_heads(
             qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
-            T, P, eps, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, OVERLAP,
+            T, P, eps, k_scale_ptr, scale_at, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+            LARGEST, IS_INTEGER, OVERLAP,
         )  # fmt: skip
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -210,7 +263,14 @@ def _qk_norm_rope_kernel(
         )  # fmt: skip
         x_at, y_at = x_token + (HQ + HK + heads) * D, y_token + heads * head_stride
         follow(OVERLAP)
-        copy_heads(qkv_ptr, v_ptr, x_at, y_at, is_token & (heads < HK), D, BLOCK_D)
+        if v_scale_ptr is None:
+            copy_heads(qkv_ptr, v_ptr, x_at, y_at, is_token & (heads < HK), D, BLOCK_D)
+        else:
+            scale_at = _scale_places(slots_ptr, tokens, is_token, heads, HK, CACHE_BLOCK)
+            copy_codes(
+                qkv_ptr, v_ptr, v_scale_ptr, x_at, y_at, scale_at, is_token & (heads < HK), D, BLOCK_D, LARGEST,
+                IS_INTEGER,
+            )  # fmt: skip
 
 
 def forward(
@@ -223,18 +283,27 @@ def forward(
     if not rows.shape[0]:
         return q, k, v
     weights = (how.pop("q_weight"), how.pop("k_weight"))
-    _launch(rows, weights, (q, k, v), cos_sin, positions, None, hk, **how)
+    _launch(rows, weights, (q, k, v), cos_sin, positions, None, (None, None), hk, **how)
     return q, k, v
 
 
-def write(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **how: Any) -> None:
+def write(
+    qkv: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **how: Any,
+) -> None:
     """`forward` into the paged cache."""
     if qkv.shape[0]:
         weights, cos_sin = (how.pop("q_weight"), how.pop("k_weight")), how.pop("cos_sin")
         heads = how.pop("num_heads"), how.pop("num_kv_heads")
         how |= {"sections": None, "layout": "chunked"}
-        outputs = (q, k_cache, v_cache)
-        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), heads[1], **how)
+        outputs, scales = (q, k_cache, v_cache), (k_scale, v_scale)
+        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **how)
 
 
 def _launch(
@@ -244,6 +313,7 @@ def _launch(
     cos_sin: Tensor,
     positions: Tensor | None,
     slots: Tensor | None,
+    scales: Scales,
     num_kv_heads: int,
     *,
     eps: float,
@@ -269,6 +339,7 @@ def _launch(
         table,
         index,
         index if slots is None else slots,
+        *scales,
         rows.shape[0],
         table.shape[0],
         rows.stride(0),
@@ -279,6 +350,7 @@ def _launch(
         **constants,
         GROUPS=groups,
         CACHE_BLOCK=0 if slots is None else k.shape[1],
+        **({"LARGEST": 0.0, "IS_INTEGER": False} if scales[0] is None else code_constants(k)),
         enable_fp_fusion=False,
         **overlap(rows),
     )

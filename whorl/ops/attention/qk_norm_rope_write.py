@@ -7,24 +7,26 @@ from torch import Tensor
 
 from .._check import check_cache, check_slots
 from .._draw import Draw
+from .._formats import FORMATS
 from .._op import Values, operator
 from ..rope.tables import Style
 from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
-from .write_kv import write_kv
+from .write_kv import draw_caches, write_kv
 
 
 def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **rest: Any) -> None:
     name, num_heads, num_kv_heads = "qk_norm_rope_write", rest["num_heads"], rest["num_kv_heads"]
     rest.pop("style")
+    scales = rest.pop("k_scale"), rest.pop("v_scale")
     check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **rest)
-    check_cache(name, k_cache, v_cache)
+    check_cache(name, k_cache, v_cache, *scales)
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if qkv.dim() != 2 or q.shape != (qkv.shape[0], num_heads, dim) or q.dtype != qkv.dtype:
         raise ValueError(
             f"{name}: qkv is {list(qkv.shape)}, q {list(q.shape)} {q.dtype}, expected [T, (HQ + 2 HK) D] and "
             f"[T, {num_heads}, {dim}] in {qkv.dtype}"
         )
-    if k_cache.shape[2:] != (num_kv_heads, dim) or k_cache.dtype != qkv.dtype:
+    if k_cache.shape[2:] != (num_kv_heads, dim) or (scales[0] is None and k_cache.dtype != qkv.dtype):
         raise ValueError(
             f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, expected [blocks, block size, {num_kv_heads}, "
             f"{dim}] in {qkv.dtype}"
@@ -37,7 +39,7 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return 2 * qkv.numel() * qkv.element_size() + table.numel() * table.element_size()
 
 
-@operator(check=_check, mutates=("q", "k_cache", "v_cache"), bytes=_bytes)
+@operator(check=_check, mutates=("q", "k_cache", "v_cache", "k_scale", "v_scale"), bytes=_bytes)
 def qk_norm_rope_write(
     qkv: Tensor,
     q_weight: Tensor,
@@ -47,6 +49,8 @@ def qk_norm_rope_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -57,14 +61,15 @@ def qk_norm_rope_write(
     """RMSNorm each query and key head of new tokens, rotate them, and store q and, in the cache, k and v.
 
     qkv: [T, (HQ + 2 HK) D], q_weight, k_weight: [D], cos_sin: [T, R], a row for each token: as `qk_norm_rope`; q:
-    [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T] as `write_kv`.
+    [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T], and k_scale and v_scale,
+    written, where the cache holds codes: as `write_kv`. What is quantised has been rounded to qkv's dtype before.
     Returns nothing.
     """
     how: Values = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps, "plus_one": plus_one}
     reference = qk_norm_rope.reference
     turned, k, v = reference(qkv, q_weight, k_weight, cos_sin, style=style, with_v=True, **how)
     q.copy_(turned)
-    write_kv.reference(k, v, k_cache, v_cache, slots)
+    write_kv.reference(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
 # ---- backends
@@ -91,25 +96,24 @@ qk_norm_rope_write.impl("triton", "qk_norm_rope_triton:write", accepts=_triton_r
 def _npu_reason(
     qkv: Tensor,
     cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    **_: object,
+    **given: Any,
 ) -> str | None:
     k, v = split_heads(qkv, num_heads, num_kv_heads)[1:]
-    write = write_kv.impls["torch_npu"].accepts(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
+    cache = {name: given[name] for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
+    write = write_kv.impls["torch_npu"].accepts(k=k, v=v, **cache)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return write or qk_norm_rope.impls["torch_npu"].accepts(qkv=qkv, cos_sin=cos_sin, **heads)
 
 
 @qk_norm_rope_write.impl("torch_npu", accepts=_npu_reason)
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **given: Any) -> None:
+def _(q: Tensor, **given: Any) -> None:
+    cache = {name: given.pop(name) for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
     rotate = qk_norm_rope.impls["torch_npu"].function
     turned, k, v = rotate(**given, positions=None, sections=None, layout="chunked", with_v=True)
     q.copy_(turned)
-    write_kv.impls["torch_npu"].function(k, v, k_cache, v_cache, slots)
+    write_kv.impls["torch_npu"].function(k=k, v=v, **cache)
 
 
 # ---- cases
@@ -124,19 +128,28 @@ _CASES: list[Values] = [
     {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
     {"tokens": (3,), "heads": 8, "kv_heads": 8, "dim": 128, "block": 128},
     {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 64, "short": True, "skipped": True},  # slots in int32
+    {"tokens": (5,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "format": "int8", "skipped": True},
+    {"tokens": (4,), "heads": 4, "kv_heads": 2, "dim": 64, "style": "pairs", "format": "fp8", "sliced": True},
+    {"tokens": (3,), "heads": 2, "kv_heads": 2, "dim": 128, "format": "fp8", "scale": 0.01},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "heads": 32, "kv_heads": 4, "dim": 128, "block": 16} for tokens in (1, 64, 8192)
 ]
+_BENCH += [_BENCH[1] | {"format": name} for name in FORMATS]
 
 
-def _make(draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, **case: Any) -> Values:
+def _make(
+    draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, format: str = "", **case: Any
+) -> Values:
     """Slots in no order, some tokens without one; blocks with a gap between them where strides are asked for."""
     values = make_case(draw, looked_up=True, **case)
     (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
     blocks = -(-count // block) + 1
     shape = (blocks, block + 2 * draw.sliced, kv_heads, dim)
-    caches = {n: torch.randn(*shape, **draw.kind)[:, :block] for n in ("k_cache", "v_cache")}
+    caches = draw_caches(draw, shape, format)
+    caches |= {name: caches[name][:, :block] for name in ("k_cache", "v_cache")}
+    if format:
+        caches |= {name: caches[name][..., :block].contiguous() for name in ("k_scale", "v_scale")}
     slots = torch.randperm(blocks * block, device=device)[:count]
     if skipped:
         slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)

@@ -1,48 +1,94 @@
 """Writing keys and values into the pages of a cache."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from .._check import check_cache, check_slots
 from .._draw import Draw, Sizes
+from .._formats import FORMATS
 from .._op import Values, operator
+from ..quant import dynamic_quant
 from . import paged_torch_npu
 
 
-def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    check_cache("write_kv", k_cache, v_cache)
+def _check(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    check_cache("write_kv", k_cache, v_cache, k_scale, v_scale)
     if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
             f"write_kv: k is {list(k.shape)}, v {list(v.shape)}, expected [T, HK, D] of the cache's "
             f"{list(k_cache.shape[2:])}"
         )
-    if not k.dtype == v.dtype == k_cache.dtype:
+    if k_scale is None and not k.dtype == v.dtype == k_cache.dtype:
         raise ValueError(f"write_kv: k is {k.dtype}, v {v.dtype}, expected the cache's {k_cache.dtype}")
+    if k_scale is not None and (k.dtype != v.dtype or not k.is_floating_point() or k.dtype.itemsize < 2):
+        raise ValueError(f"write_kv: k is {k.dtype}, v {v.dtype}, expected both in bf16, fp16 or fp32")
     check_slots("write_kv", slots, k.shape[0], k_cache)
 
 
-@operator(check=_check, mutates=("k_cache", "v_cache"))
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+@operator(check=_check, mutates=("k_cache", "v_cache", "k_scale", "v_scale"))
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Store the keys and values of new tokens in the cache.
 
     k, v: [T, HK, D]; k_cache, v_cache: [blocks, block size, HK, D] in k's dtype, written in place; slots: [T] int32 or
     int64: token t goes to offset slots[t] % block size of block slots[t] // block size, and nowhere when slots[t] is
     negative. Two tokens in one slot: either may win. A slot past the cache is an error on the CPU and is not looked
     for elsewhere. Returns nothing.
+
+    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches are int8 or float8_e4m3fn: every
+    head of a token is stored as `dynamic_quant` quantises its D channels, codes here and scale there.
     """
     slots = slots.long()
     if min(slots.tolist(), default=0) < 0:
         kept = slots >= 0
         k, v, slots = k[kept], v[kept], slots[kept]
-    # Blocks may lie anywhere, the tokens of a block one behind the other.
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        if cache.stride(0) == cache.shape[1] * cache.stride(1):
-            cache.flatten(0, 1).index_copy_(0, slots, new)
-        else:
-            cache[slots // cache.shape[1], slots % cache.shape[1]] = new
+    for cache, scales, new in ((k_cache, k_scale, k), (v_cache, v_scale, v)):
+        if scales is not None:
+            new, found = quantised(new, cache)
+            scales[slots // scales.shape[2], :, slots % scales.shape[2]] = found.to(scales.dtype)
+        _store(cache, slots, new)
 
 
-def _triton_reason(k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
+def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Blocks may lie anywhere, the tokens of a block one behind the other."""
+    if cache.dtype.itemsize == 1:  # torch copies no fp8 by index
+        cache, new = cache.view(torch.int8), new.view(torch.int8)
+    if cache.stride(0) == cache.shape[1] * cache.stride(1):
+        cache.flatten(0, 1).index_copy_(0, slots, new)
+    else:
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = new
+
+
+def quantised(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of x [T, HK, D] in the dtype of a cache, and its scales [T, HK]; of gold a cache is in fp64, too."""
+    codes, scales = dynamic_quant.reference(x, format=format_of(cache))
+    return codes.to(cache.dtype), scales
+
+
+def format_of(cache: Tensor) -> Literal["int8", "fp8"]:
+    return "int8" if cache.dtype == torch.int8 else "fp8"
+
+
+def _triton_reason(k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, **_: object) -> str | None:
+    if k_scale is not None and k.dtype == torch.float64:
+        return "computes scales in fp32, got torch.float64"
     return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes channels that lie side by side only"
 
 
@@ -59,21 +105,49 @@ _CASES: list[Values] = [
     {"tokens": (4,), "kv_heads": 1, "dim": 5, "scale": 0.01},
     {"tokens": (5,), "kv_heads": 2, "dim": 16, "skipped": 2, "short": True},  # slots in int32
     {"tokens": (3,), "kv_heads": 2, "dim": 16, "sliced": True, "short": True},
+    {"tokens": (5,), "kv_heads": 2, "dim": 24, "format": "int8", "skipped": 2},
+    {"tokens": (6,), "kv_heads": 3, "dim": 20, "format": "fp8", "sliced": True, "scale": 0.01},
+    {"tokens": (4,), "kv_heads": 1, "dim": 64, "format": "fp8", "short": True},
+    {"tokens": (0,), "kv_heads": 2, "dim": 16, "format": "int8"},
 ]
 _BENCH: list[Values] = [{"tokens": (tokens,), "kv_heads": 4, "dim": 128, "block": 16} for tokens in (1, 64, 8192)]
+_BENCH += [{"tokens": (64,), "kv_heads": 4, "dim": 128, "block": 16, "format": name} for name in FORMATS]
 
 
 def _make(
-    draw: Draw, tokens: Sizes, kv_heads: int, dim: int, block: int = 4, skipped: int = 0, short: bool = False
+    draw: Draw,
+    tokens: Sizes,
+    kv_heads: int,
+    dim: int,
+    block: int = 4,
+    skipped: int = 0,
+    short: bool = False,
+    format: str = "",
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 3
     k, v = (draw.scale * draw.normal(count, kv_heads, dim, gap=3) for _ in range(2))
     shape = (blocks, block, kv_heads + draw.sliced, dim)
-    k_cache, v_cache = (torch.randn(*shape, **draw.kind)[:, :, :kv_heads] for _ in range(2))
+    caches = draw_caches(draw, shape, format)
+    caches |= {name: caches[name][:, :, :kv_heads] for name in ("k_cache", "v_cache")}
+    if format:
+        caches |= {name: caches[name][:, :kv_heads].contiguous() for name in ("k_scale", "v_scale")}
     slots = torch.randperm(blocks * block)[:count]
     slots[:skipped] = -1
     slots = slots.int() if short else slots
-    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots.to(draw.device)}
+    return {"k": k, "v": v, **caches, "slots": slots.to(draw.device)}
+
+
+def draw_caches(draw: Draw, shape: Sizes, format: str, scale: float = 1.0) -> Values:
+    """k_cache and v_cache of [blocks, block size, HK, D], with something in them; of a format also their scales."""
+    found: Values = {"k_cache": None, "v_cache": None, "k_scale": None, "v_scale": None}
+    for name in ("k", "v"):
+        values = scale * torch.randn(*shape, **draw.kind)
+        if not format:
+            found[f"{name}_cache"] = values
+            continue
+        codes, scales = dynamic_quant.reference(values, format=format)  # type: ignore[arg-type]
+        found |= {f"{name}_cache": codes, f"{name}_scale": scales.float().transpose(1, 2).contiguous()}
+    return found
 
 
 write_kv.inputs(cases=_CASES, bench=_BENCH)(_make)

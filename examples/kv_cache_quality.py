@@ -1,0 +1,68 @@
+"""What a cache in 8 bits changes: the next-token distributions of a text, beside those of the model's own cache.
+
+python examples/kv_cache_quality.py                                        # the small default model, a page of docs/
+python examples/kv_cache_quality.py Qwen/Qwen3-0.6B --text book.txt --tokens 2048 --dtype bfloat16
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whorl import LLM
+from whorl.engine.caches import cache_specs
+from whorl.nn import Step
+
+TEXT = Path(__file__).parents[1] / "docs" / "engine.md"
+BLOCK = 16
+
+
+@torch.inference_mode()
+def distributions(llm: LLM, ids: list[int], kv_cache_dtype: str) -> Tensor:
+    """Log-probabilities [T, V] of what comes behind each token: one prompt, read back from a cache of its own."""
+    model, device = llm.model, llm.runner.device
+    num_blocks, count = -(-len(ids) // BLOCK), len(ids)
+    positions = torch.arange(count, device=device)
+    step = Step(
+        token_ids=torch.tensor(ids, device=device),
+        positions=positions,
+        slots=positions,
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        max_position=count,
+    )
+    caches = [spec.empty(num_blocks, BLOCK, device) for spec in cache_specs(model, kv_cache_dtype)]
+    return model.logits(model.forward(step, caches)).double().log_softmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a Hugging Face id")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--tokens", type=int, default=1024, help="of the text, from its beginning")
+    parser.add_argument("--dtype", help="of the model; default: its own, float32 on a CPU")
+    given = parser.parse_args()
+
+    llm = LLM(given.model, dtype=given.dtype, num_blocks=8)
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(given.text.read_text())[: given.tokens]
+    print(f"{len(ids)} tokens of {given.text.name}, model in {str(llm.model.dtype).removeprefix('torch.')}")
+    print("cache     bytes a token  perplexity  mean KL   largest KL  largest difference of a logprob  same top token")
+    plain = distributions(llm, ids, "auto")
+    behind = torch.tensor(ids[1:], device=plain.device)[:, None]
+    for name in ("auto", "fp8", "int8"):
+        found = plain if name == "auto" else distributions(llm, ids, name)
+        size = sum(spec.token_bytes for spec in cache_specs(llm.model, name))
+        divergence = (plain.exp() * (plain - found)).sum(-1)
+        said, meant = (each[:-1].gather(1, behind) for each in (found, plain))
+        same = (found.argmax(-1) == plain.argmax(-1)).double().mean()
+        print(
+            f"{name:8}{size:15}{(-said.mean()).exp():12.4f}{divergence.mean():10.2e}{divergence.max():12.2e}"
+            f"{(said - meant).abs().max():33.4f}{same:16.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
