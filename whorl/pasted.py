@@ -59,7 +59,7 @@ MISSING = {
     "--additional-config": "vllm-ascend's own settings have no counterpart, but --compilation-config is read",
     "--generation-config": "the model's own generation_config.json advises: leave it out",
     "--scheduling-policy": "requests are taken in the order they come: leave it out",
-    "--allowed-origins": "say --origin URL, once for each",
+    "--allowed-origins": "say --allow-origin URL, once for each",
     "--ssl-keyfile": "put a proxy that speaks TLS in front",
     "--ssl-certfile": "put a proxy that speaks TLS in front",
     "--root-path": "let the proxy in front take the prefix off",

@@ -15,7 +15,7 @@ from .gate import ApiError
 from .grammar import Grammars
 from .media_intake import MediaIntake, media_of
 from .parsers import AUTO, choose_form, tells_thinking
-from .schema_parts import ChatMessage, Part, ResponseFormat, TextPart, Tool
+from .schema_parts import MAX_IDS, ChatMessage, Part, ResponseFormat, TextPart, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
@@ -66,15 +66,11 @@ class Preparer:
         self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
 
     async def chat(self, request: ChatRequest) -> Prepared:
-        variables = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort not in (None, "minimal"):
-            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-        tools = request.tools if request.uses_tools else None
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=asked, logprobs=num_top)
         items = await self.media(request.messages)
-        found = await self.render(request.messages, tools, request.add_generation_prompt, variables, items)
+        found = await self._rendered(request, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
         self._check_length(prompt, asked)
         allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
@@ -87,6 +83,21 @@ class Preparer:
             form=self._form if request.uses_tools else None,
             media=items,
         )
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a conversation, however many the model takes."""
+        items = await self.media(request.messages, max_tokens=MAX_IDS)
+        return len((await self._rendered(request, items, max_tokens=MAX_IDS))["ids"])
+
+    async def _rendered(
+        self, request: ChatRequest, items: Sequence[MediaItem], max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort not in (None, "minimal"):
+            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+        tools = request.tools if request.uses_tools else None
+        given = request.messages, tools, request.add_generation_prompt, variables, items
+        return await self.render(*given, max_tokens=max_tokens)
 
     async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
         """The pictures and videos of a conversation. max_tokens: that they may have; None: what the model takes."""
@@ -274,7 +285,7 @@ def _content(parts: Sequence[Part]) -> str | list[dict[str, str]]:
 
 def _message(message: ChatMessage) -> dict[str, Any]:
     """As templates want it: content is text or parts, arguments are objects."""
-    found = message.model_dump(exclude_none=True, exclude={"content", "refusal", "annotations"})
+    found = message.model_dump(exclude_none=True, exclude={"content", "refusal"})
     content = message.content
     found["content"] = _content(content) if isinstance(content, list) else content or ""
     for call in found.get("tool_calls", ()):
