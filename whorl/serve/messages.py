@@ -83,8 +83,8 @@ def _choice(given: ToolChoice) -> Any:
 
 def _conversation(request: CountRequest) -> Conversation:
     if request.messages[-1].role == "assistant":
-        message = "messages: the last is the assistant's, and this server does not go on with one: end with the user's"
-        raise ApiError(400, message, param="messages")
+        what = "messages: the last is the assistant's, and this server does not go on with one: end with the user's"
+        raise ApiError(400, what, param="messages")
     made = Conversation()
     if request.system:
         made.system(_text(request.system))
@@ -138,8 +138,9 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return words(block.text)
     source = block.source
-    is_inline = isinstance(source, Base64Source)
-    return picture(f"data:{source.media_type};base64,{source.data}" if is_inline else source.url)
+    if isinstance(source, Base64Source):
+        return picture(f"data:{source.media_type};base64,{source.data}")
+    return picture(source.url)
 
 
 def _text(given: str | Sequence[TextBlock]) -> str:

@@ -15,7 +15,6 @@ from .response_schemas import (
     CallItem,
     FunctionChoice,
     InputImage,
-    MessageItem,
     Part,
     ReasoningItem,
     Refusal,
@@ -30,6 +29,7 @@ from .turns import Event, Kind, Section, TurnReply
 if TYPE_CHECKING:
     from .service import Service
 
+_SAME = ("stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt", "chat_template_kwargs")
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
@@ -63,18 +63,7 @@ def chat_request(request: TokensRequest) -> ChatRequest:
         "parallel_tool_calls": request.parallel_tool_calls,
     }
     if isinstance(request, ResponsesRequest):
-        same = (
-            "stream",
-            "temperature",
-            "top_p",
-            "cache_salt",
-            "chat_template_kwargs",
-            "min_p",
-            "seed",
-            "stop",
-            "top_k",
-        )
-        fields |= {name: getattr(request, name) for name in same}
+        fields |= {name: getattr(request, name) for name in _SAME}
         fields["max_completion_tokens"] = request.max_output_tokens
         if request.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
@@ -85,7 +74,10 @@ def _conversation(request: TokensRequest) -> Conversation:
     made = Conversation()
     if request.instructions:
         made.system(request.instructions)
-    for item in [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input:
+    if isinstance(request.input, str):
+        made.user(request.input)
+        return made
+    for item in request.input:
         if isinstance(item, CallItem):
             made.called(item.call_id, item.name, item.arguments)
         elif isinstance(item, ResultItem):
@@ -220,7 +212,7 @@ class ResponsesReply(TurnReply):
         is_over, asked, params = status != "in_progress", self._asked, self.prepared.params
         tools = [tool.model_dump(by_alias=True) for tool in asked.tools or ()]
         choice = asked.tool_choice if isinstance(asked.tool_choice, str | None) else asked.tool_choice.model_dump()
-        text = (asked.text.format if asked.text else None) or TextFormat()
+        form = asked.text.format if asked.text else None
         return {
             "id": f"resp_{self._run.number}",
             "object": "response",
@@ -242,7 +234,7 @@ class ResponsesReply(TurnReply):
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": text.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "tool_choice": choice or "auto",
             "tools": tools,
             "top_logprobs": asked.top_logprobs or 0,
