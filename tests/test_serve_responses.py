@@ -23,6 +23,7 @@ WEATHER: Any = {
     },
     "strict": True,
 }
+PICTURE = {"type": "input_image", "image_url": "data:,"}
 
 
 class Answer(BaseModel):
@@ -175,8 +176,8 @@ def test_logprobs(served: Served) -> None:
         ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text.format: type json_schema and a field"),
         ({"input": "hi", "topp": 1}, "topp: is not a parameter that this server knows"),
         ({"input": "hi", "max_output_tokens": 5000}, "5000 more are asked for"),
-        ({"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "a picture is"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "text alone"),
+        ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input: a picture is in a message of the user's"),
+        ({"input": [{"role": "user", "content": [PICTURE]}]}, "text alone"),
         ({"input": [{"role": "user", "content": "x"}] * 20000}, "has 20000 items and parts"),
         ({}, "input: Field required"),
     ],
