@@ -12,10 +12,10 @@ from whorl.media import MediaItem, Place
 from whorl.media.places import PADS
 
 from .gate import ApiError
-from .grammar import Grammars
+from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_of
 from .parsers import AUTO, choose_form, tells_thinking
-from .schema_parts import MAX_IDS, ChatMessage, Part, ResponseFormat, TextPart, Tool
+from .schema_parts import MAX_IDS, ChatMessage, Part, TextPart, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
@@ -73,7 +73,7 @@ class Preparer:
         found = await self._rendered(request, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
         self._check_length(prompt, asked)
-        allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
+        allow = await self._allow(request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking)
         return Prepared(
             prompts=[prompt],
             params=replace(params, allow=allow),
@@ -115,7 +115,7 @@ class Preparer:
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
-        allow = await self._allow(request, lambda: self._format_grammar(request.response_format), is_thinking=False)
+        allow = await self._allow(request, lambda worker: self._format_grammar(request, worker), is_thinking=False)
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
@@ -215,27 +215,30 @@ class Preparer:
             **others,
         )
 
-    def _chat_grammar(self, request: ChatRequest) -> str | None:
+    def _chat_grammar(self, request: ChatRequest, worker: Worker) -> Grammar:
         if request.forces_a_tool:
             assert request.tools is not None
             assert request.tool_choice is not None
-            return call_grammar(
+            text = call_grammar(
                 self._form,
                 request.tools,
                 request.tool_choice,
                 is_parallel=request.parallel_tool_calls is not False,
                 tokenizer=self.tokenizer,
             )
-        return self._format_grammar(request.response_format)
+            return Grammar(text)
+        return self._format_grammar(request, worker)
 
-    def _format_grammar(self, asked: ResponseFormat | None) -> str | None:
-        if asked is None or asked.type == "text":
-            return None
+    def _format_grammar(self, request: ChatRequest | CompletionRequest, worker: Worker) -> Grammar:
+        if request.constraint is not None:
+            return self._grammars.constraint(request.constraint, worker)
+        asked = request.response_format
+        assert asked is not None
         schema = asked.json_schema.schema_ if asked.json_schema else None
-        return self._grammars.json_schema({"type": "object"} if schema is None else schema)
+        return Grammar(self._grammars.json_schema({"type": "object"} if schema is None else schema))
 
-    async def _allow(self, request: Sampling, make: Callable[[], str | None], *, is_thinking: bool) -> Any:
-        """make: gives the grammar, or None."""
+    async def _allow(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
+        """make: gives the grammar, where the request has one."""
         if not request.has_grammar:
             return None
         for name in ("min_tokens", "ignore_eos"):
@@ -243,8 +246,7 @@ class Preparer:
                 raise ApiError(400, f"{name} and a grammar exclude each other: the grammar says when the text ends")
 
         def compiled(worker: Worker) -> Any:
-            grammar = make()
-            assert grammar is not None
+            grammar = make(worker)
             self._grammars.prove(grammar, worker)
             return self._grammars.compile(grammar, is_thinking=is_thinking)
 
