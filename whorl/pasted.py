@@ -23,8 +23,8 @@ _NEEDLESS_FLAGS = {
     "--enable-auto-tool-choice": "tool calls are always read",
     "--enable-chunked-prefill": "long prompts are always read in chunks",
     "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--disable-log-requests": "requests are not logged",
-    "--no-enable-log-requests": "requests are not logged",
+    "--disable-log-requests": "what requests say is not logged",
+    "--no-enable-log-requests": "what requests say is not logged",
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "models are shared among ranks by tensor parallelism alone: --tensor-parallel-size"

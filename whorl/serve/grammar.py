@@ -50,18 +50,18 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._proven: OrderedDict[bytes, ApiError | None] = OrderedDict()  # None: it can be compiled
 
-    def json_schema(self, schema: dict[str, Any]) -> str:
+    def json_schema(self, schema: dict[str, Any], param: str = "response_format") -> Grammar:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema))
+        return Grammar(LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema)), param=param)
 
     def constraint(self, asked: Constraint, worker: "Worker") -> Grammar:
         from llguidance import LLMatcher
 
         if asked.kind == "json":
-            return Grammar(self.json_schema(asked.value), param=asked.param)
+            return self.json_schema(asked.value, asked.param)
         if asked.kind == "json_object":
-            return Grammar(self.json_schema({"type": "object"}), param=asked.param)
+            return self.json_schema({"type": "object"}, asked.param)
         if asked.kind == "regex":
             return Grammar(LLMatcher.grammar_from_regex(asked.value), "the regex", asked.param)
         what = f"the {asked.kind}"

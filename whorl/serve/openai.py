@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
 
 
 def _add_routes(app: "FastAPI", service: Any) -> None:
+    from .embeddings import EmbeddingsApi
     from .messages import MessagesApi
     from .responses import ResponsesApi
     from .schemas import ErrorResponse
@@ -115,6 +117,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
 
     usual = refusing(400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
     responses, messages = ResponsesApi(service), MessagesApi(service)
+    embeddings = EmbeddingsApi(service, service.settings.pooling)
     for path, method, function, refusals in (
         ("/v1/chat/completions", "POST", service.chat_completions, usual),
         ("/v1/completions", "POST", service.completions, usual),
@@ -122,6 +125,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         ("/v1/responses/input_tokens", "POST", responses.input_tokens, usual),
         ("/v1/messages", "POST", messages.create, usual),
         ("/v1/messages/count_tokens", "POST", messages.count_tokens, usual),
+        ("/v1/embeddings", "POST", embeddings.create, usual),
         ("/v1/models", "GET", service.models, usual),
         ("/v1/models/{name:path}", "GET", service.model, usual),
         ("/tokenize", "POST", service.tokenize, usual),
@@ -178,6 +182,7 @@ def prepare(
     if llm is None:
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
         processor = _processor(model, llm, chosen)
+        chosen = replace(chosen, pooling=_pooling(model))
     if report:
         from whorl.engine.sequence_parallel import describe
 
@@ -194,6 +199,14 @@ def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Pro
     from whorl.media import Processor
 
     return Processor.from_folder(resolve(model), settings.media)
+
+
+def _pooling(model: str | Path | None) -> str | None:
+    from whorl.engine.weights import resolve
+
+    from .embeddings import read_pooling
+
+    return read_pooling(resolve(model))
 
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":

@@ -235,7 +235,7 @@ class Preparer:
         asked = request.response_format
         assert asked is not None
         schema = asked.json_schema.schema_ if asked.json_schema else None
-        return Grammar(self._grammars.json_schema({"type": "object"} if schema is None else schema))
+        return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
     async def _allow(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
         """make: gives the grammar, where the request has one."""

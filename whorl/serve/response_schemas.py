@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from .schema_parts import MAX_PARTS, Lenient, StreamOptions, Strict
 from .schemas import MAX_TOP_LOGPROBS, Stop
+from .structured import Guided
 
 
 def _kind(given: Any, default: str | None = None) -> str | None:
@@ -179,7 +180,7 @@ class TokensRequest(Strict):
             raise ValueError("this server keeps no responses: send the whole conversation in input")
 
 
-class ResponsesRequest(TokensRequest):
+class ResponsesRequest(TokensRequest, Guided):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

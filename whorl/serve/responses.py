@@ -24,6 +24,7 @@ from .response_schemas import (
     TokensRequest,
 )
 from .schemas import ChatRequest
+from .structured import Guided
 from .turns import Event, Kind, Section, TurnReply
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def chat_request(request: TokensRequest) -> ChatRequest:
     }
     if isinstance(request, ResponsesRequest):
         fields |= {name: getattr(request, name) for name in _SAME}
+        fields |= request.model_dump(include=set(Guided.model_fields), by_alias=True, exclude_none=True)
         fields["max_completion_tokens"] = request.max_output_tokens
         if request.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}

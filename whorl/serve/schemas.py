@@ -137,7 +137,7 @@ class ChatRequest(Sampling):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-def _kind_of_prompt(given: Any) -> str:
+def kind_of_prompt(given: Any) -> str:
     """By its first entry: each kind by itself would have something to say about every entry of another."""
     if not isinstance(given, list):
         return "text"
@@ -154,7 +154,7 @@ class CompletionRequest(Sampling):
         | Annotated[Ids, Field(min_length=1), Tag("ids")]
         | Annotated[list[str], _SOME, at_most(MAX_PROMPTS), Tag("texts")]
         | Annotated[list[Ids], _SOME, at_most(MAX_PROMPTS), Tag("lists")],
-        Discriminator(_kind_of_prompt),
+        Discriminator(kind_of_prompt),
     ]
     best_of: int | None = None
     echo: bool = False

@@ -23,7 +23,8 @@ class Settings:
     prompt's template and tokens may take of a worker, in CPU time; a schema half the time and a quarter of the memory.
     chat_template: a template's text; None: the model's own. tool_parser, reasoning_parser: how replies are taken apart,
     by name, or auto; see `parsers`. media: what a picture or video may take; max_media_body: of requests that may hold
-    some; media_hosts, media_folder: where they may be fetched from, beside data: URIs.
+    some; media_hosts, media_folder: where they may be fetched from, beside data: URIs. pooling: how embeddings come
+    about, see `embeddings.read_pooling`; None: there are none.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
@@ -48,6 +49,7 @@ class Settings:
     max_media_body: int = 64 << 20
     media_hosts: tuple[str, ...] = ()
     media_folder: str | None = None
+    pooling: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:

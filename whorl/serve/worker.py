@@ -1,4 +1,4 @@
-"""What may take for ever, in a process of its own: a model's chat template, its tokenizer, a client's JSON schema or grammar.
+"""What may take for ever, in a process of its own: a model's chat template, its tokenizer, a client's grammar.
 
 `worker_pool` starts this module, sends the tokenizer, then one job at a time: JSON both ways, after its length.
 A job that takes more CPU time or memory than it may ends the process, and nothing else: the template and the tokenizer
