@@ -111,6 +111,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
     from .messages import MessagesApi
     from .responses import ResponsesApi
     from .schemas import ErrorResponse
+    from .token_generation import TokensApi
 
     def refusing(*codes: int) -> dict[int | str, dict[str, Any]]:
         return {code: {"model": ErrorResponse} for code in codes}
@@ -126,6 +127,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         ("/v1/messages", "POST", messages.create, usual),
         ("/v1/messages/count_tokens", "POST", messages.count_tokens, usual),
         ("/v1/embeddings", "POST", embeddings.create, usual),
+        ("/inference/v1/generate", "POST", TokensApi(service).generate, usual),
         ("/v1/models", "GET", service.models, usual),
         ("/v1/models/{name:path}", "GET", service.model, usual),
         ("/tokenize", "POST", service.tokenize, usual),

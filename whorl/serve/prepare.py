@@ -1,7 +1,7 @@
 """From a request to prompts and sampling parameters."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,15 @@ class Preparer:
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
         allow = await self._allow(request, lambda worker: self._format_grammar(request, worker), is_thinking=False)
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
+
+    def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
+        """For prompts that are ids already. prompt_logprobs: how many alternatives; None: the prompt is not scored."""
+
+        async def prepare(request: CompletionRequest) -> Prepared:
+            found = await self.completion(request)
+            return replace(found, params=replace(found.params, prompt_logprobs=prompt_logprobs))
+
+        return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
         """Of each prompt, its ids and, for echo, its text."""
