@@ -51,7 +51,7 @@ class Strict(BaseModel):
 # What clients put into messages beside OpenAI's fields, and send back as they got it. It says nothing to a model.
 _ADDED = frozenset(
     {
-        *("provider_specific_fields", "annotations", "cache_control", "citations", "images", "logprobs", "parsed"),
+        *("provider_specific_fields", "annotations", "cache_control", "citations", "logprobs", "parsed"),
         *("parsed_arguments", "phase", "reasoning_details", "status", "thinking_blocks", "uuid", "weight"),
     }
 )

@@ -73,10 +73,9 @@ class TokensApi:
 
     async def generate(self, request: GenerateRequest, http: Request) -> Response:
         """What comes after token ids, as token ids."""
+        asked = request.completion()
         prepare = self._service.preparer.tokens(request.sampling_params.prompt_logprobs)
-        return await self._service.generate(
-            request.completion(), http, prepare, lambda run: TokensReply(request, request.completion(), run)
-        )
+        return await self._service.generate(asked, http, prepare, lambda run: TokensReply(request, asked, run))
 
 
 class TokensReply(Reply):
