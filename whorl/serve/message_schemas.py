@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
 
@@ -164,6 +164,17 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = Field(None, description="no effect: every prompt is looked up")
+
+
+class MessagesErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorBody
+    request_id: str | None
 
 
 class MessagesRequest(CountRequest):

@@ -108,6 +108,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
 
 def _add_routes(app: "FastAPI", service: Any) -> None:
     from .embeddings import EmbeddingsApi
+    from .message_schemas import MessagesError
     from .messages import MessagesApi
     from .responses import ResponsesApi
     from .schemas import ErrorResponse
@@ -117,6 +118,7 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         return {code: {"model": ErrorResponse} for code in codes}
 
     usual = refusing(400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
+    anthropic: dict[int | str, dict[str, Any]] = {code: {"model": MessagesError} for code in usual}
     responses, messages = ResponsesApi(service), MessagesApi(service)
     embeddings = EmbeddingsApi(service, service.settings.pooling)
     for path, method, function, refusals in (
@@ -124,8 +126,8 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
         ("/v1/completions", "POST", service.completions, usual),
         ("/v1/responses", "POST", responses.create, usual),
         ("/v1/responses/input_tokens", "POST", responses.input_tokens, usual),
-        ("/v1/messages", "POST", messages.create, usual),
-        ("/v1/messages/count_tokens", "POST", messages.count_tokens, usual),
+        ("/v1/messages", "POST", messages.create, anthropic),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens, anthropic),
         ("/v1/embeddings", "POST", embeddings.create, usual),
         ("/inference/v1/generate", "POST", TokensApi(service).generate, usual),
         ("/v1/models", "GET", service.models, usual),
