@@ -72,6 +72,12 @@ def test_pages_that_are_allowed() -> None:
     assert gate(origins=("*",)).get("/", headers={"Origin": "http://anybody"}).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://page:3000/", "page:3000", "http://page/x", "HTTP://Page", "", "localhost"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="expected one such as http://localhost:3000"):
+        Settings(origins=(origin,))
+
+
 def test_a_page_elsewhere_makes_the_server_do_nothing() -> None:
     """Neither the question before, nor the request itself; and both in the shape of their address."""
     with serving(told(), allowed_hosts=("127.0.0.1",)) as served:

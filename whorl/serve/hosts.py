@@ -43,6 +43,14 @@ def refused_host(scope: Scope, allowed: Sequence[str]) -> str | None:
     return f"{what}: this server answers to {', '.join(allowed)}. Allow more with --allowed-hosts"
 
 
+def check_origin(origin: str) -> None:
+    """ValueError where no browser would send it."""
+    parts = urlsplit(origin)
+    is_one = bool(parts.scheme and parts.netloc) and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin not in (ANY, "null") and not (is_one and origin == origin.lower()):
+        raise ValueError(f"serve: --allow-origin is {origin!r}, expected one such as http://localhost:3000, or *")
+
+
 def refused_origin(scope: Scope, allowed: Sequence[str]) -> str | None:
     """What is wrong with the page that makes a request. Programs that are no browsers name none.
 

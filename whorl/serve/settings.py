@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from whorl.media import Limits
 
+from .hosts import check_origin
 from .key_limits import ApiKey
 from .parsers import check_names
 
@@ -66,6 +67,8 @@ class Settings:
             raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
         if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
+        for origin in self.origins:
+            check_origin(origin)
         if len(set(self.keys)) < len(self.keys):
             raise ValueError("serve: an API key is given twice")
         check_names(self.tool_parser, self.reasoning_parser)
