@@ -22,8 +22,8 @@ from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import AllowError, FinishReason, SamplingParams, Sequence, Text
 from whorl.serve import grammar, worker
-from whorl.serve.gate import validation_error
 from whorl.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from whorl.serve.validation import validation_error
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,8 +4,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .gate import validation_error
 from .schemas import ChatRequest
+from .validation import validation_error
 
 Content = str | list[dict[str, Any]]
 

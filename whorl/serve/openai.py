@@ -54,8 +54,9 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
     from whorl import __version__
 
     from .dialects import refusal
-    from .gate import ApiError, Cors, Gate, validation_error
+    from .gate import ApiError, Cors, Gate
     from .service import Service
+    from .validation import validation_error
 
     service = Service(llm, settings, processor)
 

@@ -1,6 +1,5 @@
 """From a request to prompts and sampling parameters."""
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from .gate import ApiError
 from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_of
 from .parsers import AUTO, choose_form, tells_thinking
-from .schema_parts import MAX_IDS, ChatMessage, Part, TextPart, Tool
+from .schema_parts import MAX_IDS, ChatMessage, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
+from .template_messages import template_message
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
 
@@ -166,7 +166,7 @@ class Preparer:
         places = None if size is None else [Place.of(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
-            given = [_message(message) for message in messages]
+            given = [template_message(message) for message in messages]
             return worker.ask(
                 "render",
                 messages=given,
@@ -282,28 +282,3 @@ class Preparer:
 
 def _each(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-
-def _content(parts: Sequence[Part]) -> str | list[dict[str, str]]:
-    """Text in one piece; templates that know pictures take the parts one by one."""
-    if all(isinstance(part, TextPart) for part in parts):
-        return "".join(part.text for part in parts if isinstance(part, TextPart))
-    return [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.type.removesuffix("_url")}
-        for part in parts
-    ]
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """As templates want it: content is text or parts, arguments are objects."""
-    found = message.model_dump(exclude_none=True, exclude={"content", "refusal"})
-    content = message.content
-    found["content"] = _content(content) if isinstance(content, list) else content or ""
-    for call in found.get("tool_calls", ()):
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except json.JSONDecodeError:
-                raise ApiError(400, f"messages: the arguments of {function['name']!r} are not JSON") from None
-    return found

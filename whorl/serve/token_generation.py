@@ -14,11 +14,11 @@ from starlette.responses import Response
 from whorl.engine.sequence import Logprob
 
 from .engine_thread import Piece
-from .gate import validation_error
 from .logprobs import finite
 from .replies import Reply, Run
 from .schema_parts import Count, Ids, StreamOptions, Strict, TokenId
 from .schemas import MAX_N, MAX_TOP_LOGPROBS, CompletionRequest
+from .validation import validation_error
 
 if TYPE_CHECKING:
     from .service import Service
