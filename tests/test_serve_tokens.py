@@ -59,7 +59,7 @@ def test_no_text_is_needed_and_stop_tokens_stop(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"token_ids": []}, "token_ids: List should have at least 1 item"),
+        ({"token_ids": []}, "token_ids: Value should have at least 1 item"),
         ({"token_ids": [100000]}, "are outside the vocabulary"),
         ({"token_ids": ["a"]}, "token_ids.0: Input should be a valid integer"),
         ({"token_ids": [5], "sampling_params": {"stop": ["a"]}}, "sampling_params.stop: is not a parameter"),

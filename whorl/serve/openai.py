@@ -170,6 +170,7 @@ def prepare(
     settings: fields of `Settings`.
     """
     need_extra()
+    from .embeddings import read_pooling
     from .hosts import hosts_for
     from .key_limits import read_keys
 
@@ -187,7 +188,8 @@ def prepare(
     if llm is None:
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
         processor = _processor(model, llm, chosen)
-        chosen = replace(chosen, pooling=_pooling(model))
+        folder = getattr(llm.tokenizer, "folder", None)
+        chosen = replace(chosen, pooling=None if folder is None else read_pooling(folder))
     if report:
         from whorl.engine.sequence_parallel import describe
 
@@ -204,14 +206,6 @@ def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Pro
     from whorl.media import Processor
 
     return Processor.from_folder(resolve(model), settings.media)
-
-
-def _pooling(model: str | Path | None) -> str | None:
-    from whorl.engine.weights import resolve
-
-    from .embeddings import read_pooling
-
-    return read_pooling(resolve(model))
 
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":
