@@ -60,7 +60,8 @@ class EmbeddingRequest(Strict):
 
     @property
     def prompts(self) -> CompletionRequest:
-        return CompletionRequest(prompt=self.input, add_special_tokens=self.add_special_tokens, max_tokens=1)
+        given = {"prompt": self.input, "add_special_tokens": self.add_special_tokens, "max_tokens": 1}
+        return CompletionRequest.model_validate(given)
 
 
 class EmbeddingsApi:

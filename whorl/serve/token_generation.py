@@ -48,7 +48,7 @@ class GenerateParams(Strict):
 
 class GenerateRequest(Strict):
     token_ids: Annotated[Ids, Field(min_length=1)]
-    sampling_params: GenerateParams = Field(default_factory=GenerateParams)
+    sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
     model: str | None = None
     cache_salt: str | None = None
     stream: bool | None = None
