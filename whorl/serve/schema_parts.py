@@ -52,7 +52,7 @@ class Strict(BaseModel):
 _ADDED = frozenset(
     {
         *("provider_specific_fields", "annotations", "cache_control", "citations", "logprobs", "parsed"),
-        *("parsed_arguments", "phase", "reasoning_details", "status", "thinking_blocks", "uuid", "weight"),
+        *("parsed_arguments", "phase", "reasoning_details", "status", "thinking_blocks", "weight"),
     }
 )
 
