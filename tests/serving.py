@@ -243,10 +243,12 @@ def stopped_in_a_stream(
         return found + list(lines)
 
 
-def in_background(served: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+def in_background(
+    served: Served, body: dict[str, Any], path: str = "/v1/completions"
+) -> tuple[threading.Thread, list[httpx.Response]]:
     """A completion that a thread asks for, and where its answer will be."""
     found: list[httpx.Response] = []
-    url = f"{served.url}/v1/completions"
+    url = f"{served.url}{path}"
     thread = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=30)))
     thread.start()
     return thread, found

@@ -8,7 +8,7 @@ import pytest
 from serving import byte_tokenizer, serving, told
 
 from whorl.engine.call_forms.hermes import HermesCalls
-from whorl.serve.grammar import Allow, Grammars
+from whorl.serve.grammar import Allow, Grammar, Grammars
 from whorl.serve.json_layout import _depth, json_layout
 from whorl.serve.schema_parts import Tool
 from whorl.serve.tools import call_grammar
@@ -28,7 +28,7 @@ def allow_json(schema: Any) -> Allow:
 
 def allow_call() -> Allow:
     grammar = call_grammar(HermesCalls, [Tool(**TOOL)], "required", is_parallel=False, tokenizer=WORDS)  # type: ignore[arg-type]
-    return GRAMMARS.compile(grammar, is_thinking=False)
+    return GRAMMARS.compile(Grammar(grammar), is_thinking=False)
 
 
 def is_allowed(allow: Allow, text: str) -> bool:

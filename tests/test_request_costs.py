@@ -22,8 +22,8 @@ from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import AllowError, FinishReason, SamplingParams, Sequence, Text
 from whorl.serve import grammar, worker
-from whorl.serve.gate import validation_error
 from whorl.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from whorl.serve.validation import validation_error
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -159,10 +159,10 @@ def test_a_schema_whose_first_tokens_take_long_is_refused(monkeypatch: pytest.Mo
     tokenizer = byte_tokenizer()
     jobs = worker.Jobs(tokenizer, len(tokenizer))
     text = grammar.Grammars(tokenizer, len(tokenizer)).json_schema(WIDE)
-    jobs.prove(text)
+    jobs.prove(text.text, text.what)
     monkeypatch.setattr(worker, "_PROOF_SECONDS", 0.0)
     with pytest.raises(worker.Refused, match="takes too long to follow"):
-        jobs.prove(text)
+        jobs.prove(text.text, text.what)
 
 
 def test_a_grammar_decides_itself_when_the_text_ends(served: Served) -> None:

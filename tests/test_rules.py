@@ -310,7 +310,8 @@ SURFACE = {
     "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
     "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
     "whorl serve": sorted(
-        {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--origin"}
+        {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
+        | {"--api-key-file"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts"}
         | ENGINE

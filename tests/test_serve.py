@@ -464,3 +464,30 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="serve: "):
         Settings(**bad)
+
+
+def test_what_clients_add_to_messages_is_left_out(served: Served) -> None:
+    """As vLLM takes them: the prompt is the same as without. What nobody is known to add is still refused by name."""
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    plain = [
+        {"role": "user", "content": [{"type": "text", "text": "time"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    parts = [{"type": "text", "text": "time", "cache_control": {"type": "ephemeral"}, "annotations": None}]
+    odd_call = call | {"provider_specific_fields": {"a": 1}, "index": None, "custom": None}
+    odd_call["function"] = call["function"] | {"parsed_arguments": {}, "provider_specific_fields": None}
+    answer = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [odd_call], "audio": None}
+    answer |= {"provider_specific_fields": {"refusal": None}, "annotations": [], "function_call": None, "refusal": None}
+    odd = [{"role": "user", "content": parts, "name": None}, answer | {"thinking_blocks": []}, plain[2] | {"x": None}]
+    count = served.post("/tokenize", messages=plain)["tokens"]
+    assert served.post("/tokenize", messages=odd)["tokens"] == count
+    assert served.post("/v1/chat/completions", messages=odd, max_tokens=3)["usage"]["prompt_tokens"] == len(count)
+    for wrong, where in (
+        ({"audio": {"id": "a"}}, "audio"),
+        ({"images": ["x"]}, "images"),
+        ({"contents": "x"}, "contents"),
+    ):
+        response = served.http.post("/v1/chat/completions", json={"messages": [plain[0] | wrong]})
+        assert response.status_code == 400
+        assert f"messages.0.{where}: is not a parameter" in response.json()["error"]["message"]

@@ -83,6 +83,31 @@ def test_a_picture(served: Served) -> None:
     assert item.digest == alone.digest
 
 
+def test_a_picture_by_the_other_interfaces(served: Served) -> None:
+    """The same prompt and the same patches reach the engine, whichever way they came."""
+    uri = data_uri(png(200, 100))
+    ask(served, image(uri), TEXT)
+    ids, (item,) = last(served)
+    parts = [{"type": "input_image", "image_url": uri, "detail": "auto"}, {"type": "input_text", "text": TEXT["text"]}]
+    asked = {"input": [{"role": "user", "content": parts}], "temperature": 0}
+    assert served.post("/v1/responses", **asked)["output"][0]["content"][0]["text"] == "a cat"
+    found, (other,) = last(served)
+    assert found == ids
+    assert np.array_equal(item.patches, other.patches)
+    source = {"type": "base64", "media_type": "image/png", "data": uri.partition(",")[2]}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}]
+    body = {"model": "told", "max_tokens": 20, "temperature": 0, "messages": messages, "thinking": {"type": "adaptive"}}
+    assert served.post("/v1/messages", **body)["content"] == [{"type": "text", "text": "a cat"}]
+    found, (other,) = last(served)
+    assert found == ids
+    assert np.array_equal(item.patches, other.patches)
+    shown = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    body["messages"] += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [shown, TEXT]}]
+    assert served.http.post("/v1/messages", json=body).status_code == 200
+    assert len(last(served)[1]) == 2
+
+
 def test_the_order_of_several(served: Served) -> None:
     first, second = encoded(drawn(64, 64, seed=1)), encoded(drawn(96, 64, seed=2), "JPEG")
     frames = ",".join(base64.b64encode(png(64, 64, seed)).decode() for seed in range(4))

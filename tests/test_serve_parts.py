@@ -1,8 +1,11 @@
 """Parts of the server by themselves, at their edges: the gate, log-probabilities, metrics."""
 
 import asyncio
+import json
 import math
+import re
 from collections import defaultdict
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,3 +141,19 @@ def test_who_left_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     assert (told["request_success_totalabort"], told["request_success_totalstop"]) == (1, 1)
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_prompt_tokens"):
         assert told[f"{name}_count"] == 1
+
+
+# ---- the dashboard
+
+
+def test_every_metric_on_the_dashboard_exists() -> None:
+    """The file is in the package, for Grafana to import."""
+    text = (files("whorl.serve") / "grafana.json").read_text(encoding="utf-8")
+    stats: dict[str, int] = defaultdict(int, num_blocks=1, num_encoded=0)
+    families = text_string_to_metric_families(Metrics("m", lambda: stats).render()[0].decode())
+    there = {sample.name for family in families for sample in family.samples}
+    expressions = [target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]]
+    named = {name for expression in expressions for name in re.findall(r"whorl:\w+", expression)}
+    assert len(named) > 20
+    assert named <= there
+    assert all('{model_name=~"$model"}' in expression for expression in expressions)

@@ -23,8 +23,8 @@ _NEEDLESS_FLAGS = {
     "--enable-auto-tool-choice": "tool calls are always read",
     "--enable-chunked-prefill": "long prompts are always read in chunks",
     "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--disable-log-requests": "requests are not logged",
-    "--no-enable-log-requests": "requests are not logged",
+    "--disable-log-requests": "what requests say is not logged",
+    "--no-enable-log-requests": "what requests say is not logged",
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "models are shared among ranks by tensor parallelism alone: --tensor-parallel-size"
@@ -59,7 +59,7 @@ MISSING = {
     "--additional-config": "vllm-ascend's own settings have no counterpart, but --compilation-config is read",
     "--generation-config": "the model's own generation_config.json advises: leave it out",
     "--scheduling-policy": "requests are taken in the order they come: leave it out",
-    "--allowed-origins": "say --origin URL, once for each",
+    "--allowed-origins": "say --allow-origin URL, once for each",
     "--ssl-keyfile": "put a proxy that speaks TLS in front",
     "--ssl-certfile": "put a proxy that speaks TLS in front",
     "--root-path": "let the proxy in front take the prefix off",

@@ -63,7 +63,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A row whose logits score the prompt token at `position + 1`."""
+    """A row whose logits score the prompt token at `position + 1`; behind the last one, whose hidden state is kept."""
 
     sequence: Seq
     position: int
@@ -155,6 +155,9 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         if chunk.is_last:
             samples += [Sample(chunk, i, place) for i, place in enumerate(_places(chunk))]
             sample_rows += range(first_row + chunk.length - 1, len(tokens))
+        if seq.params.embed and not chunk.is_decode and end == seq.prompt_len:
+            scores.append(Score(seq, end - 1))
+            score_rows.append(len(tokens) - 1)
         if seq.num_unscored:
             for position in _scored(chunk):
                 scores.append(Score(seq, position))

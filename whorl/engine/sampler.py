@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import lasting
+from whorl.device import HOST, lasting
 from whorl.nn import Model
 from whorl.ops.sample import gumbel
 
@@ -91,6 +91,12 @@ class Sampler:
         return _pick(chosen, is_drawn.float(), samples, _DRAFT), probs
 
     def _score(self, all_scores: List[Score], hidden: Tensor) -> None:
+        kept = [row for row, score in enumerate(all_scores) if score.position + 1 == score.sequence.prompt_len]
+        for row in kept:
+            all_scores[row].sequence.embedding = hidden[row].float().to(HOST, copy=True)
+        if kept:
+            rows = [row for row in range(len(all_scores)) if row not in set(kept)]
+            all_scores, hidden = [all_scores[row] for row in rows], hidden[rows]
         for start in range(0, len(all_scores), _SCORE_ROWS):
             scores = all_scores[start : start + _SCORE_ROWS]
             logits = self.model.logits(hidden[start : start + _SCORE_ROWS])

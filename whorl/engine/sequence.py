@@ -41,7 +41,8 @@ class SamplingParams:
     batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
     its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. One that keeps
     a state has a method `fork`, which is called for each sequence. cache_salt: the prefix cache is shared only with
-    requests of the same salt, so that neither time nor counts tell of others.
+    requests of the same salt, so that neither time nor counts tell of others. embed: keep the last hidden state of the
+    prompt's last token.
     """
 
     max_tokens: int | None = None  # None: until the model stops or the context is full
@@ -62,6 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embed: bool = False
     allow: "Callable[[List[int]], Tensor | None] | None" = None
     cache_salt: str | None = None
 
@@ -220,6 +222,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of prompt tokens from the second on
+        self.embedding: Tensor | None = None  # [hidden size] fp32 on the host
         self.timings = Timings()
 
     def __repr__(self) -> str:

@@ -70,6 +70,7 @@ class Tokenizer:
         self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # by `decode`
         self.sampling = dict(sampling or {})
         self.prompt_format = prompt_format
+        self.folder: Path | None = None  # that it was read from, as a model's publisher laid it out
         self.template: PromptWriter = prompt_writer(templates, roles, prompt_format)
         if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: end-of-text ids {bad} are outside the vocabulary of {self._size}")
@@ -81,7 +82,9 @@ class Tokenizer:
         folder = path if path.is_dir() else path.parent
         ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
         if (path.is_dir() or path.is_file()) and (folder / "tokenizer.json").is_file():
-            return _from_json(folder / "tokenizer.json")
+            found = _from_json(folder / "tokenizer.json")
+            found.folder = folder
+            return found
         if ggufs and ggufs[0].is_file():
             return _from_gguf(ggufs[0])
         raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .dialects import refusal
 from .gate import ApiError
 
 _LOG = logging.getLogger("whorl.serve")
@@ -141,7 +142,8 @@ def _answer(transport: Any, error: ApiError) -> None:
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"Retry-After": "1", "Connection": "close"}
     message = "this server has as many connections as it may. Try again later."
-    await ApiError(503, message, code="too_many_connections", headers=headers).response()(scope, receive, send)
+    error = ApiError(503, message, code="too_many_connections", headers=headers)
+    await refusal(error, scope)(scope, receive, send)
 
 
 class Listener(socket.socket):

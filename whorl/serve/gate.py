@@ -1,13 +1,14 @@
-"""What every request passes first: its number, the key, the size of its body. And the shape of every error."""
+"""What every request passes first: its number, whence it comes, the key, the size of its body. And every error."""
 
 import asyncio
 import hmac
-import json
 import logging
 import math
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -16,20 +17,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whorl.engine.sequence import AllowError
 
+from .dialects import REQUEST_NUMBER, dialect_of, refusal
 from .engine_thread import EngineError, QueueFull
-from .hosts import refused_host
+from .hosts import refused_host, refused_origin
 from .readiness import WarmingUp
+from .request_log import NUMBER, log_request
 from .running import Running
+
+if TYPE_CHECKING:
+    from .key_limits import KeyUse
 
 _LOG = logging.getLogger("whorl.serve")
 # Probes and scrapers have no key.
 _OPEN = ("/health", "/metrics")
-DONE = "data: [DONE]\n\n"  # what a stream of events ends with
 # What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 KEY_NUMBER = "whorl.key_number"  # in a request's scope: whose it is
 _LONGEST_WAIT = 30  # seconds, before a client asks again whether the server is ready
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {429: "rate_limit_error", 503: "server_error"}
 
 
 class ApiError(Exception):
@@ -75,13 +81,6 @@ class ApiError(Exception):
         param = self.param and self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
-    def event(self) -> str:
-        """The last of a stream of events."""
-        return f"data: {json.dumps(self.body(), ensure_ascii=False, separators=(',', ':'))}\n\n{DONE}"
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, headers=dict(self.headers or {}))
-
 
 class Gate:
     """ASGI middleware. The body is read here, whole: within its size and time, or not at all."""
@@ -95,64 +94,77 @@ class Gate:
         allowed_hosts: Sequence[str],
         max_body: int,
         body_seconds: float,
+        origins: Sequence[str] = (),
         larger: Mapping[str, int] | None = None,
+        uses: "Sequence[KeyUse]" = (),
     ) -> None:
-        """max_body: bytes. larger: by address, where more are taken."""
+        """max_body: bytes. larger: by address, where more are taken. uses: of the keys, in order; (): unlimited."""
         self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
-        self._larger = larger or {}
+        self._larger, self._uses, self._origins = larger or {}, uses, origins
         self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        number = Headers(scope=scope).get("x-request-id", "")
-        number = number if number.isascii() and number.isprintable() and 0 < len(number) <= 128 else uuid.uuid4().hex
-        begun: Message | None = None
+        answer = _Answer(scope, send, self.body_seconds)
+        token = NUMBER.set(answer.number)
+        began = time.monotonic()
+        try:
+            await self._answer(scope, receive, answer)
+        finally:
+            NUMBER.reset(token)
+            use = self._use(scope)
+            name, seconds = None if use is None else use.key.name, time.monotonic() - began
+            log_request(scope, status=answer.status, seconds=seconds, number=answer.number, key_name=name)
 
-        async def send_numbered(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = message
-                MutableHeaders(scope=message)["x-request-id"] = number
-            try:
-                async with asyncio.timeout(self.body_seconds):
-                    await send(message)
-            except TimeoutError:
-                raise ConnectionAbortedError("the client does not take its answer") from None
-
+    async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         try:
             async with self.running.request():
                 self._check_host(scope)
+                self._check_origin(scope)
                 self._check_key(scope)
                 _check_kind(scope)
-                body = await self._read(scope, receive)
-                await self.app(scope, _replay(body, receive), send_numbered)
+                use = self._use(scope) if scope["method"] == "POST" else None
+                with use.request() if use is not None else nullcontext():
+                    body = await self._read(scope, receive)
+                    await self.app(scope, _replay(body, receive), answer.send)
         except STEERING:
             raise
         except ConnectionAbortedError as error:  # nobody to tell; the server closes what was not finished
             _LOG.warning("a request was given up: %s", error)
         except BaseException as error:
-            if begun is None:
-                await ApiError.of(error).response()(scope, receive, send_numbered)
-            elif _is_stream(begun):
-                await send({"type": "http.response.body", "body": ApiError.of(error).event().encode()})
+            if answer.begun is None:
+                await refusal(ApiError.of(error), scope)(scope, receive, answer.send)
+            elif _is_stream(answer.begun):
+                await answer.end_stream(ApiError.of(error))
             else:
                 raise
+
+    def _use(self, scope: Scope) -> "KeyUse | None":
+        number = scope.get(KEY_NUMBER)
+        return None if number is None or not self._uses else self._uses[number]
 
     def _check_host(self, scope: Scope) -> None:
         if reason := refused_host(scope, self._allowed_hosts):
             raise ApiError(421, reason, code="unknown_host")
 
+    def _check_origin(self, scope: Scope) -> None:
+        if reason := refused_origin(scope, self._origins):
+            raise ApiError(403, reason, code="unknown_origin")
+
     def _check_key(self, scope: Scope) -> None:
         # A browser asks without a key whether it may ask with one.
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        if not kind and (own := headers.get("x-api-key")):  # as Anthropic's clients send it
+            kind, key = "bearer", own
         key = key.strip(" \t")  # nothing else: headers are read as Latin-1, where half a letter may look like a space
         found = [hmac.compare_digest(key.encode("latin-1"), each) for each in self._keys]
         if kind.lower() != "bearer" or not any(found):
-            what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY"
+            what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY, or X-Api-Key: KEY"
             header = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"the API key {what}", code="invalid_api_key", headers=header)
         scope[KEY_NUMBER] = found.index(True)
@@ -177,6 +189,37 @@ class Gate:
             raise ApiError(408, f"the body did not arrive within {self.body_seconds:g} seconds") from None
 
 
+class _Answer:
+    """What goes out for one request, with its number in the headers."""
+
+    def __init__(self, scope: Scope, send: Send, seconds: float) -> None:
+        number = Headers(scope=scope).get("x-request-id", "")
+        is_fit = number.isascii() and number.isprintable() and 0 < len(number) <= 128
+        self.number: str = number if is_fit else uuid.uuid4().hex
+        scope[REQUEST_NUMBER] = self.number
+        self.begun: Message | None = None
+        self._dialect, self._send, self._seconds = dialect_of(scope["path"]), send, seconds
+
+    @property
+    def status(self) -> int | None:
+        return None if self.begun is None else self.begun["status"]
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = message
+            for name in ("x-request-id", self._dialect.number_header):
+                MutableHeaders(scope=message)[name] = self.number
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._send(message)
+        except TimeoutError:
+            raise ConnectionAbortedError("the client does not take its answer") from None
+
+    async def end_stream(self, error: ApiError) -> None:
+        event = self._dialect.last_event(error, self.number)
+        await self._send({"type": "http.response.body", "body": event.encode()})
+
+
 class Cors(CORSMiddleware):
     """Starlette's, with refusals in this server's form."""
 
@@ -184,7 +227,8 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
-        return ApiError(response.status_code, bytes(response.body).decode(), code="cors").response()
+        error = ApiError(response.status_code, bytes(response.body).decode(), code="cors")
+        return JSONResponse(error.body(), error.status)
 
 
 def _check_size(size: int, limit: int) -> None:
@@ -216,46 +260,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
-
-
-def validation_error(errors: Any, body: Any) -> ApiError:
-    """FastAPI's list of what is wrong with a body, as one error: the first, as deep in the body as it goes.
-
-    Of a field that may be one of several kinds, each kind complains; the one that got furthest was meant.
-    """
-    if errors[0].get("type") == "json_invalid":
-        reason = json.dumps(str(errors[0].get("ctx", {}).get("error", "")))
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
-    places = [_place(error, body) for error in errors]
-    meant = [i for i, place in enumerate(places) if place[: len(places[0])] == places[0]]
-    chosen = max(meant, key=lambda i: len(places[i]))
-    place, error = places[chosen], errors[chosen]
-    others = {other for other in places if other != place[: len(other)]}
-    more = f" (and {len(others)} more)" if others else ""
-    param = ".".join(step[:100] for step in place) or None
-    return ApiError(400, f"{param}: {_message(error)}{more}" if param else f"{_message(error)}{more}", param=param)
-
-
-def _place(error: Any, body: Any) -> tuple[str, ...]:
-    """Where in the body, without the names of the kinds that a field may have, which stand between."""
-    steps = [step for step in error.get("loc", ()) if step != "body"]
-    place = []
-    for index, step in enumerate(steps):
-        is_absent = error.get("type") == "missing" and index == len(steps) - 1
-        if isinstance(body, dict) and str(step) in body:
-            body = body[str(step)]
-        elif isinstance(body, list) and isinstance(step, int) and step < len(body):
-            body = body[step]
-        elif not is_absent:
-            continue
-        place.append(str(step))
-    return tuple(place)
-
-
-def _message(error: Any) -> str:
-    message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
-    if error.get("type") == "extra_forbidden":
-        return "is not a parameter that this server knows"
-    if error.get("type") == "literal_error" and isinstance(error.get("input"), str):
-        return f"{message}, not {error['input'][:40]!r}"
-    return message

@@ -3,9 +3,11 @@
 import bisect
 import functools
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from whorl.engine.sequence import AllowError
 
 from .gate import ApiError
 from .json_layout import json_layout
+from .structured import Constraint
 from .worker import native_tokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +34,15 @@ _NUM_PROVEN = 256
 _FREE_SECONDS, _TOKEN_SECONDS = 1.0, 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """As llguidance takes it. what, param: how errors call it, and the field of the request that it is from."""
+
+    text: str
+    what: str = "the JSON schema"
+    param: str = "response_format"
+
+
 class Grammars:
     """Compiles grammars for one tokenizer."""
 
@@ -38,19 +50,43 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._proven: OrderedDict[bytes, ApiError | None] = OrderedDict()  # None: it can be compiled
 
-    def json_schema(self, schema: dict[str, Any]) -> str:
+    def json_schema(self, schema: dict[str, Any], param: str = "response_format") -> Grammar:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema))
+        return Grammar(LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema)), param=param)
 
-    def prove(self, grammar: str, worker: "Worker") -> None:
+    def constraint(self, asked: Constraint, worker: "Worker") -> Grammar:
+        from llguidance import LLMatcher
+
+        if asked.kind == "json":
+            return self.json_schema(asked.value, asked.param)
+        if asked.kind == "json_object":
+            return self.json_schema({"type": "object"}, asked.param)
+        if asked.kind == "regex":
+            return Grammar(LLMatcher.grammar_from_regex(asked.value), "the regex", asked.param)
+        what = f"the {asked.kind}"
+        if asked.kind == "choice":
+            text = f"start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in asked.value)}"
+        else:
+            text = self._lark(asked, worker)
+        return Grammar(LLMatcher.grammar_from_lark(text), what, asked.param)
+
+    def _lark(self, asked: Constraint, worker: "Worker") -> str:
+        if len(asked.value) > MAX_GRAMMAR:
+            raise _too_long(len(asked.value), "the grammar", asked.param)
+        try:
+            return str(worker.ask("lark", grammar=asked.value))
+        except ApiError as error:
+            raise ApiError(error.status, error.message, param=asked.param, code=error.code) from None
+
+    def prove(self, grammar: Grammar, worker: "Worker") -> None:
         """Raise ApiError unless the grammar has been compiled within the limits of a process that can be ended.
 
         A schema with a large `multipleOf` would otherwise be compiled for ever; nothing can end a thread.
         """
-        if len(grammar) > MAX_GRAMMAR:
-            raise ApiError(400, f"the JSON schema has {len(grammar)} characters; up to {MAX_GRAMMAR} are taken")
-        name = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        if len(grammar.text) > MAX_GRAMMAR:
+            raise _too_long(len(grammar.text), grammar.what, grammar.param)
+        name = hashlib.sha256("\0".join((grammar.param, grammar.text)).encode("utf-8", "surrogatepass")).digest()
         if name not in self._proven:
             self._proven[name] = _refusal(grammar, worker)
         self._proven.move_to_end(name)
@@ -59,30 +95,34 @@ class Grammars:
         if (refusal := self._proven[name]) is not None:
             raise refusal
 
-    def compile(self, grammar: str, *, is_thinking: bool) -> "Allow":
+    def compile(self, grammar: Grammar, *, is_thinking: bool) -> "Allow":
         """is_thinking: the prompt has opened a think tag, so the grammar begins behind its end."""
         from llguidance import LLMatcher
 
         # The library never raises: what is wrong with the grammar is kept in the matcher.
-        matcher = LLMatcher(self._native, grammar, log_level=0)
+        matcher = LLMatcher(self._native, grammar.text, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first takes longest, and here nobody waits for it
         if matcher.is_error():
-            raise ValueError(f"the JSON schema cannot be followed: {_reason(matcher)}")
-        return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking)
+            raise ValueError(f"{grammar.what} cannot be followed: {_reason(matcher)}")
+        return Allow(matcher, self._tokenizer, self._vocab_size, is_thinking=is_thinking, what=grammar.what)
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":
         return native_tokenizer(self._tokenizer, self._vocab_size)
 
 
-def _refusal(grammar: str, worker: "Worker") -> ApiError | None:
+def _too_long(size: int, what: str, param: str) -> ApiError:
+    return ApiError(400, f"{what} has {size} characters; up to {MAX_GRAMMAR} are taken", param=param)
+
+
+def _refusal(grammar: Grammar, worker: "Worker") -> ApiError | None:
     try:
-        worker.ask("prove", grammar=grammar)
+        worker.ask("prove", grammar=grammar.text, what=grammar.what)
     except ApiError as error:
-        is_known = error.message.startswith("the JSON schema")
-        message = error.message if is_known else f"the JSON schema cannot be compiled: {error.message}"
-        return ApiError(400, message, param="response_format", code=error.code)
+        is_known = error.message.startswith(grammar.what)
+        message = error.message if is_known else f"{grammar.what} cannot be compiled: {error.message}"
+        return ApiError(400, message, param=grammar.param, code=error.code)
     return None
 
 
@@ -99,17 +139,19 @@ class Allow:
         vocab_size: int,
         *,
         is_thinking: bool,
+        what: str,
         clock: "_Clock | None" = None,
     ) -> None:
         self._tokenizer, self._vocab_size, self._is_thinking = tokenizer, vocab_size, is_thinking
         self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
-        self._blank, self._clock = matcher, clock or _Clock()
+        self._blank, self._what, self._clock = matcher, what, clock or _Clock(what)
         self._matcher: LLMatcher | None = None
         self._seen: list[int] = []  # what the matcher has taken
 
     def fork(self) -> "Allow":
         """For another sequence; both count as one request."""
-        return Allow(self._blank, self._tokenizer, self._vocab_size, is_thinking=self._is_thinking, clock=self._clock)
+        same: dict[str, Any] = {"is_thinking": self._is_thinking, "what": self._what, "clock": self._clock}
+        return Allow(self._blank, self._tokenizer, self._vocab_size, **same)
 
     def __call__(self, output_ids: Sequence[int]) -> Tensor | None:
         """AllowError where the output has left the grammar, or the library has reached one of its limits."""
@@ -136,7 +178,7 @@ class Allow:
         mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
         self._check(matcher)
         if not mask.any():
-            raise AllowError("the JSON schema cannot be followed any further: no token may come next")
+            raise AllowError(f"{self._what} cannot be followed any further: no token may come next")
         return mask
 
     def _follow(self, ids: list[int]) -> "LLMatcher":
@@ -151,27 +193,27 @@ class Allow:
         seen += ids[len(seen) : len(seen) + num_taken]
         self._check(matcher)
         if len(seen) < len(ids):
-            raise AllowError("the output has left the JSON schema")
+            raise AllowError(f"the output has left {self._what}")
         return matcher
 
     def _check(self, matcher: "LLMatcher") -> None:
         if matcher.is_error():  # for good: what follows a draft that is not taken starts anew
             self._matcher = None
-            raise AllowError(f"the JSON schema cannot be followed any further: {_reason(matcher)}")
+            raise AllowError(f"{self._what} cannot be followed any further: {_reason(matcher)}")
 
 
 class _Clock:
     """CPU time that the masks of one request have taken, all its copies together."""
 
-    def __init__(self) -> None:
-        self._spent, self._longest = 0.0, 0
+    def __init__(self, what: str) -> None:
+        self._what, self._spent, self._longest = what, 0.0, 0
 
     def spend(self, seconds: float, num_tokens: int) -> None:
         self._spent += seconds
         self._longest = max(self._longest, num_tokens)
         if self._spent > _FREE_SECONDS + _TOKEN_SECONDS * self._longest:
             raise AllowError(
-                f"the JSON schema takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
+                f"{self._what} takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
             )
 
 

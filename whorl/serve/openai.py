@@ -1,4 +1,4 @@
-"""`whorl serve`: OpenAI's HTTP interface over the engine. Start reading here; each address's work is in `service`.
+"""`whorl serve`: OpenAI's HTTP interface over the engine. Start usual here; each address's work is in `service`.
 
 FastAPI and what comes with it are imported inside: without the extra, this module still says how to get it.
 """
@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
-_WITH_MEDIA = ("/v1/chat/completions", "/tokenize")  # addresses whose messages may hold pictures
+# Addresses whose messages may hold pictures.
+_WITH_MEDIA = (
+    *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -48,8 +53,10 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
 
     from whorl import __version__
 
-    from .gate import ApiError, Cors, Gate, validation_error
+    from .dialects import refusal
+    from .gate import ApiError, Cors, Gate
     from .service import Service
+    from .validation import validation_error
 
     service = Service(llm, settings, processor)
 
@@ -64,11 +71,11 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
     _add_routes(app, service)
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return ApiError.of(error).response()
+        return refusal(ApiError.of(error), request.scope)
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors(), error.body).response()
+        return refusal(validation_error(error.errors(), error.body), request.scope)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -77,7 +84,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
             405: f"this address takes {(error.headers or {}).get('Allow', 'another method')}",
         }.get(error.status_code, error.detail)
         message = f"{request.method} {request.url.path}: {what}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return refusal(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
     for kind in (ApiError, ValueError, RuntimeError, TimeoutError):
         app.add_exception_handler(kind, on_error)
@@ -88,6 +95,8 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
         running=service.running,
         keys=settings.keys,
         allowed_hosts=settings.allowed_hosts,
+        origins=settings.origins,
+        uses=service.uses,
         max_body=settings.max_body,
         body_seconds=settings.body_seconds,
         larger=None if processor is None else dict.fromkeys(_WITH_MEDIA, settings.max_media_body),
@@ -99,26 +108,39 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
 
 
 def _add_routes(app: "FastAPI", service: Any) -> None:
+    from .embeddings import EmbeddingsApi
+    from .message_schemas import MessagesError
+    from .messages import MessagesApi
+    from .responses import ResponsesApi
     from .schemas import ErrorResponse
+    from .token_generation import TokensApi
 
     def refusing(*codes: int) -> dict[int | str, dict[str, Any]]:
         return {code: {"model": ErrorResponse} for code in codes}
 
-    reading = refusing(400, 401, 404, 408, 413, 415, 421, 500, 503)
-    generating = reading | refusing(429)
-    for path, method, function, responses in (
-        ("/v1/chat/completions", "POST", service.chat_completions, generating),
-        ("/v1/completions", "POST", service.completions, generating),
-        ("/v1/models", "GET", service.models, reading),
-        ("/v1/models/{name:path}", "GET", service.model, reading),
-        ("/tokenize", "POST", service.tokenize, reading),
-        ("/detokenize", "POST", service.detokenize, reading),
-        ("/tokenizer_info", "GET", service.tokenizer_info, reading),
-        ("/health", "GET", service.health, refusing(421, 503)),
-        ("/metrics", "GET", service.prometheus, refusing(421, 500, 503)),
-        ("/version", "GET", service.version, refusing(401, 421, 503)),
+    usual = refusing(400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
+    anthropic: dict[int | str, dict[str, Any]] = {code: {"model": MessagesError} for code in usual}
+    responses, messages = ResponsesApi(service), MessagesApi(service)
+    embeddings = EmbeddingsApi(service, service.settings.pooling)
+    for path, method, function, refusals in (
+        ("/v1/chat/completions", "POST", service.chat_completions, usual),
+        ("/v1/completions", "POST", service.completions, usual),
+        ("/v1/responses", "POST", responses.create, usual),
+        ("/v1/responses/input_tokens", "POST", responses.input_tokens, usual),
+        ("/v1/messages", "POST", messages.create, anthropic),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens, anthropic),
+        ("/v1/embeddings", "POST", embeddings.create, usual),
+        ("/inference/v1/generate", "POST", TokensApi(service).generate, usual),
+        ("/v1/models", "GET", service.models, usual),
+        ("/v1/models/{name:path}", "GET", service.model, usual),
+        ("/tokenize", "POST", service.tokenize, usual),
+        ("/detokenize", "POST", service.detokenize, usual),
+        ("/tokenizer_info", "GET", service.tokenizer_info, usual),
+        ("/health", "GET", service.health, refusing(403, 421, 503)),
+        ("/metrics", "GET", service.prometheus, refusing(403, 421, 500, 503)),
+        ("/version", "GET", service.version, refusing(401, 403, 421, 503)),
     ):
-        app.add_api_route(path, function, methods=[method], responses=responses)
+        app.add_api_route(path, function, methods=[method], responses=refusals)
 
 
 def prepare(
@@ -130,6 +152,7 @@ def prepare(
     names: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
     chat_template: str | Path | None = None,
+    api_key_file: str | Path | None = None,
     drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
     processor: "Processor | None" = None,
@@ -143,18 +166,30 @@ def prepare(
     allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
     model, engine: as `LLM` takes them, or hand in an `llm`, and with it the `processor` of its pictures. names: what
     clients may call the model; default: its own. drafting: what commands take about speculation; None: none.
-    chat_template: a file; None: the model's own template. settings: fields of `Settings`.
+    chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
+    settings: fields of `Settings`.
     """
     need_extra()
+    from .embeddings import read_pooling
     from .hosts import hosts_for
+    from .key_limits import read_keys
 
     hosts = hosts_for(host, allowed_hosts)
     template = None if chat_template is None else _read_template(Path(chat_template))
-    chosen = Settings(names=tuple(names) or _names(model), allowed_hosts=hosts, chat_template=template, **settings)
+    more_keys = () if api_key_file is None else read_keys(api_key_file)
+    chosen = Settings(
+        names=tuple(names) or _names(model),
+        allowed_hosts=hosts,
+        chat_template=template,
+        more_keys=more_keys,
+        **settings,
+    )
     _check_address(host, port)  # before minutes of loading
     if llm is None:
         llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
         processor = _processor(model, llm, chosen)
+        folder = getattr(llm.tokenizer, "folder", None)
+        chosen = replace(chosen, pooling=None if folder is None else read_pooling(folder))
     if report:
         from whorl.engine.sequence_parallel import describe
 
@@ -191,10 +226,12 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
     from .hosts import is_loopback
     from .http_server import HttpServer
     from .log_limit import limit_logs
+    from .request_log import number_logs
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # as uvicorn writes
-    server = HttpServer(app)
+    server = HttpServer(app, access_log=False)  # the gate writes a line a request, with its number
     limit_logs()  # after uvicorn has set its loggers up
+    number_logs()
     engine = app.state.service.engine
 
     def end() -> None:
@@ -202,7 +239,9 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
 
     engine.on_failure = end
     if not is_loopback(host) and not settings.keys:
-        _LOG.warning("%s can be reached from other machines, and there is no --api-key: anybody may ask", host)
+        _LOG.warning(
+            "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
+        )
     listeners = listen(host, port)
     where = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/v1"
     if (kind := app.state.service.warmup) != "off":

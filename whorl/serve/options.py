@@ -18,6 +18,12 @@ class ServeOptions:
         metavar="KEY",
         env="WHORL_API_KEY",
     )
+    api_key_file: str | None = option(
+        None,
+        "A file with a key a line, each with a name for the log and limits: requests at once, requests and tokens a "
+        "minute.",
+        metavar="FILE",
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own where only "
@@ -51,7 +57,10 @@ class ServeOptions:
     timeout: float = option(600.0, "Seconds for a whole request; longer ones get 503.", least=0.001)
     drain: float = option(60.0, "Seconds that running requests have after SIGTERM.", least=1)
     origins: tuple[str, ...] = option(
-        (), "Web pages that may ask (CORS); may be repeated. Default: none.", "--origin", metavar="URL"
+        (),
+        "Origins of web pages that may ask beside the server's own, * for any; may be repeated. Default: none.",
+        "--allow-origin",
+        metavar="URL",
     )
     media_hosts: tuple[str, ...] = option(
         (),
@@ -74,6 +83,7 @@ class ServeOptions:
             "port": self.port,
             "names": self.names,
             "api_key": tuple(self.api_keys) or None,
+            "api_key_file": self.api_key_file or None,
             "allowed_hosts": self.allowed_hosts,
             "origins": tuple(self.origins),
             "chat_template": self.chat_template,

@@ -1,7 +1,6 @@
 """From a request to prompts and sampling parameters."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,12 @@ from whorl.media import MediaItem, Place
 from whorl.media.places import PADS
 
 from .gate import ApiError
-from .grammar import Grammars
+from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_of
 from .parsers import AUTO, choose_form, tells_thinking
-from .schema_parts import ChatMessage, Part, ResponseFormat, TextPart, Tool
+from .schema_parts import MAX_IDS, ChatMessage, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
+from .template_messages import template_message
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
 
@@ -66,18 +66,14 @@ class Preparer:
         self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
 
     async def chat(self, request: ChatRequest) -> Prepared:
-        variables = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort not in (None, "minimal"):
-            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-        tools = request.tools if request.uses_tools else None
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=asked, logprobs=num_top)
         items = await self.media(request.messages)
-        found = await self.render(request.messages, tools, request.add_generation_prompt, variables, items)
+        found = await self._rendered(request, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
         self._check_length(prompt, asked)
-        allow = await self._allow(request, lambda: self._chat_grammar(request), is_thinking=is_thinking)
+        allow = await self._allow(request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking)
         return Prepared(
             prompts=[prompt],
             params=replace(params, allow=allow),
@@ -87,6 +83,21 @@ class Preparer:
             form=self._form if request.uses_tools else None,
             media=items,
         )
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a conversation, however many the model takes."""
+        items = await self.media(request.messages, max_tokens=MAX_IDS)
+        return len((await self._rendered(request, items, max_tokens=MAX_IDS))["ids"])
+
+    async def _rendered(
+        self, request: ChatRequest, items: Sequence[MediaItem], max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort not in (None, "minimal"):
+            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+        tools = request.tools if request.uses_tools else None
+        given = request.messages, tools, request.add_generation_prompt, variables, items
+        return await self.render(*given, max_tokens=max_tokens)
 
     async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
         """The pictures and videos of a conversation. max_tokens: that they may have; None: what the model takes."""
@@ -104,8 +115,17 @@ class Preparer:
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
-        allow = await self._allow(request, lambda: self._format_grammar(request.response_format), is_thinking=False)
+        allow = await self._allow(request, lambda worker: self._format_grammar(request, worker), is_thinking=False)
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
+
+    def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
+        """For prompts that are ids already. prompt_logprobs: how many alternatives; None: the prompt is not scored."""
+
+        async def prepare(request: CompletionRequest) -> Prepared:
+            found = await self.completion(request)
+            return replace(found, params=replace(found.params, prompt_logprobs=prompt_logprobs))
+
+        return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
         """Of each prompt, its ids and, for echo, its text."""
@@ -146,7 +166,7 @@ class Preparer:
         places = None if size is None else [Place.of(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
-            given = [_message(message) for message in messages]
+            given = [template_message(message) for message in messages]
             return worker.ask(
                 "render",
                 messages=given,
@@ -204,27 +224,30 @@ class Preparer:
             **others,
         )
 
-    def _chat_grammar(self, request: ChatRequest) -> str | None:
+    def _chat_grammar(self, request: ChatRequest, worker: Worker) -> Grammar:
         if request.forces_a_tool:
             assert request.tools is not None
             assert request.tool_choice is not None
-            return call_grammar(
+            text = call_grammar(
                 self._form,
                 request.tools,
                 request.tool_choice,
                 is_parallel=request.parallel_tool_calls is not False,
                 tokenizer=self.tokenizer,
             )
-        return self._format_grammar(request.response_format)
+            return Grammar(text)
+        return self._format_grammar(request, worker)
 
-    def _format_grammar(self, asked: ResponseFormat | None) -> str | None:
-        if asked is None or asked.type == "text":
-            return None
+    def _format_grammar(self, request: ChatRequest | CompletionRequest, worker: Worker) -> Grammar:
+        if request.constraint is not None:
+            return self._grammars.constraint(request.constraint, worker)
+        asked = request.response_format
+        assert asked is not None
         schema = asked.json_schema.schema_ if asked.json_schema else None
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
-    async def _allow(self, request: Sampling, make: Callable[[], str | None], *, is_thinking: bool) -> Any:
-        """make: gives the grammar, or None."""
+    async def _allow(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
+        """make: gives the grammar, where the request has one."""
         if not request.has_grammar:
             return None
         for name in ("min_tokens", "ignore_eos"):
@@ -232,8 +255,7 @@ class Preparer:
                 raise ApiError(400, f"{name} and a grammar exclude each other: the grammar says when the text ends")
 
         def compiled(worker: Worker) -> Any:
-            grammar = make()
-            assert grammar is not None
+            grammar = make(worker)
             self._grammars.prove(grammar, worker)
             return self._grammars.compile(grammar, is_thinking=is_thinking)
 
@@ -260,28 +282,3 @@ class Preparer:
 
 def _each(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-
-def _content(parts: Sequence[Part]) -> str | list[dict[str, str]]:
-    """Text in one piece; templates that know pictures take the parts one by one."""
-    if all(isinstance(part, TextPart) for part in parts):
-        return "".join(part.text for part in parts if isinstance(part, TextPart))
-    return [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.type.removesuffix("_url")}
-        for part in parts
-    ]
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """As templates want it: content is text or parts, arguments are objects."""
-    found = message.model_dump(exclude_none=True, exclude={"content", "refusal", "annotations"})
-    content = message.content
-    found["content"] = _content(content) if isinstance(content, list) else content or ""
-    for call in found.get("tool_calls", ()):
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except json.JSONDecodeError:
-                raise ApiError(400, f"messages: the arguments of {function['name']!r} are not JSON") from None
-    return found

@@ -4,8 +4,8 @@ A reply consumes pieces; the whole answer is made of what the stream would have 
 """
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from whorl import __version__
@@ -19,20 +19,32 @@ from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One request on its way through the engine. number: of the request; end_think: the tag's token, where there is."""
+
+    prepared: Prepared
+    job: Job
+    model: str
+    number: str
+    texts: TokenTexts
+    end_think: int | None
+
+
 class Reply:
-    """What chat and plain completions share: one request, its sequences in the order of its choices."""
+    """What all ways of asking share: one request, its sequences in the order of its choices."""
 
     kind = chunk_kind = prefix = ""
 
-    def __init__(self, request: Sampling, prepared: Prepared, job: Job, model: str, texts: TokenTexts) -> None:
-        self.prepared, self.job, self.texts, self.num_copies = prepared, job, texts, request.n or 1
+    def __init__(self, request: Sampling, run: Run) -> None:
+        self.prepared, self.job, self.texts, self.num_copies = run.prepared, run.job, run.texts, request.n or 1
         options = request.stream_options
         self._has_usage = options is not None and options.include_usage
         self._has_running_usage = options is not None and options.continuous_usage_stats
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{run.number}",
             "created": int(time.time()),
-            "model": model,
+            "model": run.model,
             "system_fingerprint": f"whorl-{__version__}",
         }
 
@@ -97,12 +109,12 @@ class Reply:
         raise NotImplementedError
 
 
-class ChatReply(Reply):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+class ParsedReply(Reply):
+    """Replies to a conversation: thinking, text and tool calls are told apart."""
 
-    def __init__(self, request: ChatRequest, *others: Any, end_think: int | None) -> None:
-        super().__init__(request, *others)
-        self._has_logprobs, self._end_think = bool(request.logprobs), end_think
+    def __init__(self, request: ChatRequest, run: Run) -> None:
+        super().__init__(request, run)
+        self._end_think = run.end_think
         count = len(self.job.sequences)
         self._parsers = [
             ReplyParser(
@@ -114,31 +126,53 @@ class ChatReply(Reply):
             )
             for _ in range(count)
         ]
-        self._whole = [Parts() for _ in range(count)]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
-        self._reasons: list[str | None] = [None] * count
         self._num_read = [0] * count
         self._num_thought: dict[Sequence, int] = {}  # counted as the tokens come: a stream may ask with each of them
 
     def num_thought(self, seq: Sequence) -> int:
         return self._num_thought.get(seq, 0)
 
+    def parse(self, piece: Piece) -> Parts:
+        self._logprobs[piece.index] += piece.logprobs
+        seq = self.job.sequences[piece.index]
+        if self._end_think in piece.token_ids and seq not in self._num_thought:
+            self._num_thought[seq] = self._num_read[piece.index] + piece.token_ids.index(self._end_think)
+        self._num_read[piece.index] += len(piece.token_ids)
+        return self._parsers[piece.index].add(piece.text, is_last=piece.finish_reason is not None)
+
+    def reason(self, piece: Piece) -> str:
+        has_calls = self._parsers[piece.index].num_calls > 0 and piece.finish_reason == "stop"
+        return "tool_calls" if has_calls else str(piece.finish_reason)
+
+    def take_logprobs(self, index: int) -> dict[str, Any] | None:
+        found, self._logprobs[index] = self._logprobs[index], []
+        return for_chat(self.texts, found) if found else None
+
+
+class ChatReply(ParsedReply):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatRequest, run: Run) -> None:
+        super().__init__(request, run)
+        count = len(self.job.sequences)
+        self._whole = [Parts() for _ in range(count)]
+        self._reasons: list[str | None] = [None] * count
+
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._parsers)):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
     def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self._logprobs[piece.index] += piece.logprobs
-        for delta in _deltas(self._parse(piece)):
+        for delta in _deltas(self.parse(piece)):
             yield self._delta(piece.index, delta)
         if piece.finish_reason is not None:
-            yield self._delta(piece.index, {}, self._reason(piece))
+            yield self._delta(piece.index, {}, self.reason(piece))
 
     def collect(self, piece: Piece) -> None:
-        self._logprobs[piece.index] += piece.logprobs
-        self._whole[piece.index].join(self._parse(piece))
+        self._whole[piece.index].join(self.parse(piece))
         if piece.finish_reason is not None:
-            self._reasons[piece.index] = self._reason(piece)
+            self._reasons[piece.index] = self.reason(piece)
 
     def choice(self, index: int) -> dict[str, Any]:
         parts = self._whole[index]
@@ -150,28 +184,13 @@ class ChatReply(Reply):
         if parts.calls:
             calls = parts.whole_calls()
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
-        logprobs = self._take_logprobs(index)
+        logprobs = self.take_logprobs(index)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
-
-    def _parse(self, piece: Piece) -> Parts:
-        seq = self.job.sequences[piece.index]
-        if self._end_think in piece.token_ids and seq not in self._num_thought:
-            self._num_thought[seq] = self._num_read[piece.index] + piece.token_ids.index(self._end_think)
-        self._num_read[piece.index] += len(piece.token_ids)
-        return self._parsers[piece.index].add(piece.text, is_last=piece.finish_reason is not None)
-
-    def _reason(self, piece: Piece) -> str:
-        has_calls = self._parsers[piece.index].num_calls > 0 and piece.finish_reason == "stop"
-        return "tool_calls" if has_calls else str(piece.finish_reason)
 
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         is_opening = "role" in delta
-        logprobs = None if is_opening else self._take_logprobs(index)
+        logprobs = None if is_opening else self.take_logprobs(index)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-    def _take_logprobs(self, index: int) -> dict[str, Any] | None:
-        found, self._logprobs[index] = self._logprobs[index], []
-        return for_chat(self.texts, found) if found else None
 
 
 def _deltas(parts: Parts) -> Iterator[dict[str, Any]]:
@@ -198,8 +217,8 @@ class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, request: CompletionRequest, *others: Any) -> None:
-        super().__init__(request, *others)
+    def __init__(self, request: CompletionRequest, run: Run) -> None:
+        super().__init__(request, run)
         self._num_top, self._echo = request.logprobs, request.echo
         self._only_scores = request.max_tokens == 0
         count = len(self.job.sequences)

@@ -48,32 +48,55 @@ class Strict(BaseModel):
         return given
 
 
+# What clients put into messages beside OpenAI's fields, and send back as they got it. It says nothing to a model.
+_ADDED = frozenset(
+    {
+        *("provider_specific_fields", "annotations", "cache_control", "citations", "logprobs", "parsed"),
+        *("parsed_arguments", "phase", "reasoning_details", "status", "thinking_blocks", "weight"),
+    }
+)
+
+
+class Lenient(Strict):
+    """Part of a conversation: what clients add to it is left out, and so is an unknown field that is null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_clients_add(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {
+            name: value for name, value in given.items() if name in known or (value is not None and name not in _ADDED)
+        }
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # no effect
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Strict):
+class ImageUrl(Lenient):
     url: str
     detail: Literal["auto", "low", "high"] | None = Field(None, description="low: up to 512 x 512 pixels")
 
 
-class ImagePart(Strict):
+class ImagePart(Lenient):
     type: Literal["image_url"]
     image_url: ImageUrl | str
 
 
-class VideoUrl(Strict):
+class VideoUrl(Lenient):
     url: str
 
 
-class VideoPart(Strict):
+class VideoPart(Lenient):
     type: Literal["video_url"]
     video_url: VideoUrl | str
 
@@ -97,19 +120,19 @@ Part = Annotated[
 ]
 
 
-class FunctionCall(Strict):
+class FunctionCall(Lenient):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class ChatMessage(Strict):
+class ChatMessage(Lenient):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
@@ -117,10 +140,14 @@ class ChatMessage(Strict):
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    # Clients send an assistant's answer back as they got it; both are null in what this server gives.
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
+    reasoning: str | None = Field(None, description="reasoning_content by its other name")
+
+    @model_validator(mode="after")
+    def _has_one_reasoning(self) -> "ChatMessage":
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+        self.reasoning = None
+        return self
 
 
 class Function(Strict):

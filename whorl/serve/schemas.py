@@ -26,6 +26,7 @@ from .schema_parts import (
     Tools,
     at_most,
 )
+from .structured import Guided
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -33,7 +34,7 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 4096
 
 
-class Sampling(Strict):
+class Sampling(Guided):
     """What both ways of asking share."""
 
     model: str | None = None
@@ -116,13 +117,16 @@ class ChatRequest(Sampling):
             raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names[:64]}")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required, and there are no tools")
-        if self.forces_a_tool and self.response_format is not None and self.response_format.type != "text":
+        if self.forces_a_tool and _is_json(self.response_format):
             raise ValueError("response_format: JSON and a forced tool call exclude each other")
+        if self.constraint is not None and (self.forces_a_tool or _is_json(self.response_format)):
+            other = "a forced tool call" if self.forces_a_tool else "response_format"
+            raise ValueError(f"{self.constraint.param} and {other} exclude each other")
         return self
 
     @property
     def has_grammar(self) -> bool:
-        return self.forces_a_tool or _is_json(self.response_format)
+        return self.forces_a_tool or _is_json(self.response_format) or self.constraint is not None
 
     @property
     def forces_a_tool(self) -> bool:
@@ -133,7 +137,7 @@ class ChatRequest(Sampling):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-def _kind_of_prompt(given: Any) -> str:
+def kind_of_prompt(given: Any) -> str:
     """By its first entry: each kind by itself would have something to say about every entry of another."""
     if not isinstance(given, list):
         return "text"
@@ -150,7 +154,7 @@ class CompletionRequest(Sampling):
         | Annotated[Ids, Field(min_length=1), Tag("ids")]
         | Annotated[list[str], _SOME, at_most(MAX_PROMPTS), Tag("texts")]
         | Annotated[list[Ids], _SOME, at_most(MAX_PROMPTS), Tag("lists")],
-        Discriminator(_kind_of_prompt),
+        Discriminator(kind_of_prompt),
     ]
     best_of: int | None = None
     echo: bool = False
@@ -166,11 +170,13 @@ class CompletionRequest(Sampling):
             raise ValueError(f"best_of is {self.best_of}; only n itself ({self.n or 1}) is supported")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 is allowed only with echo = true")
+        if self.constraint is not None and _is_json(self.response_format):
+            raise ValueError(f"{self.constraint.param} and response_format exclude each other")
         return self
 
     @property
     def has_grammar(self) -> bool:
-        return _is_json(self.response_format)
+        return _is_json(self.response_format) or self.constraint is not None
 
     @property
     def num_prompts(self) -> int:

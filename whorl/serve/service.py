@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,14 +13,16 @@ from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
+from .dialects import REQUEST_NUMBER
 from .engine_thread import EngineThread
 from .gate import KEY_NUMBER, ApiError
+from .key_limits import KeyUse
 from .logprobs import TokenTexts
 from .media_intake import MediaIntake
 from .metrics import Metrics
 from .prepare import Prepared, Preparer
 from .readiness import Readiness, WarmingUp
-from .replies import ChatReply, CompletionReply, Reply
+from .replies import ChatReply, CompletionReply, Reply, Run
 from .running import Running
 from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.tokenizer import Tokenizer
     from whorl.media import Processor
+
+_R = TypeVar("_R", bound=Sampling)
 
 
 class Service:
@@ -50,6 +55,7 @@ class Service:
         readiness = Readiness(steps if self.warmup == "off" else shown(steps))
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue, readiness=readiness)
         self.running = Running()
+        self.uses = [KeyUse(key) for key in settings.who]
         state = {"tokenizer": self.tokenizer.state(), "vocab_size": llm.vocab_size, "memory": settings.job_memory}
         self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)
         half = {"seconds": settings.job_seconds / 2, "memory": settings.job_memory // 4}  # done again in this process
@@ -68,6 +74,10 @@ class Service:
         self._texts = TokenTexts(tokenizer)
         self._created = int(time.time())
 
+    @property
+    def preparer(self) -> Preparer:
+        return self._preparer
+
     async def start(self) -> None:
         await self._prompts.start()
         self.engine.start()
@@ -83,42 +93,50 @@ class Service:
 
     async def chat_completions(self, request: ChatRequest, http: Request) -> Response:
         """A reply to a conversation."""
-        end_think = self.tokenizer.token_id(END_THINK)
-
-        def reply(prepared: Prepared, job: Any, model: str) -> Reply:
-            return ChatReply(request, prepared, job, model, self._texts, end_think=end_think)
-
-        return await self._generate(request, http, self._preparer.chat, reply)
+        return await self.generate(request, http, self._preparer.chat, lambda run: ChatReply(request, run))
 
     async def completions(self, request: CompletionRequest, http: Request) -> Response:
         """What comes after a text or after token ids; one prompt or several."""
+        return await self.generate(request, http, self._preparer.completion, lambda run: CompletionReply(request, run))
 
-        def reply(prepared: Prepared, job: Any, model: str) -> Reply:
-            return CompletionReply(request, prepared, job, model, self._texts)
-
-        return await self._generate(request, http, self._preparer.completion, reply)
-
-    async def _generate(self, request: Sampling, http: Request, prepare: Any, make_reply: Any) -> Response:
-        model = self._model(request.model)
+    async def generate(
+        self, request: _R, http: Request, prepare: Callable[[_R], Awaitable[Prepared]], reply: Callable[[Run], Reply]
+    ) -> Response:
+        """The answer to a request, whole or as a stream, in whatever shape `reply` gives it."""
+        model = self.model_name(request.model)
         self.engine.check()
         self.engine.check_size((request.n or 1) * request.num_prompts)
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
-            prepared: Prepared = await prepare(request)
+            prepared = await prepare(request)
             params = replace(prepared.params, cache_salt=self._salt(request, http))
             media = [prepared.media] if prepared.media else None
             job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts), media)
-        reply = make_reply(replace(prepared, media=()), job, model)
+
+        def close() -> None:
+            self.engine.close(job)
+            if self.uses and (key := http.scope.get(KEY_NUMBER)) is not None:
+                self.uses[key].charge(sum(len(seq.token_ids) for seq in job.sequences))
+
+        run = Run(
+            prepared=replace(prepared, media=()),
+            job=job,
+            model=model,
+            number=http.scope[REQUEST_NUMBER],
+            texts=self._texts,
+            end_think=self.tokenizer.token_id(END_THINK),
+        )
+        made = reply(run)
         if request.stream:
-            return EventStream(reply.chunks(deadline), close=lambda: self.engine.close(job))
+            return EventStream(made.chunks(deadline), http.scope, close=close)
 
         async def whole() -> Response:
-            return JSONResponse(await reply.whole(deadline))
+            return JSONResponse(await made.whole(deadline))
 
         try:
             return await unless_gone(http, whole())
         finally:
-            self.engine.close(job)
+            close()
 
     def _salt(self, request: Sampling, http: Request) -> str | None:
         """Whose cache a request may find its prompt in: each key has its own, and in it each salt."""
@@ -126,7 +144,7 @@ class Service:
             return None
         return f"{http.scope.get(KEY_NUMBER)} {request.cache_salt or ''}"
 
-    def _model(self, asked: str | None) -> str:
+    def model_name(self, asked: str | None) -> str:
         """The name that the client used."""
         names = self.settings.names
         if asked is not None and asked not in names:
@@ -138,7 +156,7 @@ class Service:
 
     async def tokenize(self, request: TokenizeRequest) -> Response:
         """The ids of a text or of a conversation."""
-        self._model(request.model)
+        self.model_name(request.model)
         if request.messages is None:
             assert request.prompt is not None
             special = request.add_special_tokens
@@ -155,7 +173,7 @@ class Service:
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
         """The text of ids."""
-        self._model(request.model)
+        self.model_name(request.model)
         return JSONResponse({"prompt": await self._preparer.decode(request.tokens)})
 
     async def tokenizer_info(self) -> dict[str, Any]:
@@ -178,7 +196,7 @@ class Service:
 
     async def model(self, name: str) -> dict[str, Any]:
         """One model."""
-        return self._card(self._model(name))
+        return self._card(self.model_name(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}

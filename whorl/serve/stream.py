@@ -1,7 +1,6 @@
 """Server-sent events, and ways to notice that nobody listens any more."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -9,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .gate import DONE, STEERING, ApiError
+from .dialects import REQUEST_NUMBER, dialect_of
+from .gate import STEERING, ApiError
 
 # Proxies must neither keep an answer nor collect it before passing it on.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -17,10 +17,10 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it
 
 
 class EventStream(StreamingResponse):
-    """Chunks as events. `close` runs when the answer is over, however it ends."""
+    """Chunks as events, in the address's dialect. `close` runs when the answer is over, however it ends."""
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
-        super().__init__(_events(chunks), media_type="text/event-stream", headers=_HEADERS)
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], scope: Scope, close: Callable[[], None]) -> None:
+        super().__init__(_events(chunks, scope), media_type="text/event-stream", headers=_HEADERS)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,20 +30,17 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncIterator[str]:
+    dialect = dialect_of(scope["path"])
     try:
         async for chunk in chunks:
-            yield _event(chunk)
+            yield dialect.event(chunk)
     except STEERING:
         raise
     except BaseException as error:  # the status is out: the error travels in the stream
-        yield ApiError.of(error).event()
+        yield dialect.last_event(ApiError.of(error), scope.get(REQUEST_NUMBER))
     else:
-        yield DONE
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield dialect.done
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -1,4 +1,4 @@
-"""What may take for ever, in a process of its own: a model's chat template, its tokenizer, a client's JSON schema.
+"""What may take for ever, in a process of its own: a model's chat template, its tokenizer, a client's grammar.
 
 `worker_pool` starts this module, sends the tokenizer, then one job at a time: JSON both ways, after its length.
 A job that takes more CPU time or memory than it may ends the process, and nothing else: the template and the tokenizer
@@ -108,18 +108,29 @@ class Jobs:
     def decode(self, lists: Sequence[Sequence[int]]) -> list[str]:
         return [self._tokenizer.decode(ids, skip_special=False) for ids in lists]
 
-    def prove(self, grammar: str) -> None:
+    def lark(self, grammar: str) -> str:
+        """A grammar that may be llama.cpp's GBNF, as llguidance takes it."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return any_to_lark(grammar)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise Refused(f"the grammar cannot be read: {error}", "schema") from error
+
+    def prove(self, grammar: str, what: str) -> None:
         """That the grammar can be compiled, that a text can begin with it, and that its tokens take little time."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._native, grammar, log_level=0)
-        _check(matcher)
+        _check(matcher, what)
         began = time.process_time()
         for _ in range(_PROOF_TOKENS):
             mask = matcher.compute_logit_bias()
-            _check(matcher)
+            _check(matcher, what)
             if time.process_time() - began > _PROOF_SECONDS:
-                raise Refused("the JSON schema takes too long to follow", "schema")
+                raise Refused(f"{what} takes too long to follow", "schema")
             token = next((i for i, bias in enumerate(mask) if bias and i not in self._tokenizer.eos_ids), None)
             if token is None or not matcher.try_consume_tokens([token]):
                 return
@@ -134,12 +145,12 @@ class Jobs:
             _ = self._native
 
 
-def _check(matcher: "LLMatcher") -> None:
+def _check(matcher: "LLMatcher", what: str) -> None:
     if matcher.is_error():
         reason = matcher.get_error().partition("\n")[0]
         if reason.startswith("NoExtension"):
             reason = "no text is valid"
-        raise Refused(f"the JSON schema cannot be followed: {reason}", "schema")
+        raise Refused(f"{what} cannot be followed: {reason}", "schema")
 
 
 def native_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":

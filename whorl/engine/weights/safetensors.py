@@ -20,6 +20,7 @@ _DTYPES = {
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
+_FIRST = "embed_tokens.weight"
 
 
 def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
@@ -37,7 +38,8 @@ def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> di
             if name in sources:
                 raise ValueError(f"{path}: {name} is in another file of the checkpoint, too")
             sources[name] = _safetensor(file, name)
-    return sources
+    # What was saved without its head, as embedding models are, has names without the head's prefix.
+    return {f"model.{name}": source for name, source in sources.items()} if _FIRST in sources else sources
 
 
 def _safetensor(file: Any, name: str) -> Source:

@@ -1,0 +1,103 @@
+"""Answers that must look like something, in vLLM's spelling: by schema, regex, choice and grammar."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from serving import MODEL, Served, serving, told
+from test_serve import ANSWERS, FORMAT, SCHEMA
+
+CHAT = "/v1/chat/completions"
+GBNF = 'root ::= "n" digit digit\ndigit ::= [0-9]'
+LARK = 'start: "n" DIGIT DIGIT\nDIGIT: /[0-9]/'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(told(ANSWERS)) as running:
+        yield running
+
+
+def said(served: Served, text: str, **asked: Any) -> str:
+    return served.chat(text, max_tokens=60, **asked)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[xyz]{3}-[0-9]{2}a?"}}, "[xyz]{3}-[0-9]{2}a?"),
+        ({"structured_outputs": {"regex": "^[xyz]{3}$"}}, "[xyz]{3}"),
+        ({"guided_regex": "[xyz]{3}"}, "[xyz]{3}"),
+        ({"structured_outputs": {"choice": ["positive", "nega\"tive\n"]}}, 'positive|nega"tive\n'),
+        ({"guided_choice": ["so", "or so"]}, "so|or so"),
+        ({"structured_outputs": {"grammar": GBNF}}, "n[0-9]{2}"),
+        ({"guided_grammar": LARK}, "n[0-9]{2}"),
+    ],
+)  # fmt: skip
+def test_answers_match(served: Served, asked: Any, pattern: str) -> None:
+    """The model would say something else: "Hello there!" matches none of them."""
+    assert re.fullmatch(pattern, said(served, "hi", **asked))
+    completed = served.complete("a", max_tokens=60, **asked)["choices"][0]
+    assert re.fullmatch(pattern, completed["text"])
+    assert completed["finish_reason"] == "stop"
+    item = served.post("/v1/responses", input="hi", temperature=0, max_output_tokens=60, **asked)["output"][0]
+    assert re.fullmatch(pattern, item["content"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA, "guided_decoding_backend": "guidance"},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+def test_json(served: Served, asked: Any) -> None:
+    assert json.loads(said(served, "json", **asked)) == {"n": 3, "kind": "b"}
+    assert said(served, "hi", **asked).startswith("{")
+
+
+def test_thinking_is_free_before_it(served: Served) -> None:
+    message = served.chat("thinkjson", structured_outputs={"json": SCHEMA})["choices"][0]["message"]
+    assert (message["reasoning_content"], json.loads(message["content"])) == ("hm", {"n": 3, "kind": "b"})
+
+
+def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    more = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body=more)
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"structured_outputs": {}}, None, "exactly one of json, json_object, regex, choice, grammar is given, not 0"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "is given, not 2"),
+        ({"structured_outputs": {"regex": "a"}, "guided_choice": ["b"]}, None, "guided_choice exclude each other"),
+        ({"structured_outputs": {"structural_tag": "x"}}, None, "structural_tag: is not a parameter"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "the regex cannot be followed"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "the regex cannot be followed"),
+        ({"guided_choice": []}, "guided_choice", "at least 1 item"),
+        ({"guided_grammar": 'root ::= "a" ('}, "guided_grammar", "the grammar cannot be read: Expected ')'"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "the grammar cannot be followed"),
+        ({"guided_grammar": "a" * 300_000}, "guided_grammar", "the grammar has 300000 characters"),
+        ({"guided_json": "{"}, "guided_json", "the schema is not JSON"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json", "the JSON schema cannot be followed"),
+        ({"guided_json": SCHEMA, "response_format": FORMAT}, None, "guided_json and response_format exclude"),
+        ({"guided_json": SCHEMA, "min_tokens": 3}, None, "min_tokens and a grammar exclude each other"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, asked: Any, param: str | None, says: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20} | asked
+    response = served.http.post(CHAT, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert says in error["message"]
+    assert param is None or error["param"] == param
+    assert served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 20} | asked).status_code == 400

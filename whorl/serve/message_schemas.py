@@ -1,0 +1,190 @@
+"""What clients may send to `/v1/messages`, in Anthropic's words. A field that is not here is refused by name."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+
+from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
+
+_MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+def _kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+# ---- blocks
+
+
+class TextBlock(Lenient):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: _MEDIA
+    data: str
+
+
+class UrlSource(Strict):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Lenient):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class ToolUseBlock(Lenient):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = Field(None, description="no effect")
+
+
+_INNER = {"text": "words", "image": "picture"}
+InnerBlock = Annotated[
+    Annotated[TextBlock, Tag("words")] | Annotated[ImageBlock, Tag("picture")],
+    Discriminator(
+        lambda given: _INNER.get(_kind(given)),
+        custom_error_type="kind_of_block",
+        custom_error_message="a block in a tool's result has the type 'text' or 'image'",
+    ),
+]
+
+
+class ToolResultBlock(Lenient):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[InnerBlock], Field(fail_fast=True)] = ""
+    is_error: bool = Field(False, description="no effect: the content says so")
+
+
+class ThinkingBlock(Lenient):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field("", description="no effect: nothing is signed here")
+
+
+class RedactedBlock(Lenient):
+    """Thinking of another server's, which nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+_BLOCKS = {
+    "text": "words",
+    "image": "picture",
+    "tool_use": "call",
+    "tool_result": "result",
+    "thinking": "thought",
+    "redacted_thinking": "hidden",
+}
+Block = Annotated[
+    Annotated[TextBlock, Tag("words")]
+    | Annotated[ImageBlock, Tag("picture")]
+    | Annotated[ToolUseBlock, Tag("call")]
+    | Annotated[ToolResultBlock, Tag("result")]
+    | Annotated[ThinkingBlock, Tag("thought")]
+    | Annotated[RedactedBlock, Tag("hidden")],
+    Discriminator(
+        lambda given: _BLOCKS.get(_kind(given)),
+        custom_error_type="kind_of_block",
+        custom_error_message="a block's type is 'text', 'image', 'tool_use', 'tool_result' or 'thinking'",
+    ),
+]
+
+
+class Message(Lenient):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+def _has_few_blocks(given: Any) -> Any:
+    """As for chat: what is inside is counted first."""
+    if isinstance(given, list):
+        inner = [each.get("content") for each in given if isinstance(each, dict)]
+        count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+        if count > MAX_PARTS:
+            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are taken")
+    return given
+
+
+# ---- tools, thinking, format
+
+
+class CustomTool(Lenient):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = Field(None, description="no effect: arguments come as they are written")
+    input_examples: list[dict[str, Any]] | None = Field(None, description="no effect")
+    defer_loading: Literal[False] | None = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, description="no effect: max_tokens counts thinking, too")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="no effect: thinking comes whole")
+
+
+class JsonFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(None, description="no effect")
+    format: JsonFormat | None = None
+
+
+class CountRequest(Strict):
+    """What a prompt is made of."""
+
+    model: str
+    messages: Annotated[
+        list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), BeforeValidator(_has_few_blocks)
+    ]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="no effect: every prompt is looked up")
+
+
+class MessagesErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorBody
+    request_id: str | None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = Field(None, description="no effect")
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="no effect")
+    inference_geo: str | None = Field(None, description="no effect")
+    speed: Literal["standard", "fast"] | None = Field(None, description="no effect")

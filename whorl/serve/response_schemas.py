@@ -1,0 +1,211 @@
+"""What clients may send to `/v1/responses`. A field that is not here is refused by name, as in `schemas`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+
+from .schema_parts import MAX_PARTS, Lenient, StreamOptions, Strict
+from .schemas import MAX_TOP_LOGPROBS, Stop
+from .structured import Guided
+
+
+def _kind(given: Any, default: str | None = None) -> str | None:
+    kind = given.get("type", default) if isinstance(given, dict) else getattr(given, "type", default)
+    return kind if isinstance(kind, str) else None
+
+
+# ---- parts of a message
+
+
+class InputText(Lenient):
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputText(Lenient):
+    type: Literal["output_text"]
+    text: str
+
+
+class Refusal(Lenient):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputImage(Lenient):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+_PARTS = {"input_text": "words", "text": "words", "output_text": "said", "refusal": "refused", "input_image": "picture"}
+Part = Annotated[
+    Annotated[InputText, Tag("words")]
+    | Annotated[OutputText, Tag("said")]
+    | Annotated[Refusal, Tag("refused")]
+    | Annotated[InputImage, Tag("picture")],
+    Discriminator(
+        lambda given: _PARTS.get(_kind(given) or ""),
+        custom_error_type="kind_of_part",
+        custom_error_message="a part's type is 'input_text', 'input_image', 'output_text' or 'refusal'",
+    ),
+]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+
+
+# ---- items of the conversation
+
+
+class Item(Lenient):
+    """What clients send back has the server's id."""
+
+    id: str | None = Field(None, description="no effect")
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Parts
+
+
+class ReasoningText(Lenient):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default=[], description="no effect: the model is shown its own thinking")
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = Field(None, description="no effect: nothing is encrypted here")
+
+
+_ITEMS = {"message": "said", "function_call": "call", "function_call_output": "result", "reasoning": "thought"}
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("said")]
+    | Annotated[CallItem, Tag("call")]
+    | Annotated[ResultItem, Tag("result")]
+    | Annotated[ReasoningItem, Tag("thought")],
+    Discriminator(
+        lambda given: _ITEMS.get(_kind(given, "message") or ""),
+        custom_error_type="kind_of_item",
+        custom_error_message="an item's type is 'message', 'function_call', 'function_call_output' or 'reasoning'",
+    ),
+]
+
+
+def _has_few_parts(given: Any) -> Any:
+    """As for messages: what is inside is counted first."""
+    if isinstance(given, list):
+        inner = [each.get(name) for each in given if isinstance(each, dict) for name in ("content", "output")]
+        count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+        if count > MAX_PARTS:
+            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are taken")
+    return given
+
+
+Input = Annotated[
+    str | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1)],
+    BeforeValidator(_has_few_parts),
+]
+
+
+# ---- what is asked of the answer
+
+
+class FunctionTool(Lenient):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="no effect")
+
+
+class ReasoningOptions(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect: thinking comes whole")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect")
+
+
+class TokensRequest(Strict):
+    """What a prompt is made of."""
+
+    input: Input
+    model: str | None = None
+    instructions: str | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+
+    @field_validator("previous_response_id", "conversation", mode="before")
+    @classmethod
+    def _is_not_kept(cls, given: Any) -> None:
+        if given is not None:
+            raise ValueError("this server keeps no responses: send the whole conversation in input")
+
+
+class ResponsesRequest(TokensRequest, Guided):
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    # As the older interface takes them.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    # OpenAI's, without an effect.
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = Field(None, description="no effect: the client runs the tools")
+    metadata: dict[str, Any] | None = Field(None, description="given back")
+    prompt_cache_key: str | None = Field(None, description="no effect: every prompt is looked up")
+    prompt_cache_retention: str | None = Field(None, description="no effect")
+    safety_identifier: str | None = Field(None, description="no effect")
+    service_tier: str | None = Field(None, description="no effect")
+    store: bool | None = Field(None, description="no effect: nothing is stored")
+    user: str | None = Field(None, description="no effect")
+
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
