@@ -16,7 +16,8 @@ def check_int8(op: str, what: str, codes: Tensor, scales: Tensor, columns: int) 
         raise ValueError(f"{op}: {what} is {codes.dtype}, expected int8")
     if scales.shape != codes.shape[:-1]:
         raise ValueError(f"{op}: scales of {what} are {list(scales.shape)}, expected {list(codes.shape[:-1])}")
-    check_weight(op, what, codes, scales.unsqueeze(-1), None, dims=codes.dim(), columns=columns, rows=1, group=0)
+    block = {"rows": 1, "group": 0, "tiled": False}
+    check_weight(op, what, codes, scales.unsqueeze(-1), None, dims=codes.dim(), columns=columns, **block)
 
 
 def _check(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:

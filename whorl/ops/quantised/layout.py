@@ -4,20 +4,22 @@ A weight [N, K] is held as codes and scales, and, where zeros lie elsewhere than
 value[n, k] = (code[n, k] - zero[n // rows, k // columns]) * scale[n // rows, k // columns], in fp32, rounded once to the
 dtype of what it is multiplied with.
 
-codes of 8 bits: int8 or float8_e4m3fn [.., N, K], one a byte; zero is 0 where there are no zeros.
-codes of 4 bits: int32 [.., N, 16 * ceil(K / 128)], 0 to 15; zero is 8 where there are no zeros. A row is cut into blocks
-of 128 columns, a block into 16 words, and a word holds four pairs of neighbours. Pair p of word 4 i + w of a block is
-columns 32 w + 8 p + 2 i and the next one; the first stands in bits 4 p to 4 p + 3, the second 16 bits above it.
+codes of 8 bits: int8 or float8_e4m3fn, one a byte; zero is 0 where there are no zeros. Plainly [.., N, K]; or tiled,
+[.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns is column 8 p + 2 i + e of it.
+codes of 4 bits: int32 [.., N, 16 * ceil(K / 128)], 0 to 15; zero is 8 where there are no zeros. They are always tiled: a
+block of 128 columns is 16 words, and a word holds four pairs of neighbours. Pair p of word 4 i + w is columns
+32 w + 8 p + 2 i and the next one; the first stands in bits 4 p to 4 p + 3, the second 16 bits above it.
 
-So 16 bytes of a row are what one thread holds of 128 columns in a product on tensor cores, where threads i = 0 to 3 of a
-row have columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of every 16; and a shift and a mask bring out a pair, in its order.
+So 16 bytes of a row are what one thread holds of a block in a product on tensor cores, where threads i = 0 to 3 of a row
+have columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of every 16; and of 4 bits a shift and a mask bring out a pair, in order.
 """
 
 import torch
 from torch import Tensor
 
-BLOCK = 128  # columns
+BLOCK = 128  # columns of 4 bits
 WORDS = 16  # of a block
+BYTES = 64  # of a block of 8 bits
 CHUNK = 1024  # columns that are summed from zero; the sums of chunks are added in their order
 MIDDLE = 8  # zero of 4 bits
 CODES = (torch.int32, torch.int8, torch.float8_e4m3fn)
@@ -45,11 +47,40 @@ def unpacked_int4(codes: Tensor, columns: int) -> Tensor:
     return numbers.reshape(*shape, -1)[..., :columns]
 
 
+def tiled_bytes(codes: Tensor) -> Tensor:
+    """Of plain codes of 8 bits [.., K]; columns past K are zeros."""
+    plain = codes.view(torch.uint8)  # not every device pads, or turns, fp8
+    wide = torch.nn.functional.pad(plain, (0, -codes.shape[-1] % BYTES))
+    return wide.unflatten(-1, (-1, 8, 4, 2)).transpose(-3, -2).contiguous().flatten(-4).view(codes.dtype)
+
+
+def plain_bytes(codes: Tensor, columns: int) -> Tensor:
+    """[.., columns]; the way back."""
+    return codes.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2).flatten(-4)[..., :columns]
+
+
+def width(dtype: torch.dtype, columns: int, tiled: bool) -> int:
+    """Numbers of `dtype` in which a row of so many columns is held."""
+    if dtype == torch.int32:
+        return -(-columns // BLOCK) * WORDS
+    return -(-columns // BYTES) * BYTES if tiled else columns
+
+
 def values(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int, dtype: torch.dtype, *, block: tuple[int, int]
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    block: tuple[int, int],
+    tiled: bool,
 ) -> Tensor:
     """[.., N, columns] in `dtype`. block: rows and columns that have one scale; 0 columns: a whole row."""
-    numbers = unpacked_int4(codes, columns) if codes.dtype == torch.int32 else codes
+    if codes.dtype == torch.int32:
+        numbers = unpacked_int4(codes, columns)
+    else:
+        numbers = plain_bytes(codes, columns) if tiled else codes
     wide = torch.float64 if torch.float64 in (scales.dtype, dtype) else torch.float32
     middle = MIDDLE if codes.dtype == torch.int32 else 0
     numbers = numbers.to(wide) - (middle if zeros is None else spread(zeros, numbers.shape, block).to(wide))

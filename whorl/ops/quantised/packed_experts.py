@@ -9,7 +9,7 @@ from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from . import packed_torch_npu
 from .layout import values
-from .packed_linear import check_weight, draw_weight, multiply_in_chunks, triton_reason
+from .packed_linear import block_of, check_weight, draw_weight, multiply_in_chunks, triton_reason
 from .routed import activated, check_routing, routed
 
 
@@ -25,10 +25,11 @@ def _check(
     ids: Tensor,
     rows: int,
     columns: int,
+    tiled: bool,
 ) -> None:
     name = "packed_experts"
     check_routing(name, x, gate_up, down, weights, ids)
-    block = {"rows": rows, "group": columns}
+    block = {"rows": rows, "group": columns, "tiled": tiled}
     check_weight(name, "gate_up", gate_up, gate_up_scales, gate_up_zeros, dims=3, columns=x.shape[1], **block)
     check_weight(name, "down", down, down_scales, down_zeros, dims=3, columns=gate_up.shape[1] // 2, **block)
 
@@ -68,11 +69,12 @@ def packed_experts(
     *,
     rows: int = 1,
     columns: int = 0,
+    tiled: bool = False,
 ) -> Tensor:
     """As `experts`, of weights that are held as `packed_linear`'s are.
 
     x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: of [E, C, F], in one dtype, each
-    with its scales and zeros, of which one is for `rows` rows and `columns` columns (0: all). weights and ids: [T, K], as
+    with its scales and zeros, of which one is for `rows` rows and `columns` columns (0: all), tiled or not. weights and ids: [T, K], as
     `route` gives them; an id is in [0, E): another is an error on the CPU and is not looked for elsewhere. y: like x,
     contiguous. Every product is that of `packed_linear`: of rounded values, K in chunks of 1024 from zero, added in
     their order. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype; slots are added in their
@@ -82,7 +84,7 @@ def packed_experts(
     def expert(e: int, mine: Tensor) -> Tensor:
         def product(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
             own = None if zeros is None else zeros[e]
-            weight = values(codes[e], scales[e], own, x.shape[1], x.dtype, block=(rows, columns))
+            weight = values(codes[e], scales[e], own, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
             return narrow(multiply_in_chunks(widen(x), widen(weight)), x.dtype)
 
         hidden = activated(product(mine, gate_up, gate_up_scales, gate_up_zeros))
@@ -102,13 +104,18 @@ _CASES: list[Values] = [
     {"tokens": (2,), "hidden": 24, "width": 1152, "experts": 3, "k": 2, "kind": "int4", "columns": 8},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "kind": "int4"},
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "int8", "sliced": True},
-    {"tokens": (5,), "hidden": 136, "width": 72, "experts": 3, "k": 1, "kind": "fp8", "rows": 128, "columns": 128},
+    {"tokens": (5,), "hidden": 136, "width": 72, "experts": 3, "k": 1, "kind": "fp8", "rows": 128, "columns": 128,
+     "tiled": True},
     {"tokens": (6,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "fp8", "sliced": True},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [
     {"tokens": (tokens,), **_QWEN, **kind}
-    for kind in ({"kind": "int4", "columns": 128}, {"kind": "int8"}, {"kind": "fp8", "rows": 128, "columns": 128})
+    for kind in (
+        {"kind": "int4", "columns": 128},
+        {"kind": "int8", "tiled": True},
+        {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+    )
     for tokens in (1, 64, 8192)
 ]
 
@@ -125,9 +132,8 @@ def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: i
         *draw_weight(draw, experts, 2 * width, hidden, **weight),
         *draw_weight(draw, experts, hidden, width, **weight),
     )
-    block = {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0)}
     given = dict(zip(names, held, strict=True))
-    return {"x": draw.scaled(tokens[0], hidden), **given, "weights": weights, "ids": ids, **block}
+    return {"x": draw.scaled(tokens[0], hidden), **given, "weights": weights, "ids": ids, **block_of(weight)}
 
 
 packed_experts.inputs(cases=_CASES, bench=_BENCH)(_make)

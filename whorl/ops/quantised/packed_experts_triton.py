@@ -10,11 +10,12 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._hopper import gluon_reason
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
 from ..moe.experts_triton import _activate, _combine, _sort_kernel, _tile_of
-from .product_triton import product, weight_arguments
+from .product_triton import Weight, product, weight_arguments
 
 FEW_TOKENS = 4  # that read the weights of their experts for themselves
 MODERATE_TOKENS = 256  # up to which most experts have few tokens
@@ -60,6 +61,7 @@ def _packed_experts_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -95,6 +97,7 @@ def _packed_experts_kernel(
             GROUP,
             GROUP_ROWS,
             HAS_ZEROS,
+            TILED,
             ROWS,
             TOKENS,
             BLOCK_K,
@@ -123,20 +126,38 @@ def forward(
     ids: Tensor,
     rows: int,
     columns: int,
+    tiled: bool,
 ) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel() or not ids.numel():
         return y.zero_()
     x, ids = unit_stride(x), ids.contiguous()
-    pairs, slots, width = ids.numel(), ids.shape[1], gate_up.shape[1] // 2
-    routing = by_token(ids) if len(x) <= FEW_TOKENS and x.element_size() == 2 else by_expert(ids, len(gate_up))
-    inner, outer = plan(len(x), x.element_size())
-    hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, x.shape[1]))
-    block = rows, columns
-    launch(x, (gate_up, gate_up_scales, gate_up_zeros), block, hidden, routing, inner, slots=slots, is_activated=True)
-    launch(hidden, (down, down_scales, down_zeros), block, parts, routing, outer, slots=1, is_activated=False)
+    inner = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, tiled)
+    outer = Weight(down, down_scales, down_zeros, rows, columns, tiled)
+    hidden, parts = (
+        torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
+    )
+    if len(x) <= FEW_TOKENS and x.element_size() == 2:
+        _by_token(x, inner, outer, ids, hidden, parts)
+    else:
+        routing, sizes = by_expert(ids, len(gate_up)), plan(len(x), x.element_size())
+        launch(x, inner, hidden, routing, sizes[0], slots=ids.shape[1], is_activated=True)
+        launch(hidden, outer, parts, routing, sizes[1], slots=1, is_activated=False)
     _combine(parts, weights.float().contiguous(), y)
     return y
+
+
+def _by_token(x: Tensor, inner: Weight, outer: Weight, ids: Tensor, hidden: Tensor, parts: Tensor) -> None:
+    if gluon_reason(x.device) is None:
+        from . import few_gluon_triton as few
+
+        if few.reason(x, inner) is None and few.reason(hidden, outer) is None:
+            few.experts(x, inner, ids, hidden, slots=ids.shape[1], is_activated=True)
+            few.experts(hidden, outer, ids, parts, slots=1, is_activated=False)
+            return
+    sizes = plan(len(x), x.element_size())
+    launch(x, inner, hidden, by_token(ids), sizes[0], slots=ids.shape[1], is_activated=True)
+    launch(hidden, outer, parts, by_token(ids), sizes[1], slots=1, is_activated=False)
 
 
 Routing = tuple[Tensor, Tensor, bool]  # order of pairs, or experts of pairs; how many each expert has; which of the two
@@ -164,8 +185,7 @@ def grid_of(routing: Routing, number: int, rows: int, sizes: dict[str, Any]) -> 
 
 def launch(
     x: Tensor,
-    weight: tuple[Tensor, Tensor, Tensor | None],
-    block: tuple[int, int],
+    weight: Weight,
     y: Tensor,
     routing: Routing,
     sizes: dict[str, Any],
@@ -174,14 +194,10 @@ def launch(
     is_activated: bool,
 ) -> None:
     """One product. slots: of a token, where x has tokens and not pairs."""
-    codes, scales = weight[0].contiguous(), weight[1].contiguous()
-    zeros, (number, high, _) = weight[2], codes.shape
-    given = weight_arguments(x, codes, scales, zeros, *block, sizes["BLOCK_K"])
+    number, high, _ = weight.codes.shape
     _packed_experts_kernel[grid_of(routing, number, y.shape[1], sizes)](
         x,
-        codes,
-        scales,
-        scales if zeros is None else zeros.contiguous(),
+        *weight.tensors,
         routing[0],
         routing[1],
         y,
@@ -190,12 +206,12 @@ def launch(
         y.shape[1],
         number,
         high=high,
-        scales_high=scales.shape[1],
+        scales_high=weight.scales.shape[1],
         ACTIVATE=is_activated,
         SORTED=routing[2],
         BLOCK_E=power_of_2(number),
         enable_fp_fusion=False,
-        **given,
+        **weight_arguments(x, weight, sizes["BLOCK_K"]),
         **sizes,
         **overlap(x),
     )

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._hopper import gluon_reason
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
-from .product_triton import product, weight_arguments
+from .product_triton import Weight, product, weight_arguments
 
 FEW = 16  # tokens
 
@@ -36,6 +37,7 @@ def _packed_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,6 +74,7 @@ def _packed_kernel(
         GROUP,
         GROUP_ROWS,
         HAS_ZEROS,
+        TILED,
         ROWS,
         TOKENS,
         BLOCK_K,
@@ -87,12 +90,6 @@ def _packed_kernel(
 
 
 def forward(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, columns: int
-) -> Tensor:
-    return launch(x, codes, scales, zeros, bias, rows, columns, plan(len(x), len(codes), codes, x))
-
-
-def launch(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
@@ -100,21 +97,30 @@ def launch(
     bias: Tensor | None,
     rows: int,
     columns: int,
-    sizes: dict[str, Any],
+    tiled: bool,
 ) -> Tensor:
-    """With tiles of these sizes."""
-    x, codes, scales = unit_stride(x), codes.contiguous(), scales.contiguous()
-    (count, _), high = x.shape, codes.shape[0]
-    y = torch.empty(count, high, dtype=x.dtype, device=x.device)
+    weight = Weight(codes, scales, zeros, rows, columns, tiled)
+    x = unit_stride(x)
+    y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    given = weight_arguments(x, codes, scales, zeros, rows, columns, sizes["BLOCK_K"])
+    if len(x) <= FEW and gluon_reason(x.device) is None:
+        from . import few_gluon_triton as few
+
+        if few.reason(x, weight) is None:
+            few.linear(x, weight, bias, y)
+            return y
+    launch(x, weight, bias, y, plan(len(x), x.element_size()))
+    return y
+
+
+def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any]) -> None:
+    """With tiles of these sizes."""
+    count, high = y.shape
     grid = (ceil_div(count, sizes["TOKENS"]) * ceil_div(high, sizes["ROWS"]),)
     _packed_kernel[grid](
         x,
-        codes,
-        scales,
-        scales if zeros is None else zeros.contiguous(),
+        *weight.tensors,
         y if bias is None else bias.contiguous(),
         y,
         x.stride(0),
@@ -122,19 +128,18 @@ def launch(
         high,
         HAS_BIAS=bias is not None,
         enable_fp_fusion=False,
-        **given,
+        **weight_arguments(x, weight, sizes["BLOCK_K"]),
         **sizes,
         **overlap(x),
     )
-    return y
 
 
-def plan(count: int, rows: int, codes: Tensor, x: Tensor) -> dict[str, int]:
+def plan(count: int, element_size: int) -> dict[str, int]:
     """Tiles by how many tokens there are. 64 rows at least: with fewer, tensor cores would take columns in an order that
     the compiler chooses by the width of codes."""
     if is_interpreting():
         return {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 2}
-    if x.element_size() == 4:
+    if element_size == 4:
         return {"ROWS": 64, "TOKENS": 32, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 1}
     if count <= FEW:
         return {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 5}

@@ -6,7 +6,7 @@ never lie in shared memory, which would be slower than reading the codes. Whatev
 upwards, 16 columns at a time, in chunks of 1024 from zero that are added in their order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -82,6 +82,13 @@ def _in_order(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 @triton.jit
+def _bytes_in_order(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same of tiled bytes."""
+    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
+
+
+@triton.jit
 def _twice(bits):
     """In both halves of a word."""
     bits = bits.to(tl.int32) & 0xFFFF
@@ -111,6 +118,7 @@ def _values(
     DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -143,6 +151,8 @@ def _values(
         if IS_INT4:
             a, b, c, d, e, f, g, h = _pairs_plain(codes)
             codes = _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+        elif TILED:
+            codes = _bytes_in_order(codes, ROWS, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)[None, :]
         numbers = codes.to(tl.float32)
         if HAS_ZEROS:
@@ -168,6 +178,7 @@ def product(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -207,6 +218,7 @@ def product(
             DTYPE,
             GROUP,
             HAS_ZEROS,
+            TILED,
             ROWS,
             BLOCK_K,
             EVEN,
@@ -224,6 +236,7 @@ def product(
                 DTYPE,
                 GROUP,
                 HAS_ZEROS,
+                TILED,
                 ROWS,
                 BLOCK_K,
                 EVEN,
@@ -239,22 +252,40 @@ def product(
     return total + part, second + second_part
 
 
-def weight_arguments(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, rows: int, columns: int, block: int
-) -> dict[str, Any]:
-    """What a kernel is told of a weight: of x's dtype, which its values have, in blocks of `block` columns."""
-    length = x.shape[-1]
-    is_int4 = codes.dtype == torch.int32
-    is_one = columns == 0 or columns >= length
-    group = 0 if is_one else columns
-    is_fast = is_int4 and x.dtype == scales.dtype == torch.bfloat16 and (is_one or columns % PAIRED == 0)
+class Weight(NamedTuple):
+    """A matrix, or a stack of them, as operators are given it."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    rows: int  # and columns, that have one scale
+    columns: int
+    tiled: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For a kernel, which does not read zeros where there are none."""
+        scales = self.scales.contiguous()
+        return self.codes.contiguous(), scales, scales if self.zeros is None else self.zeros.contiguous()
+
+    def group(self, length: int) -> int:
+        """Columns that have one scale; 0: all of them."""
+        return 0 if self.columns >= length else self.columns
+
+
+def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
+    """What a kernel is told of a weight that is multiplied with x, in blocks of `block` columns."""
+    length, group = x.shape[-1], weight.group(x.shape[-1])
+    is_int4 = weight.codes.dtype == torch.int32
+    is_fast = is_int4 and x.dtype == weight.scales.dtype == torch.bfloat16 and group % PAIRED == 0
     return {
         "K": length,
-        "width": codes.shape[-1],
-        "groups": scales.shape[-1],
+        "width": weight.codes.shape[-1],
+        "groups": weight.scales.shape[-1],
         "GROUP": group,
-        "GROUP_ROWS": rows,
-        "HAS_ZEROS": zeros is not None,
+        "GROUP_ROWS": weight.rows,
+        "HAS_ZEROS": weight.zeros is not None,
+        "TILED": weight.tiled,
         "CHUNK": CHUNK,
         "EVEN": length % block == 0,
         "FAST": is_fast and not is_interpreting(),
