@@ -235,9 +235,7 @@ def _few_packed_kernel(
             # What comes next is asked for before this is used.
             begin = (round + (step + 1) // STEPS) * CHUNKS * CHUNK + (step + 1) % STEPS * BLOCK_K
             code_begin = begin // 8 if IS_INT4 else begin
-            next_codes = gl.load(
-                codes_at + code_begin, mask=code_chunk + column + code_begin < width, other=0.0
-            )
+            next_codes = gl.load(codes_at + code_begin, mask=code_chunk + column + code_begin < width, other=0.0)
             next_scales = gl.load(_at_groups(scales_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
             next_zeros = next_scales
             if HAS_ZEROS:
@@ -311,10 +309,10 @@ def reason(x: Tensor, weight: Weight) -> str | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:
-    """y = x @ weight.T + bias of up to 16 tokens. sizes: for trials, not the plan's."""
+    """y = x @ weight.T + bias of up to 8 tokens. sizes: for trials, not the plan's."""
     count, rows = y.shape
-    sizes = sizes or plan(rows, x.shape[1], weight.codes.dtype)
-    columns = 1 if count == 1 else ceil_div(count, TOKENS) * TOKENS
+    sizes = sizes or plan(count, x.shape[1], weight.codes.dtype)
+    columns = 1 if count == 1 else TOKENS
     _launch(x, weight, bias, y, y, (ceil_div(rows, 16 * sizes["HIGH"]), 1), sizes, COLUMNS=columns)
 
 
@@ -387,10 +385,10 @@ def _launch(
     )
 
 
-def plan(rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+def plan(count: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Of `linear`: chunks side by side, as many as there are, so that narrow weights fill the multiprocessors, too."""
     chunks = min(4, power_of_2(ceil_div(length, CHUNK)))
-    return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 else 256}
+    return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
 
 
 def experts_plan(length: int, dtype: torch.dtype, is_activated: bool) -> dict[str, Any]:

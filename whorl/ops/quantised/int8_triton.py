@@ -57,9 +57,7 @@ def _int8_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < T
     codes_at = codes_ptr + (rows % N).to(tl.int64)[:, None] * K
-    total = _exact(
-        q_ptr + tokens.to(tl.int64)[None, :] * K, is_token[None, :], codes_at, K, ROWS, TOKENS, BLOCK_K
-    )
+    total = _exact(q_ptr + tokens.to(tl.int64)[None, :] * K, is_token[None, :], codes_at, K, ROWS, TOKENS, BLOCK_K)
     y = _scaled(total, scales_ptr + rows % N, tl.load(token_scales_ptr + tokens, mask=is_token, other=0.0))
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]

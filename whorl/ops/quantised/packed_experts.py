@@ -104,8 +104,17 @@ _CASES: list[Values] = [
     {"tokens": (2,), "hidden": 24, "width": 1152, "experts": 3, "k": 2, "kind": "int4", "columns": 8},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "kind": "int4"},
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "int8", "sliced": True},
-    {"tokens": (5,), "hidden": 136, "width": 72, "experts": 3, "k": 1, "kind": "fp8", "rows": 128, "columns": 128,
-     "tiled": True},
+    {
+        "tokens": (5,),
+        "hidden": 136,
+        "width": 72,
+        "experts": 3,
+        "k": 1,
+        "kind": "fp8",
+        "rows": 128,
+        "columns": 128,
+        "tiled": True,
+    },
     {"tokens": (6,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "fp8", "sliced": True},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}

@@ -16,7 +16,8 @@ from .._rows import ceil_div
 from ..linear_triton import unit_stride
 from .product_triton import Weight, product, weight_arguments
 
-FEW = 16  # tokens
+FEWEST = 8  # tokens of a kernel of their own
+FEW = 16  # tokens of the narrowest tile
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def forward(
     y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    if len(x) <= FEW and gluon_reason(x.device) is None:
+    if len(x) <= FEWEST and gluon_reason(x.device) is None:
         from . import few_gluon_triton as few
 
         if few.reason(x, weight) is None:
