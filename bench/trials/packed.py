@@ -225,7 +225,13 @@ def tile_plans(count: int) -> Iterator[dict[str, Any]]:
         for stages, block in ((3, 256), (5, 128), (7, 128)):
             yield {"ROWS": 64, "TOKENS": 16, "BLOCK_K": block, "num_warps": 4, "num_stages": stages} | near
         return
-    for rows, tokens, warps, stages in ((64, 64, 4, 3), (64, 64, 4, 5), (64, 32, 4, 4), (128, 64, 8, 4)):
+    for rows, tokens, warps, stages in (
+        (64, 64, 4, 3),
+        (64, 64, 4, 5),
+        (64, 32, 4, 4),
+        (128, 64, 8, 4),
+        (128, 128, 8, 3),
+    ):
         yield {"ROWS": rows, "TOKENS": tokens, "BLOCK_K": 128, "num_warps": warps, "num_stages": stages} | near
     yield {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3} | near
 

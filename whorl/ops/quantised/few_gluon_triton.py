@@ -163,8 +163,8 @@ def _few_packed_kernel(
 ):
     """16 * HIGH rows of a weight, CHUNKS of its K at a time, by up to COLUMNS tokens, or (IS_ROUTED) by one pair's.
 
-    ACTIVATE: half of the rows are gate's, and half are up's, which stand N rows behind. AHEAD: codes are asked for before
-    the kernel ahead has ended. high, scales_high: rows of an expert's codes and scales.
+    ACTIVATE: half of the rows are gate's, and half are up's, which stand N rows behind. AHEAD: codes are asked for
+    before the kernel ahead has ended. high, scales_high: rows of an expert's codes and scales.
     """
     ROWS: gl.constexpr = 16 * HIGH
     OUT: gl.constexpr = ROWS // 2 if ACTIVATE else ROWS
@@ -196,14 +196,11 @@ def _few_packed_kernel(
     first = gl.program_id(0) * OUT
     c = gl.arange(0, CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, OF_CODES)))
     r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OF_CODES)))
-    if ACTIVATE:
-        rows = (first + r % OUT) % N + r // OUT * N
-    else:
-        rows = (first + r) % N
-    l = gl.arange(0, LENGTH, gl.SliceLayout(0, gl.SliceLayout(0, OF_CODES)))
+    rows = (first + r % OUT) % N + r // OUT * N
+    place = gl.arange(0, LENGTH, gl.SliceLayout(0, gl.SliceLayout(0, OF_CODES)))
     chunk = gl.expand_dims(gl.expand_dims(c, 1), 2)
     row = gl.expand_dims(gl.expand_dims(rows, 0), 2)
-    column = gl.expand_dims(gl.expand_dims(l, 0), 0)
+    column = gl.expand_dims(gl.expand_dims(place, 0), 0)
     code_chunk = chunk * (CHUNK // 8 if IS_INT4 else CHUNK)
     codes_at = codes_ptr + (entry * high + row) * width + (code_chunk + column)
     group_row = (entry * scales_high + row // GROUP_ROWS) * groups

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""`int8_linear` and `int8_experts` in Triton: exact sums of whole numbers, so that tiles are a question of speed alone."""
+"""`int8_linear` and `int8_experts` in Triton: sums of whole numbers are exact, so tiles are a question of speed alone."""
 
 from typing import Any
 
@@ -139,7 +139,8 @@ def experts(
         torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
     )
     sizes = plan(ceil_div(ids.numel(), len(gate_up)))
-    _launch(x, gate_up, gate_up_scales, hidden, routing, sizes, slots=ids.shape[1], is_activated=True)
+    narrow = sizes | {"TOKENS": min(64, sizes["TOKENS"])}  # gate and up are held side by side
+    _launch(x, gate_up, gate_up_scales, hidden, routing, narrow, slots=ids.shape[1], is_activated=True)
     _launch(hidden, down, down_scales, parts, routing, sizes, slots=1, is_activated=False)
     _combine(parts, weights.float().contiguous(), y)
     return y

@@ -1,17 +1,18 @@
 """How packed weights lie in memory, and what their values are.
 
 A weight [N, K] is held as codes and scales, and, where zeros lie elsewhere than in the middle, as zeros:
-value[n, k] = (code[n, k] - zero[n // rows, k // columns]) * scale[n // rows, k // columns], in fp32, rounded once to the
-dtype of what it is multiplied with.
+value[n, k] = (code[n, k] - zero[n // rows, k // columns]) * scale[n // rows, k // columns], in fp32, rounded once to
+the dtype of what it is multiplied with.
 
 codes of 8 bits: int8 or float8_e4m3fn, one a byte; zero is 0 where there are no zeros. Plainly [.., N, K]; or tiled,
 [.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns is column 8 p + 2 i + e of it.
-codes of 4 bits: int32 [.., N, 16 * ceil(K / 128)], 0 to 15; zero is 8 where there are no zeros. They are always tiled: a
-block of 128 columns is 16 words, and a word holds four pairs of neighbours. Pair p of word 4 i + w is columns
+codes of 4 bits: int32 [.., N, 16 * ceil(K / 128)], 0 to 15; zero is 8 where there are no zeros. They are always tiled:
+a block of 128 columns is 16 words, and a word holds four pairs of neighbours. Pair p of word 4 i + w is columns
 32 w + 8 p + 2 i and the next one; the first stands in bits 4 p to 4 p + 3, the second 16 bits above it.
 
-So 16 bytes of a row are what one thread holds of a block in a product on tensor cores, where threads i = 0 to 3 of a row
-have columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of every 16; and of 4 bits a shift and a mask bring out a pair, in order.
+So 16 bytes of a row are what one thread holds of a block in a product on tensor cores, where threads i = 0 to 3 of a
+row have columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of every 16; and of 4 bits a shift and a mask bring out a pair, in
+its order.
 """
 
 import torch

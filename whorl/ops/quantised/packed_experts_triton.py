@@ -106,12 +106,11 @@ def _packed_experts_kernel(
             FAST,
             WIDEN,
         )
+        y = first
         if ACTIVATE:
             y = _activate(first, second, y_ptr.dtype.element_ty)
-        else:
-            y = first.to(y_ptr.dtype.element_ty)
         at = y_ptr + pair.to(tl.int64)[None, :] * N + rows[:, None]
-        tl.store(at, y, mask=is_pair[None, :] & (rows < N)[:, None])
+        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_pair[None, :] & (rows < N)[:, None])
 
 
 def forward(

@@ -85,10 +85,10 @@ def packed_linear(
 ) -> Tensor:
     """y = x @ value.T + bias, value = (codes - zeros) * scales in fp32, rounded to x's dtype.
 
-    x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or float8_e4m3fn, tiled [N, 64 * ceil(K / 64)]; or
-    4 bits, int32 [N, 16 * ceil(K / 128)]: `quantised/layout.py` says how they lie. scales: [ceil(N / rows), ceil(K / columns)] floating point, each of `rows` rows and
-    `columns` columns (0: all of them), the last of which may be cut short; zeros: integers of that shape, absent: 0, of
-    4 bits 8. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous.
+    x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or float8_e4m3fn, tiled [N, 64 * ceil(K / 64)]; or 4 bits, int32
+    [N, 16 * ceil(K / 128)]: `quantised/layout.py` says how they lie. scales: [ceil(N / rows), ceil(K / columns)]
+    floating point, each of `rows` rows and `columns` columns (0: all of them), the last of which may be cut short;
+    zeros: integers of that shape, absent: 0, of 4 bits 8. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous.
     It equals `linear` of the rounded values, but that K is cut into chunks of 1024 columns: each is summed from zero,
     upwards, in fp32, and the sums are added in their order; up to K = 1024 that is `linear`'s own sum. The bias behind
     it, one rounding. A row's bits depend on the row and the weight alone, as in `linear`. No gradient.

@@ -136,8 +136,8 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
 
 
 def plan(count: int, element_size: int) -> dict[str, int]:
-    """Tiles by how many tokens there are. 64 rows at least: with fewer, tensor cores would take columns in an order that
-    the compiler chooses by the width of codes."""
+    """Tiles by how many tokens there are. 64 rows at least: with fewer, tensor cores would take columns in an order
+    that the compiler chooses by the width of codes. A tile's sums are held twice, for a chunk and in all."""
     if is_interpreting():
         return {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 2}
     if element_size == 4:
@@ -146,6 +146,4 @@ def plan(count: int, element_size: int) -> dict[str, int]:
         return {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 5}
     if count <= 4 * FEW:
         return {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 4}
-    if count <= 16 * FEW:
-        return {"ROWS": 128, "TOKENS": 128, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}
-    return {"ROWS": 128, "TOKENS": 256, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 128, "TOKENS": 128, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}

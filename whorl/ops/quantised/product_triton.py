@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Products of packed weights in Triton. The weight is the left side of the tensor cores, the tokens are the columns.
 
-A weight's codes go from memory to registers as they are held, become values there, and are multiplied from there: values
-never lie in shared memory, which would be slower than reading the codes. Whatever the number of tokens, K is walked
-upwards, 16 columns at a time, in chunks of 1024 from zero that are added in their order.
+A weight's codes go from memory to registers as they are held, become values there, and are multiplied from there:
+values never lie in shared memory, which would be slower than reading the codes. Whatever the number of tokens, K is
+walked upwards, 16 columns at a time, in chunks of 1024 from zero that are added in their order.
 """
 
 from typing import Any, NamedTuple
