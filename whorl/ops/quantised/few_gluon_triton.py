@@ -85,34 +85,51 @@ def _at_groups(at, start, K, GROUP: gl.constexpr, NUM: gl.constexpr, STEP: gl.co
 
 
 @gluon.jit
-def _int4_values(words, scales, zeros, HAS_ZEROS: gl.constexpr, PER: gl.constexpr):
-    """bf16 [CHUNKS, ROWS, BLOCK_K] of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block of 128]."""
+def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, PER: gl.constexpr):
+    """[CHUNKS, ROWS, BLOCK_K] in dtype of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block of 128].
+
+    Where scales and values are bf16 the product with them is one of bf16, else one of fp32.
+    """
+    IS_BF16: gl.constexpr = scales.dtype == gl.bfloat16 and dtype == gl.bfloat16
     C: gl.constexpr = words.shape[0]
     R: gl.constexpr = words.shape[1]
     B: gl.constexpr = words.shape[2] // 16
     parts = words.reshape([C, R, B, 4, PER, 4 // PER])  # i, w
     LAYOUT: gl.constexpr = parts.type.layout
     OF_SCALES: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, LAYOUT))
-    scales = _twice(scales.to(gl.int16, bitcast=True))
-    scales = gl.convert_layout(scales.reshape([C, R, B, PER]), OF_SCALES)
-    scales = gl.expand_dims(gl.expand_dims(scales, 3), 5)
+    if IS_BF16:
+        factors = _twice(scales.to(gl.int16, bitcast=True))
+        factors = gl.convert_layout(factors.reshape([C, R, B, PER]), OF_SCALES)
+        factors = gl.expand_dims(gl.expand_dims(factors, 3), 5)
+    else:
+        factors = gl.full_like(parts, 0x3F803F80)  # ones
     if HAS_ZEROS:
         zeros = _twice(zeros.to(gl.int32) + 0x4300)
         zeros = gl.convert_layout(zeros.reshape([C, R, B, PER]), OF_SCALES)
         zeros = gl.expand_dims(gl.expand_dims(zeros, 3), 5)
     else:
         zeros = gl.full_like(parts, 0x43084308)
-    _, scales = gl.broadcast(parts, scales)
+    _, factors = gl.broadcast(parts, factors)
     _, zeros = gl.broadcast(parts, zeros)
-    a, b, c, d, e, f, g, h = _pairs(parts, zeros, scales)
+    a, b, c, d, e, f, g, h = _pairs(parts, zeros, factors)
     low, high = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    found = gl.join(low, high).reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2
+    found = gl.join(low, high)
+    if not IS_BF16:
+        WIDE: gl.constexpr = gl.SliceLayout(6, gl.SliceLayout(7, gl.SliceLayout(8, found.type.layout)))
+        wide = scales.to(gl.float32).reshape([C, R, B, PER])
+        wide = gl.convert_layout(
+            scales.to(gl.float32).reshape([C, R, B, PER]), gl.SliceLayout(3, gl.SliceLayout(5, WIDE))
+        )
+        wide = gl.expand_dims(gl.expand_dims(wide, 3), 5)
+        wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(wide, 6), 7), 8)
+        found = (found.to(gl.float32) * wide).to(dtype)
+    found = found.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2
     return found.permute([0, 1, 2, 4, 7, 6, 3, 5]).reshape([C, R, B * 128])
 
 
 @gluon.jit
-def _byte_values(codes, scales, zeros, HAS_ZEROS: gl.constexpr):
-    """bf16 [CHUNKS, ROWS, BLOCK_K] of as many bytes; scales: [CHUNKS, ROWS, one a block of 64]."""
+def _byte_values(codes, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """[CHUNKS, ROWS, BLOCK_K] in dtype of as many bytes; scales: [CHUNKS, ROWS, one a block of 64]."""
     C: gl.constexpr = codes.shape[0]
     R: gl.constexpr = codes.shape[1]
     B: gl.constexpr = codes.shape[2] // 64
@@ -122,7 +139,7 @@ def _byte_values(codes, scales, zeros, HAS_ZEROS: gl.constexpr):
         zeros = gl.convert_layout(zeros.to(gl.float32), gl.SliceLayout(3, LAYOUT))
         parts = parts - gl.expand_dims(zeros, 3)
     scales = gl.convert_layout(scales.to(gl.float32), gl.SliceLayout(3, LAYOUT))
-    found = (parts * gl.expand_dims(scales, 3)).to(gl.bfloat16).reshape([C, R, B, 4, 4, 2, 2])  # i, m, h, e
+    found = (parts * gl.expand_dims(scales, 3)).to(dtype).reshape([C, R, B, 4, 4, 2, 2])  # i, m, h, e
     return found.permute([0, 1, 2, 4, 5, 3, 6]).reshape([C, R, B * 64])
 
 
@@ -242,9 +259,9 @@ def _few_packed_kernel(
             xs.store(x)
             sync()
             if IS_INT4:
-                weight = _int4_values(codes, scales, zeros, HAS_ZEROS, PER)
+                weight = _int4_values(codes, scales, zeros, dtype, HAS_ZEROS, PER)
             else:
-                weight = _byte_values(codes, scales, zeros, HAS_ZEROS)
+                weight = _byte_values(codes, scales, zeros, dtype, HAS_ZEROS)
             weight = gl.convert_layout(weight, A, assert_trivial=True)
             operand = xs.permute((0, 2, 1)).load(B)
             if COLUMNS == 1:
@@ -294,11 +311,9 @@ def _powers(start: int, end: int) -> list[int]:
 def reason(x: Tensor, weight: Weight) -> str | None:
     """None where this kernel multiplies, else why the plain one does."""
     group = weight.group(x.shape[-1])
-    if x.dtype != torch.bfloat16:
-        return f"multiplies in bf16, got {x.dtype}"
+    if x.element_size() != 2:
+        return f"multiplies in 16 bits, got {x.dtype}"
     if weight.codes.dtype == torch.int32:
-        if weight.scales.dtype != torch.bfloat16:
-            return f"scales of 4 bits are bf16, got {weight.scales.dtype}"
         return None if group in (32, 64) or group % 128 == 0 else f"groups of {group} columns"
     if not weight.tiled:
         return "codes are not tiled"

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""`int8_linear` and `int8_experts` in Triton: sums of whole numbers are exact, so tiles are a question of speed alone."""
+"""`int8_linear` and `int8_experts` in Triton: whole numbers add up exactly, so tiles are a question of speed alone."""
 
 from typing import Any
 

@@ -123,10 +123,12 @@ def _values(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
 ):
     """[ROWS, BLOCK_K] from column `start` on. Pointers [ROWS, 1] are to the rows; width: of codes in memory.
 
     FAST: scales are bf16 as values are, of whole runs of 32 columns, and the product with them is one of bf16.
+    IS_PLAIN: by operations that Triton's interpreter has.
     """
     IS_INT4: tl.constexpr = codes_ptr.dtype.element_ty == tl.int32
     IS_ONE: tl.constexpr = GROUP == 0 or GROUP % BLOCK_K == 0
@@ -149,7 +151,11 @@ def _values(
         return _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
     else:
         if IS_INT4:
-            a, b, c, d, e, f, g, h = _pairs_plain(codes)
+            if IS_PLAIN:
+                a, b, c, d, e, f, g, h = _pairs_plain(codes)
+            else:  # codes as they are: zero and scale come behind
+                none, ones = tl.full(codes.shape, 0x43004300, tl.int32), tl.full(codes.shape, 0x3F803F80, tl.int32)
+                a, b, c, d, e, f, g, h = _pairs_bf16(codes, none, ones)
             codes = _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
         elif TILED:
             codes = _bytes_in_order(codes, ROWS, BLOCK_K)
@@ -223,6 +229,7 @@ def product(
             BLOCK_K,
             EVEN,
             FAST,
+            WIDEN,
         )
         part = dot(weight, x, part, WIDEN)
         if BOTH:
@@ -241,6 +248,7 @@ def product(
                 BLOCK_K,
                 EVEN,
                 FAST,
+                WIDEN,
             )
             second_part = dot(weight, x, second_part, WIDEN)
         if (start + BLOCK_K) % CHUNK == 0:
