@@ -76,6 +76,15 @@ def _hold(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layo
     matrix.layout = layout
 
 
+def _spread_rows(matrix: Any) -> None:
+    """Scales for every row."""
+    rows = matrix.layout.rows
+    if rows > 1:
+        scales = matrix.scales.repeat_interleave(rows, -2)[..., : matrix.shape[-2], :].contiguous()
+        matrix.replace(codes=matrix.codes.data, scales=scales)
+        matrix.layout = matrix.layout._replace(rows=1)
+
+
 def values_of(matrix: Any, pick: Pick) -> Tensor:
     """As `Quantised.values_of`, of a matrix that is laid out."""
     rows, columns, tiled = matrix.layout
@@ -83,10 +92,8 @@ def values_of(matrix: Any, pick: Pick) -> Tensor:
     at: Any = pick
     if len(matrix.shape) == 2 and rows > 1:
         at, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
-    if codes.dtype.itemsize == 1:  # not every device gathers fp8
-        chosen = codes.view(torch.uint8)[pick].view(codes.dtype)
-    else:
-        chosen = codes[pick]
+    kind = torch.int32 if codes.dtype == torch.int32 else torch.uint8  # not every device gathers fp8
+    chosen = codes.view(kind)[pick].view(codes.dtype)
     zeros = None if zeros is None else zeros[at]
     return values(chosen, scales[at], zeros, matrix.shape[-1], matrix.dtype, block=(rows, columns), tiled=tiled)
 
@@ -97,5 +104,8 @@ def linear(matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def experts(gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    if gate_up.layout != down.layout:  # where a block ends within gate, its scales are those of rows
+        for each in (gate_up, down):
+            _spread_rows(each)
     held = [getattr(each, name, None) for each in (gate_up, down) for name in ("codes", "scales", "zeros")]
     return ops.packed_experts(x, *held, weights, ids, **gate_up.layout._asdict())  # type: ignore[no-any-return]

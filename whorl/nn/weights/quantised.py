@@ -46,7 +46,7 @@ class Quantised(Format):
         return y
 
     def experts(self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        if laid_out.layout_of(gate_up) is not None and laid_out.layout_of(down) == laid_out.layout_of(gate_up):
+        if laid_out.layout_of(gate_up) is not None:
             return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)

@@ -86,7 +86,7 @@ def _at_groups(at, start, K, GROUP: gl.constexpr, NUM: gl.constexpr, STEP: gl.co
 
 @gluon.jit
 def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, PER: gl.constexpr):
-    """[CHUNKS, ROWS, BLOCK_K] in dtype of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block of 128].
+    """[CHUNKS, ROWS, BLOCK_K] in dtype of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block].
 
     Where scales and values are bf16 the product with them is one of bf16, else one of fp32.
     """
@@ -117,9 +117,7 @@ def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
     if not IS_BF16:
         WIDE: gl.constexpr = gl.SliceLayout(6, gl.SliceLayout(7, gl.SliceLayout(8, found.type.layout)))
         wide = scales.to(gl.float32).reshape([C, R, B, PER])
-        wide = gl.convert_layout(
-            scales.to(gl.float32).reshape([C, R, B, PER]), gl.SliceLayout(3, gl.SliceLayout(5, WIDE))
-        )
+        wide = gl.convert_layout(wide, gl.SliceLayout(3, gl.SliceLayout(5, WIDE)))
         wide = gl.expand_dims(gl.expand_dims(wide, 3), 5)
         wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(wide, 6), 7), 8)
         found = (found.to(gl.float32) * wide).to(dtype)

@@ -76,9 +76,9 @@ def packed_experts(
     x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: of [E, C, F], in one dtype,
     tiled or not, each with its scales and zeros, of which one is for `rows` rows and `columns` columns (0: all).
     weights and ids: [T, K], as `route` gives them; an id is in [0, E): another is an error on the CPU and is not looked
-    for elsewhere. y: like x, contiguous. Every product is that of `packed_linear`: of rounded values, K in chunks of 1024 from zero, added in
-    their order. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype; slots are added in their
-    order, in fp32, and y is rounded once. A row's bits depend on the row alone. No gradient.
+    for elsewhere. y: like x, contiguous. Every product is that of `packed_linear`: of rounded values, K in chunks of
+    1024 from zero, added in their order. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype;
+    slots are added in their order, in fp32, and y is rounded once. A row's bits depend on the row alone. No gradient.
     """
 
     def expert(e: int, mine: Tensor) -> Tensor:
