@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.nn.weight import Matrix, Part, Slot
 
-from .laid_out import lay_out_bytes, layout_of, values_of
+from .laid_out import as_wanted, lay_out_bytes, layout_of, values_of
 from .quantised import ONE_EACH, Pick, Quantised, entries, of_one_entry, stacked, starts
 
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
@@ -57,7 +57,7 @@ class Int8(Quantised):
 
     def _lay_out(self, matrix: Any, scales: Tensor) -> None:
         if not (self.is_weight_only and lay_out_bytes(matrix, matrix.weight.data, scales.unsqueeze(-1))):
-            matrix.replace(weight=matrix.weight.data, scales=scales)
+            matrix.replace(weight=matrix.weight.data, scales=as_wanted(matrix, scales))
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         if layout_of(matrix) is not None:

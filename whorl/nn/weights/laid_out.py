@@ -43,12 +43,17 @@ def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | No
     tiled = is_tiled_on(codes.device)
     if tiled is None or (not tiled and codes.dtype != torch.int8):  # torch_npu multiplies no fp8 with bf16
         return False
-    if not tiled:  # torch_npu wants scales in the dtype of tokens
-        scales = scales.to(matrix.dtype) if torch.equal(scales.to(matrix.dtype).float(), scales.float()) else scales
+    scales = as_wanted(matrix, scales)
     if tiled:
         codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
     _hold(matrix, codes, scales, zeros, Layout(block.get("rows", 1), block.get("columns", 0), tiled))
     return True
+
+
+def as_wanted(matrix: Any, scales: Tensor) -> Tensor:
+    """torch_npu wants scales in the dtype of tokens: in that where nothing is lost by it."""
+    narrow = scales.to(matrix.dtype)
+    return narrow if is_tiled_on(scales.device) is False and torch.equal(narrow.float(), scales.float()) else scales
 
 
 def lay_out_int4(
