@@ -174,7 +174,7 @@ def _few_packed_kernel(
     OF_CODES: gl.constexpr,
     AHEAD: gl.constexpr,
     OVERLAP: gl.constexpr,
-    num_warps: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """16 * HIGH rows of a weight, CHUNKS of its K at a time, by up to COLUMNS tokens, or (IS_ROUTED) by one pair's.
 
@@ -230,7 +230,7 @@ def _few_packed_kernel(
     xs = gl.allocate_shared_memory(dtype, [CHUNKS, SHOWN, BLOCK_K], SMEM)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNKS, ROWS, WIDE], PLAIN)
 
-    FOLD: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [1, num_warps, 1], [1, 2, 0])
+    FOLD: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [1, WARPS, 1], [1, 2, 0])
     total = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
     second = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
     codes = gl.load(codes_at, mask=code_chunk + column < width, other=0.0)
@@ -389,6 +389,7 @@ def _launch(
         ROUNDS=ceil_div(length, chunks * CHUNK),
         OF_CODES=_layout(is_int4, chunks, high, block),
         AHEAD=sizes.get("AHEAD", False),
+        WARPS=chunks * high,
         num_warps=chunks * high,
         enable_fp_fusion=False,
         **overlap(x),
