@@ -93,6 +93,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "crowded": {"num_blocks": 4, "max_num_batched_tokens": 70, "speculate": lambda *_: PromptLookup(k=9, min_hist=4)},
     "lookup": {"speculate": lambda *_: PromptLookup(k=6, min_hist=4)},
     "draft_model": {"speculate": lambda device, path: draft_model(device, path)},
+    "w8a8": {"quantize": "w8a8"},
 }
 
 

@@ -22,6 +22,7 @@ from .layout import CHUNK
 from .product_triton import Weight
 
 TOKENS = 8  # the fewest columns of a product
+ENOUGH_WARPS = 1024  # 8 KB of 4 bits in each: some 60 KB of a multiprocessor are on their way
 
 
 @gluon.jit
@@ -142,6 +143,36 @@ def _byte_values(codes, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
 
 
 @gluon.jit
+def _multiplied(
+    codes,
+    scales,
+    zeros,
+    x,
+    xs,
+    part,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PER: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+):
+    """part, and the product of some codes' values and x, which goes through shared memory to those who need it."""
+    sync()
+    xs.store(x)
+    sync()
+    if codes.dtype == gl.int32:
+        weight = _int4_values(codes, scales, zeros, x.dtype, HAS_ZEROS, PER)
+    else:
+        weight = _byte_values(codes, scales, zeros, x.dtype, HAS_ZEROS)
+    weight = gl.convert_layout(weight, A, assert_trivial=True)
+    operand = xs.permute((0, 2, 1)).load(B)
+    if COLUMNS == 1:  # tensor cores take no fewer columns than 8
+        WIDE: gl.constexpr = part.shape[2]
+        _, operand = gl.broadcast(gl.zeros([x.shape[0], x.shape[2], WIDE], x.dtype, B), operand)
+    return mma_v2(weight, operand, part)
+
+
+@gluon.jit
 def _few_packed_kernel(
     x_ptr,
     codes_ptr,
@@ -171,6 +202,7 @@ def _few_packed_kernel(
     BLOCK_K: gl.constexpr,
     CHUNK: gl.constexpr,
     ROUNDS: gl.constexpr,
+    IS_WHOLE: gl.constexpr,
     OF_CODES: gl.constexpr,
     AHEAD: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -253,19 +285,9 @@ def _few_packed_kernel(
             if HAS_ZEROS:
                 next_zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
             next_x = gl.load(x_at + begin, mask=(token < T) & (x_column + begin < K), other=0.0)
-            sync()
-            xs.store(x)
-            sync()
-            if IS_INT4:
-                weight = _int4_values(codes, scales, zeros, dtype, HAS_ZEROS, PER)
-            else:
-                weight = _byte_values(codes, scales, zeros, dtype, HAS_ZEROS)
-            weight = gl.convert_layout(weight, A, assert_trivial=True)
-            operand = xs.permute((0, 2, 1)).load(B)
-            if COLUMNS == 1:
-                # Tensor cores take no fewer columns.
-                _, operand = gl.broadcast(gl.zeros([CHUNKS, BLOCK_K, WIDE], dtype, B), operand)
-            part = mma_v2(weight, operand, part)
+            # Where K ends within the round, what is behind is nobody's.
+            if IS_WHOLE or round * CHUNKS * CHUNK + step * BLOCK_K < K:
+                part = _multiplied(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
             codes, scales, zeros, x = next_codes, next_scales, next_zeros, next_x
         sums.store(part)
         sync()
@@ -321,7 +343,7 @@ def reason(x: Tensor, weight: Weight) -> str | None:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:
     """y = x @ weight.T + bias of up to 8 tokens. sizes: for trials, not the plan's."""
     count, rows = y.shape
-    sizes = sizes or plan(count, x.shape[1], weight.codes.dtype)
+    sizes = sizes or plan(count, rows, x.shape[1], weight.codes.dtype)
     columns = 1 if count == 1 else TOKENS
     _launch(x, weight, bias, y, y, (ceil_div(rows, 16 * sizes["HIGH"]), 1), sizes, COLUMNS=columns)
 
@@ -387,6 +409,7 @@ def _launch(
         BLOCK_K=block,
         CHUNK=CHUNK,
         ROUNDS=ceil_div(length, chunks * CHUNK),
+        IS_WHOLE=length % (chunks * CHUNK) == 0,
         OF_CODES=_layout(is_int4, chunks, high, block),
         AHEAD=sizes.get("AHEAD", False),
         WARPS=chunks * high,
@@ -396,9 +419,10 @@ def _launch(
     )
 
 
-def plan(count: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Of `linear`: chunks side by side, as many as there are, so that narrow weights fill the multiprocessors, too."""
-    chunks = min(4, power_of_2(ceil_div(length, CHUNK)))
+def plan(count: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Of `linear`: chunks side by side until there are so many warps that all multiprocessors wait for memory alone."""
+    wanted = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
+    chunks = min(4, wanted, power_of_2(ceil_div(length, CHUNK)))
     return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
 
 
