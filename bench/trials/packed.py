@@ -293,7 +293,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
             [lambda r=r: launch(x, weight, y, r, sizes, slots=slots, is_activated=is_up) for r in routings]
         )
 
-    plans = [*(few_plans(kind, wide, is_up, True, 1) if count <= 4 else ()), *expert_tile_plans()]
+    plans = [*(few_plans(kind, wide, is_up, True, 1) if count <= 8 else ()), *expert_tile_plans()]
     what = "gate_up" if is_up else "down"
     return (f"{kind} {name} {what} {used:.0f} x {high}x{wide}, {count} tokens", size, run), plans
 
