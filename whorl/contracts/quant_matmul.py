@@ -12,7 +12,7 @@ GROUP = 32  # columns, of which a group has a multiple
 def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_dtype: str) -> str | None:
     """Limits of npu_quant_matmul of int8 with a scale a token: to float16 or bfloat16, nothing empty; weight [K, N].
 
-    Page of op-plugin at commit 22e8a33.
+    op-plugin's page as read in November 2026 (commit 22e8a33).
     """
     if dtype != "int8":
         return f"x1 and x2 must be int8, got {dtype}"
@@ -26,7 +26,7 @@ def weight_quant_matmul_limit(
 ) -> str | None:
     """Limits of npu_weight_quant_batchmatmul of int8; weight [K, N]; group: columns of a scale, 0 for all of them.
 
-    Page of op-plugin at commit 22e8a33.
+    op-plugin's page as read in November 2026 (commit 22e8a33).
     """
     if (reason := dtype_limit("x", dtype, HALF)) is not None:
         return reason
@@ -50,7 +50,7 @@ def _size_limit(shape: Shape, weight_shape: Shape) -> str | None:
 def quant_grouped_matmul_limit(*, weight_shape: Shape, dtype: str, scale_dtype: str, output_dtype: str) -> str | None:
     """Limits of npu_grouped_matmul of int8 with a scale a token: bfloat16 wants scales of bfloat16, float16 of float32.
 
-    Page of op-plugin at commit 02ea475; weight [E, K, N].
+    op-plugin's page as read in November 2026 (commit 02ea475); weight [E, K, N].
     """
     if dtype != "int8":
         return f"x and weight must be int8, got {dtype}"
@@ -67,7 +67,7 @@ def antiquant_grouped_matmul_limit(
 ) -> str | None:
     """Limits of npu_grouped_matmul of int8 weights: a scale a row, [E, N] or [E, N, 1], in x's dtype; weight [E, K, N].
 
-    Page of op-plugin at commit 02ea475.
+    op-plugin's page as read in November 2026 (commit 02ea475).
     """
     if (reason := dtype_limit("x", dtype, HALF)) is not None:
         return reason
