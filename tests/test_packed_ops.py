@@ -8,6 +8,7 @@ import pytest
 import torch
 from quant_checkpoints import CASES, W8A8, write
 from test_inference_ops import backends, subsets
+from test_ops import DEVICE
 from torch import Tensor
 
 from whorl import ops
@@ -27,10 +28,12 @@ KINDS: list[dict[str, Any]] = [
 ]
 COUNTS = (1, 3, 16, 64, 200)
 names = {"ids": lambda kind: "-".join(map(str, kind.values()))}
+# In the interpreter two of them, one of each width, and the others where all tests run.
+SOME = [kind if i in (1, 5) else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)]
 
 
 def made(op: str, kind: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **case: Any) -> dict[str, Any]:
-    return OPS[op]._bind((), OPS[op].make(**case, **kind, dtype=dtype, device="cpu"))
+    return OPS[op]._bind((), OPS[op].make(**case, **kind, dtype=dtype, device=DEVICE))
 
 
 def rounded_to_powers(given: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +41,11 @@ def rounded_to_powers(given: dict[str, Any]) -> dict[str, Any]:
     exact = dict(given)
     for name, value in given.items():
         if name == "x":
-            exact[name] = torch.randint(-3, 4, value.shape).to(value.dtype)
+            exact[name] = torch.randint(-3, 4, value.shape, device=DEVICE).to(value.dtype)
         elif name.endswith("scales"):
             exact[name] = torch.full_like(value, 2.0**-6)
         elif isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn:
-            exact[name] = torch.randint(-8, 9, value.shape).float().to(value.dtype)
+            exact[name] = torch.randint(-8, 9, value.shape, device=DEVICE).float().to(value.dtype)
     return exact
 
 
@@ -80,7 +83,7 @@ def test_where_bytes_stand(dtype: torch.dtype) -> None:
 def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
     """Products with the unit vectors are the weight's values, computed here one group at a time."""
     given = made("packed_linear", kind, tokens=(1,), size=(20, 136))
-    codes, scales, zeros = given["codes"], given["scales"].double(), given["zeros"]
+    codes, scales, zeros = given["codes"].cpu(), given["scales"].double().cpu(), given["zeros"]
     numbers = layout.unpacked_int4(codes, 136) if codes.dtype == torch.int32 else codes
     numbers = layout.plain_bytes(codes, 136) if kind.get("tiled") else numbers
     numbers, expected = numbers.float().double(), torch.empty(20, 136)
@@ -88,8 +91,8 @@ def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
         at = n // kind.get("rows", 1), k // (kind.get("columns") or 136)
         zero = (8 if kind["kind"] == "int4" else 0) if zeros is None else zeros[at]
         expected[n, k] = (numbers[n, k] - zero) * scales[at]  # exact in fp64, and so rounded as in fp32 and from there
-    got = ops.packed_linear(**given | {"x": torch.eye(136).bfloat16()}, backend=backend)
-    assert torch.equal(got.T, expected.bfloat16())
+    got = ops.packed_linear(**given | {"x": torch.eye(136, device=DEVICE).bfloat16()}, backend=backend)
+    assert torch.equal(got.T.cpu(), expected.bfloat16())
 
 
 @pytest.mark.parametrize("backend", backends("packed_linear"))
@@ -101,14 +104,15 @@ def test_chunks_begin_at_zero_and_are_added_in_order(backend: str) -> None:
     x[0, 5], x[0, 1024:2048] = large, 1  # kept, since a chunk's 1024 ones are added up first
     x[1, 5], x[1, 1024:1424], x[1, 2999] = large, 1, -large  # lost, since 400 are added before what is large goes
     x[2, 1024:1424], x[2, 5], x[2, 9] = 1, large, -large  # kept: in one chunk nothing is left of the large ones
-    y = ops.packed_linear(x, codes, ones.expand(2, 1), backend=backend)
+    given = (t.to(DEVICE) for t in (x, codes, ones.expand(2, 1)))
+    y = ops.packed_linear(*given, backend=backend)
     assert y.tolist() == [[large + 1024] * 2, [0.0] * 2, [400.0] * 2]
 
 
-@pytest.mark.parametrize("kind", KINDS, **names)
+@pytest.mark.parametrize("kind", SOME, **names)
 def test_any_number_of_rows_has_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
-    """In the interpreter, on numbers whose sums are exact; and on others, each row's own."""
-    given = rounded_to_powers(made("packed_linear", kind, tokens=(200,), size=(40, 1100), bias=True))
+    """On numbers whose sums are exact in every order."""
+    given = rounded_to_powers(made("packed_linear", kind, tokens=(200,), size=(24, 1100), bias=True))
     expected = ops.packed_linear(**given, backend="torch")
     for count in COUNTS:
         got = ops.packed_linear(**given | {"x": given["x"][:count]}, backend="triton")
@@ -124,17 +128,16 @@ def test_rows_stand_alone(backend: str, dtype: torch.dtype) -> None:
         assert torch.equal(ops.packed_linear(**given | {"x": given["x"][way]}, backend=backend), whole[way])
 
 
-@pytest.mark.parametrize("kind", KINDS[::2], **names)
+@pytest.mark.parametrize("kind", SOME, **names)
 def test_experts_have_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
-    """Token by token, and sorted by expert: gate and up are whole, so that what is behind them is the same."""
-    case = {"tokens": (200,), "hidden": 128, "width": 64, "experts": 4, "k": 2}
+    """Token by token, and sorted by expert, to the same bits."""
+    case = {"tokens": (64,), "hidden": 128, "width": 64, "experts": 4, "k": 2}
     given = rounded_to_powers(made("packed_experts", kind, **case))
     expected = ops.packed_experts(**given, backend="torch")
     found = []
     for count in COUNTS[:4]:
         some = {n: given[n][:count] for n in ("x", "weights", "ids")}
         found.append(ops.packed_experts(**given | some, backend="triton"))
-        assert torch.equal(found[-1], found[0][: len(found[-1])]) if count == 1 else True
         off = (found[-1].float() - expected[:count].float()).abs().max() / expected.float().abs().max()
         assert off < 2**-7, "one step of bf16: hidden states are no whole numbers"
     assert all(torch.equal(found[i], found[3][: COUNTS[i]]) for i in range(3))
@@ -150,7 +153,8 @@ def test_int8_is_the_exact_integer(backend: str) -> None:
     assert int(sums.max()) > 2**24
     expected = sums.float() * scales * own[:, None]
     for count in (1, 3, 20):
-        assert torch.equal(ops.int8_linear(x[:count], codes, scales, backend=backend), expected[:count])
+        given = (t.to(DEVICE) for t in (x[:count], codes, scales))
+        assert torch.equal(ops.int8_linear(*given, backend=backend).cpu(), expected[:count])
 
 
 # ---- refusals
