@@ -5,7 +5,7 @@ their arguments.
 """
 
 import torch
-from npu.bound import Call, by_schema
+from npu.bound import Call, by_schema, dtype_of
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -162,7 +162,7 @@ def quant_matmul(call: Call) -> Tensor:
     if call.bias is not None:
         assert call.bias.dtype in (torch.float32, torch.bfloat16)  # of int32 it would be added before the scales
         y = y + call.bias.float()
-    return y.to(call.output_dtype)
+    return y.to(dtype_of(call.output_dtype))
 
 
 @by_schema("npu_weight_quant_batchmatmul")

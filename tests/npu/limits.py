@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from npu.bound import Call
+from npu.bound import Call, dtype_of
 from torch import Tensor
 
 from whorl import contracts
@@ -190,9 +190,9 @@ def _finalize_limit(call: Call) -> str | None:
 
 
 def _quant_matmul_limit(call: Call) -> str | None:
-    x, output = call.x1, call.output_dtype
+    output = str(dtype_of(call.output_dtype)).removeprefix("torch.")
     return contracts.quant_matmul_limit(
-        shape=x.shape, weight_shape=call.x2.shape, dtype=name_of(x), output_dtype=str(output).removeprefix("torch.")
+        shape=call.x1.shape, weight_shape=call.x2.shape, dtype=name_of(call.x1), output_dtype=output
     )
 
 
@@ -215,7 +215,7 @@ def _quantised_groups_limit(call: Call) -> str | None:
             weight_shape=weight.shape,
             dtype=name_of(weight),
             scale_dtype=name_of(call.scale[0]),
-            output_dtype=str(call.output_dtype).removeprefix("torch."),
+            output_dtype=str(dtype_of(call.output_dtype)).removeprefix("torch."),
         )
     return contracts.antiquant_grouped_matmul_limit(
         weight_shape=weight.shape,

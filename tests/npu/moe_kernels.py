@@ -1,7 +1,7 @@
 """The vendor's formulas of the mixture-of-experts operators in plain torch, row by row. See kernels.py."""
 
 import torch
-from npu.bound import Call, by_schema
+from npu.bound import Call, by_schema, dtype_of
 from torch import Tensor
 
 
@@ -112,7 +112,7 @@ def grouped_matmul(call: Call) -> list[Tensor]:
     x, weight, bias, group_list = call.x, call.weight, call.bias, call.group_list
     is_split = call.split_item in (0, 1)
     assert call.act_type == 0
-    dtype = call.output_dtype if isinstance(call.output_dtype, torch.dtype) else x[0].dtype
+    dtype = x[0].dtype if call.output_dtype is None else dtype_of(call.output_dtype)
     ends: list[int] = []
     if group_list is not None:
         ends = (group_list.cumsum(0) if call.group_list_type == 1 else group_list).tolist()
