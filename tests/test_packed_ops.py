@@ -1,6 +1,7 @@
 """Products of packed weights: the layout, the one rounding of values, chunks of K from zero, rows that stand alone."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,14 @@ def test_int8_activations_have_operators_of_their_own(tmp_path: Path, monkeypatc
         monkeypatch.setattr(OPS[op], "reference", lambda *a, own=own, op=op, **k: calls.append(op) or own(*a, **k))
     logits(load(path))
     assert set(calls) == {"int8_linear", "int8_experts"}
+
+
+def test_what_no_kernel_reads_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match="of 4 bits: cuda has no kernel that reads them packed"):
+        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits")
 
 
 @pytest.mark.gpu

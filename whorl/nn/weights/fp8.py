@@ -14,7 +14,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 
 from .dense import DENSE
-from .laid_out import lay_out_bytes, layout_of, values_of
+from .laid_out import lay_out_bytes, layout_of, values_of, warn_unpacked
 from .quantised import (
     ONE_EACH,
     Pick,
@@ -98,6 +98,7 @@ class Fp8(Quantised):
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
             held["scale_rows"] = self._scale_rows(matrix)
         if not self._lay_out_for_kernels(matrix, **held):
+            warn_unpacked(matrix.weight.device, "FP8 weights")
             matrix.replace(**held)
 
     def _lay_out_for_kernels(

@@ -4,6 +4,7 @@ codes, scales and, where they are not in the middle, zeros are the parameters; `
 such kernels, and formats keep there what they read from a checkpoint.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import unavailable
+from whorl.device import HOST, unavailable
 from whorl.nn.weight import Matrix
 from whorl.ops.quantised.layout import packed_int4, tiled_bytes, values, width
 
@@ -48,6 +49,16 @@ def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | No
         codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
     _hold(matrix, codes, scales, zeros, Layout(block.get("rows", 1), block.get("columns", 0), tiled))
     return True
+
+
+def warn_unpacked(device: torch.device, what: str) -> None:
+    """Said once for each kind of weights that no kernel of an accelerator reads."""
+    if device.type not in (HOST, "meta"):
+        warnings.warn(
+            f"{what}: {device.type} has no kernel that reads them packed, so every product unpacks its matrix",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def as_wanted(matrix: Any, scales: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Matrix, Part
 
-from .laid_out import is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of
+from .laid_out import is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of, warn_unpacked
 from .quantised import Pick, Quantised, of_one_entry
 
 WORD = 32
@@ -70,6 +70,8 @@ class Packed(Quantised):
             held["groups"] = groups
         if "groups" not in held and self._lay_out_for_kernels(matrix, words, scales, held.get("zeros")):
             return
+        order = " with columns in any order (g_idx)" if "groups" in held else ""
+        warn_unpacked(words.device, f"weights of {self.bits} bits{order}")
         matrix.replace(**held)
 
     def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
