@@ -191,6 +191,11 @@ def load(path: Path) -> Any:
     return weights.load_model(path, device="cpu", dtype=torch.float32, unpack=False)
 
 
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """To the bit; the rows that only fill a vocabulary up are nobody's, and may hold anything."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does on a GPU, here by the reference: values, logits and looked up rows are those of the plain layout."""
@@ -206,9 +211,9 @@ def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch:
     assert matrices, "nothing was laid out"
     for mine, other in zip(model.modules(), plain.modules(), strict=True):
         if getattr(mine, "layout", None) is not None:
-            assert torch.equal(mine.format.values(mine), other.format.values(other))
             rows = tokens[:2] if len(mine.shape) == 2 else slice(1, 3)
-            assert torch.equal(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
+            assert_same(mine.format.values(mine), other.format.values(other))
+            assert_same(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
     from test_quant_formats import logits
 
     assert torch.equal(logits(model), logits(plain)), "up to 1024 columns a product is that of `linear`"

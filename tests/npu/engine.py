@@ -85,7 +85,7 @@ def give_margins(path: Path) -> None:
     ids = torch.arange(len(head))
     before = ids - 1 + CYCLE * (ids % CYCLE == 0)
     head += embedding[before.clamp_max(len(head) - 1)] / 20
-    save_file(weights, path)
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, path)  # so that scales are bf16, too
 
 
 KINDS: dict[str, dict[str, Any]] = {
