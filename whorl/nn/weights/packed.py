@@ -70,8 +70,8 @@ class Packed(Quantised):
             held["groups"] = groups
         if "groups" not in held and self._lay_out_for_kernels(matrix, words, scales, held.get("zeros")):
             return
-        order = " with columns in any order (g_idx)" if "groups" in held else ""
-        warn_unpacked(words.device, f"weights of {self.bits} bits{order}")
+        shuffled = " with columns in any order (g_idx)" if "groups" in held else ""
+        warn_unpacked(words.device, f"weights of {self.bits} bits{shuffled}")
         matrix.replace(**held)
 
     def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
