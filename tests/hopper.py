@@ -30,7 +30,9 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches

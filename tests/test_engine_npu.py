@@ -21,6 +21,7 @@ from whorl.engine.speculate.draft_model import DraftModel
 ENGINE = HERE / "npu" / "engine.py"
 RUNS = ("llama:plain", "llama:crowded", "qwen3:lookup", "window:lookup", "experts:plain", "vision:plain")
 MORE = ("qwen3:draft_model", "qwen3:plain", "qwen3:crowded", "experts:draft_model", "window:plain", "window:crowded")
+MORE += ("experts:w8a8",)
 DENSE = {"npu_linear", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_top_k_top_p"}
 CACHE = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 EXPERTS = {"npu_moe_gating_top_k_softmax", "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
@@ -32,6 +33,7 @@ CALLED = {
     # In the tower heads have 72 channels, which npu_mrope does not take, and see the whole frame.
     "vision": DENSE | CACHE | {"npu_mrope", "npu_rotary_mul", "npu_fusion_attention"},
 }
+QUANTISED = {"npu_quant_matmul", "npu_dynamic_quant"}
 # Two arithmetics in bf16, in units of the logits' spread: observed up to 0.009. A mask that hides a query from itself
 # gives 0.25, a window that is one key short 0.016.
 ALLOWED = 0.0125
@@ -97,7 +99,7 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
         assert row["difference"]["worst"] < ALLOWED
     assert row["difference"]["gap"] > 1  # so that rounding did not decide a token
     assert row["block_size"] == 128
-    assert set(row["called"]) == CALLED[model]
+    assert set(row["called"]) == CALLED[model] | (QUANTISED if kind == "w8a8" else set())
     assert row["fallbacks"] == []
     stats = row["stats"]
     assert stats["num_steps"] > 10  # prompts come in chunks
@@ -107,5 +109,5 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
     else:
         # Two blocks of another's prompt; one, where its picture takes some of a step.
         assert max(row["cached"]) == (128 if model == "vision" else 256)
-    if kind != "plain":
+    if kind not in ("plain", "w8a8"):
         assert stats["num_accepted"] > 20

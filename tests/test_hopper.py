@@ -73,6 +73,11 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_dense_dq_kernel",
         "_dense_dk_kernel",
         "_hadamard_kernel",
+        "_packed_kernel",
+        "_packed_experts_kernel",
+        "_few_packed_kernel",
+        "_int8_kernel",
+        "_int8_experts_kernel",
     }
 
 
@@ -121,6 +126,7 @@ SMALL_WRITES = {
     "_sort_kernel",
     "_gate_up_few_kernel",
     "_down_few_kernel",
+    "_few_packed_kernel",
     "_scores_kernel",
     "_target_kernel",
     "_top_k_kernel",

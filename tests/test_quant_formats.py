@@ -16,8 +16,8 @@ from whorl.engine import weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.nn.weights.dense import DENSE
-from whorl.nn.weights.int8 import exact_product
 from whorl.nn.weights.packed import packed, unpacked
+from whorl.ops.quantised.int8_linear import exact_product
 
 KINDS = ("llama", "qwen3", "moe")
 

@@ -76,6 +76,7 @@ REASONS = {
     "adapters/megatron.py": "one framework's call sites, and the state that a step keeps for them",
     "adapters/transformers.py": "one framework's classes, each found, checked and replaced in the same way",
     "cli.py": "the commands, one behind the other as --help lists them",
+    "contracts/table.py": "a table: an entry for each of the vendor's operators",
     "device.py": "the only file that says cuda, npu or cpu",
     "doctor/live_model.py": "what is asked of a live model, before its first forward and in it, in the order asked",
     "doctor/symptoms.py": "a table: an entry for each message that frameworks print",

@@ -8,10 +8,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.contracts import CONTRACTS
 from whorl.contracts.contract import REQUIRED
+
+# As a schema's int holds a dtype.
+DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    return value if isinstance(value, torch.dtype) else DTYPES[value]
 
 
 class Call:

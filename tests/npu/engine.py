@@ -85,7 +85,7 @@ def give_margins(path: Path) -> None:
     ids = torch.arange(len(head))
     before = ids - 1 + CYCLE * (ids % CYCLE == 0)
     head += embedding[before.clamp_max(len(head) - 1)] / 20
-    save_file(weights, path)
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, path)  # so that scales are bf16, too
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,6 +93,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "crowded": {"num_blocks": 4, "max_num_batched_tokens": 70, "speculate": lambda *_: PromptLookup(k=9, min_hist=4)},
     "lookup": {"speculate": lambda *_: PromptLookup(k=6, min_hist=4)},
     "draft_model": {"speculate": lambda device, path: draft_model(device, path)},
+    "w8a8": {"quantize": "w8a8"},
 }
 
 

@@ -5,7 +5,7 @@ their arguments.
 """
 
 import torch
-from npu.bound import Call, by_schema
+from npu.bound import Call, by_schema, dtype_of
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -154,6 +154,34 @@ def dynamic_quant(call: Call) -> tuple[Tensor, Tensor]:
     return (input.float() / scale[..., None]).nan_to_num(0).round().to(torch.int8), scale
 
 
+@by_schema("npu_quant_matmul")
+def quant_matmul(call: Call) -> Tensor:
+    assert call.x1.dtype == call.x2.dtype == torch.int8
+    sums = (call.x1.long() @ call.x2.long()).float()
+    y = sums * call.scale.float() * call.pertoken_scale[:, None]
+    if call.bias is not None:
+        assert call.bias.dtype in (torch.float32, torch.bfloat16)  # of int32 it would be added before the scales
+        y = y + call.bias.float()
+    return y.to(dtype_of(call.output_dtype))
+
+
+@by_schema("npu_weight_quant_batchmatmul")
+def weight_quant_matmul(call: Call) -> Tensor:
+    weight, scale, offset = call.weight.float(), call.antiquant_scale.float(), call.antiquant_offset
+    group = call.antiquant_group_size or len(weight)
+    assert len(scale) == -(-len(weight) // group), (scale.shape, weight.shape, group)
+
+    def wide(x: Tensor) -> Tensor:
+        return x.repeat_interleave(group, 0)[: len(weight)]
+
+    weight = weight if offset is None else weight + wide(offset.float())
+    y = call.x.float() @ (weight * wide(scale))
+    if call.bias is not None:
+        assert call.bias.dtype == (torch.float32 if call.x.dtype == torch.bfloat16 else call.x.dtype)
+        y = y + call.bias.float()
+    return y.to(call.x.dtype)
+
+
 KERNELS = {
     "npu_rotary_mul": rotary_mul,
     "npu_rotary_mul_backward": rotary_mul_backward,
@@ -166,5 +194,7 @@ KERNELS = {
     "npu_swiglu": swiglu,
     "npu_swiglu_backward": swiglu_backward,
     "npu_dynamic_quant": dynamic_quant,
+    "npu_quant_matmul": quant_matmul,
+    "npu_weight_quant_batchmatmul": weight_quant_matmul,
 }
 IN_PLACE = {"npu_apply_rotary_pos_emb": apply_rotary_pos_emb, "_npu_rotary_embedding": rotary_embedding}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from npu.bound import Call
+from npu.bound import Call, dtype_of
 from torch import Tensor
 
 from whorl import contracts
@@ -200,7 +200,46 @@ def _finalize_limit(call: Call) -> str | None:
     )
 
 
+def _quant_matmul_limit(call: Call) -> str | None:
+    output = str(dtype_of(call.output_dtype)).removeprefix("torch.")
+    return contracts.quant_matmul_limit(
+        shape=call.x1.shape, weight_shape=call.x2.shape, dtype=name_of(call.x1), output_dtype=output
+    )
+
+
+def _weight_quant_limit(call: Call) -> str | None:
+    return contracts.weight_quant_matmul_limit(
+        shape=call.x.shape,
+        weight_shape=call.weight.shape,
+        dtype=name_of(call.x),
+        weight_dtype=name_of(call.weight),
+        scale_dtype=name_of(call.antiquant_scale),
+        group=call.antiquant_group_size,
+    )
+
+
+def _quantised_groups_limit(call: Call) -> str | None:
+    """Of grouped products with int8 on both sides, or on one."""
+    x, weight = call.x[0], call.weight[0]
+    if name_of(x) == "int8":
+        return contracts.quant_grouped_matmul_limit(
+            weight_shape=weight.shape,
+            dtype=name_of(weight),
+            scale_dtype=name_of(call.scale[0]),
+            output_dtype=str(dtype_of(call.output_dtype)).removeprefix("torch."),
+        )
+    return contracts.antiquant_grouped_matmul_limit(
+        weight_shape=weight.shape,
+        dtype=name_of(x),
+        weight_dtype=name_of(weight),
+        scale_shape=call.antiquant_scale[0].shape,
+        scale_dtype=name_of(call.antiquant_scale[0]),
+    )
+
+
 def _grouped_matmul_limit(call: Call) -> str | None:
+    if name_of(call.weight[0]) == "int8":
+        return _quantised_groups_limit(call)
     return contracts.grouped_matmul_limit(
         shapes=[t.shape for t in call.x],
         weight_shapes=[t.shape for t in call.weight],
@@ -248,6 +287,8 @@ LIMITS: dict[str, Callable[[Call], str | None]] = {
     "npu_moe_init_routing_v2": _init_routing_limit,
     "npu_moe_finalize_routing": _finalize_limit,
     "npu_grouped_matmul": _grouped_matmul_limit,
+    "npu_quant_matmul": _quant_matmul_limit,
+    "npu_weight_quant_batchmatmul": _weight_quant_limit,
 }
 
 

@@ -1,7 +1,7 @@
 """The vendor's formulas of the mixture-of-experts operators in plain torch, row by row. See kernels.py."""
 
 import torch
-from npu.bound import Call, by_schema
+from npu.bound import Call, by_schema, dtype_of
 from torch import Tensor
 
 
@@ -112,7 +112,7 @@ def grouped_matmul(call: Call) -> list[Tensor]:
     x, weight, bias, group_list = call.x, call.weight, call.bias, call.group_list
     is_split = call.split_item in (0, 1)
     assert call.act_type == 0
-    dtype = call.output_dtype if isinstance(call.output_dtype, torch.dtype) else x[0].dtype
+    dtype = x[0].dtype if call.output_dtype is None else dtype_of(call.output_dtype)
     ends: list[int] = []
     if group_list is not None:
         ends = (group_list.cumsum(0) if call.group_list_type == 1 else group_list).tolist()
@@ -126,9 +126,15 @@ def grouped_matmul(call: Call) -> list[Tensor]:
     else:
         assert ends[-1] == x[0].shape[0], (ends, x[0].shape)
         rows = [x[0][a:b] for a, b in zip(starts, ends, strict=True)]
-    found = []
+    found, first = [], 0
+    if call.antiquant_scale is not None:
+        shifted = [w.double() + o[None].double() for w, o in zip(weights, call.antiquant_offset[0], strict=True)]
+        weights = [w * s[None].double() for w, s in zip(shifted, call.antiquant_scale[0], strict=True)]
     for e, (left, right) in enumerate(zip(rows, weights, strict=True)):
         y = left.double() @ right.double()  # in which order it adds is not what is compared
+        if call.scale is not None:
+            tokens = call.per_token_scale[0][first : first + len(left)]
+            y, first = y * call.scale[0][e].double() * tokens.double()[:, None], first + len(left)
         if bias is not None:
             y = y + (bias[e] if len(bias) == len(weights) else bias[0][e]).double()
         found.append(y.to(dtype))

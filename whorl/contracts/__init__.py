@@ -30,6 +30,12 @@ from .moe import (
     moe_init_routing_limit,
     moe_token_permute_limit,
 )
+from .quant_matmul import (
+    antiquant_grouped_matmul_limit,
+    quant_grouped_matmul_limit,
+    quant_matmul_limit,
+    weight_quant_matmul_limit,
+)
 from .rotary import (
     apply_rotary_pos_emb_limit,
     interleave_rope_limit,
@@ -62,6 +68,7 @@ __all__ = [
     "Parameter",
     "add_rms_norm_limit",
     "all_gather_mm_limit",
+    "antiquant_grouped_matmul_limit",
     "antiquant_limit",
     "apply_rotary_pos_emb_limit",
     "call_arguments",
@@ -86,6 +93,8 @@ __all__ = [
     "mrope_limit",
     "parse_schema",
     "probe",
+    "quant_grouped_matmul_limit",
+    "quant_matmul_limit",
     "release",
     "rms_norm_limit",
     "rotary_embedding_limit",
@@ -97,4 +106,5 @@ __all__ = [
     "swiglu_limit",
     "top_k_top_p_limit",
     "vendor_sections",
+    "weight_quant_matmul_limit",
 ]

@@ -231,6 +231,24 @@ _TABLE = (
         "int, which takes a torch.dtype too.",
     ),
     from_schema(
+        "npu_quant_matmul",
+        "(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
+        "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
+        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None) "
+        "-> Tensor",
+        gradient="silently lost",
+        note="int8 products, then x1 @ x2 * scale * pertoken_scale + bias, a bias of int32 before the scales. The "
+        "result is int8 unless output_dtype says otherwise.",
+    ),
+    from_schema(
+        "npu_weight_quant_batchmatmul",
+        "(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, Tensor? quant_scale=None, "
+        "Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0, int inner_precise=0, "
+        "int? weight_dtype=None) -> Tensor",
+        gradient="silently lost",
+        note="x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added.",
+    ),
+    from_schema(
         "npu_moe_token_permute",
         "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> (Tensor, Tensor)",
         gradient="yes",

@@ -38,6 +38,10 @@ from .moe import unpermute as unpermute
 from .norm_linear import norm_linear as norm_linear
 from .quant import dequantize as dequantize
 from .quant import dynamic_quant as dynamic_quant
+from .quantised import int8_experts as int8_experts
+from .quantised import int8_linear as int8_linear
+from .quantised import packed_experts as packed_experts
+from .quantised import packed_linear as packed_linear
 from .rms_norm import add_rms_norm as add_rms_norm
 from .rms_norm import rms_norm as rms_norm
 from .rope import merge_mrope as merge_mrope

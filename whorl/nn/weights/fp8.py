@@ -14,6 +14,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 
 from .dense import DENSE
+from .laid_out import lay_out_bytes, layout_of, values_of, warn_unpacked
 from .quantised import (
     ONE_EACH,
     Pick,
@@ -96,7 +97,19 @@ class Fp8(Quantised):
             held["scales"] = rows
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
             held["scale_rows"] = self._scale_rows(matrix)
-        matrix.replace(**held)
+        if not self._lay_out_for_kernels(matrix, **held):
+            warn_unpacked(matrix.weight.device, "FP8 weights")
+            matrix.replace(**held)
+
+    def _lay_out_for_kernels(
+        self, matrix: Any, weight: Tensor, scales: Tensor, scale_rows: Tensor | None = None
+    ) -> bool:
+        """Where the device has such; whether it was done."""
+        if self.kind != "block":
+            return lay_out_bytes(matrix, weight, scales.unsqueeze(-1))
+        if scale_rows is None:
+            return lay_out_bytes(matrix, weight, scales, rows=self.block[0], columns=self.block[1])
+        return lay_out_bytes(matrix, weight, scales.index_select(-2, scale_rows), columns=self.block[1])
 
     def _scale_rows(self, matrix: Any) -> Tensor:
         """Which row of scales each row has, where a part of the matrix ends within a block."""
@@ -108,6 +121,8 @@ class Fp8(Quantised):
         return found.to(matrix.weight.device)
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        if layout_of(matrix) is not None:
+            return values_of(matrix, pick)
         codes = matrix.weight.view(torch.uint8)[pick].view(CODES).float()  # not every device gathers fp8
         if self.kind != "block":
             return (codes * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)

@@ -14,9 +14,9 @@ from torch import Tensor
 from whorl import ops
 from whorl.nn.weight import Matrix, Part, Slot
 
-from .quantised import ONE_EACH, Pick, Quantised, entries, of_one_entry, stacked, starts, tiles
+from .laid_out import as_wanted, lay_out_bytes, layout_of, values_of
+from .quantised import ONE_EACH, Pick, Quantised, entries, of_one_entry, stacked, starts
 
-CHUNK = 1024  # products of int8 whose sums are exact in fp32 in any order: 1024 * 128 * 127 < 2^24
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
 
 
@@ -47,14 +47,21 @@ class Int8(Quantised):
 
     def finish(self, matrix: Any) -> None:
         if self.kind == "row":
+            self._lay_out(matrix, matrix.scales.data)
             return
         scales = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
         first = starts(matrix, ONE_EACH)[0]
         for part in of_one_entry(matrix):
             scales[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
-        matrix.replace(weight=matrix.weight.data, scales=scales)
+        self._lay_out(matrix, scales)
+
+    def _lay_out(self, matrix: Any, scales: Tensor) -> None:
+        if not (self.is_weight_only and lay_out_bytes(matrix, matrix.weight.data, scales.unsqueeze(-1))):
+            matrix.replace(weight=matrix.weight.data, scales=as_wanted(matrix, scales))
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        if layout_of(matrix) is not None:
+            return values_of(matrix, pick)
         return (matrix.weight[pick].float() * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)
 
     def randomize(self, matrix: Any, generator: torch.Generator) -> None:
@@ -65,34 +72,11 @@ class Int8(Quantised):
     def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_weight_only:
             return Quantised.linear(self, matrix, x, bias)
-        return _product(x, matrix.weight, matrix.scales, bias)
+        return ops.int8_linear.unchecked(x, matrix.weight, matrix.scales, bias)  # type: ignore[no-any-return]
 
     def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Rounded where `ops.experts` rounds; what the second product reads is quantised, too."""
         if self.is_weight_only:
             return Quantised.experts(self, gate_up, down, x, weights, ids)
-        found = x.new_zeros(*ids.shape, x.shape[1])
-        for entry in ids.unique().tolist():
-            tokens, slots = (ids == entry).nonzero(as_tuple=True)
-            both = _product(x[tokens], gate_up.weight[entry], gate_up.scales[entry], None)
-            hidden = ops.swiglu(both)
-            found[tokens, slots] = _product(hidden, down.weight[entry], down.scales[entry], None)
-        scaled = found.float() * weights.float().unsqueeze(-1)
-        y = torch.zeros_like(scaled[:, 0])
-        for slot in range(ids.shape[1]):
-            y = y + scaled[:, slot]
-        return y.to(x.dtype)
-
-
-def _product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    codes, token_scales = ops.dynamic_quant(x)
-    y = exact_product(codes, weight).float() * scales * token_scales.unsqueeze(-1)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
-def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] and weight [N, K] of int8: int32 [T, N]."""
-    found = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
-    for chunk in tiles(x.shape[1], CHUNK):
-        found += (x[:, chunk].float() @ weight[:, chunk].float().t()).to(torch.int32)
-    return found
+        held = gate_up.weight, gate_up.scales, down.weight, down.scales
+        return ops.int8_experts(x, *held, weights, ids)  # type: ignore[no-any-return]

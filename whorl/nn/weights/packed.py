@@ -15,6 +15,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Matrix, Part
 
+from .laid_out import is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of, warn_unpacked
 from .quantised import Pick, Quantised, of_one_entry
 
 WORD = 32
@@ -67,7 +68,22 @@ class Packed(Quantised):
             held["zeros"] = zeros
         if order is not None and (groups := self._groups(matrix, order, scales.shape[-1])) is not None:
             held["groups"] = groups
+        if "groups" not in held and self._lay_out_for_kernels(matrix, words, scales, held.get("zeros")):
+            return
+        shuffled = " with columns in any order (g_idx)" if "groups" in held else ""
+        warn_unpacked(words.device, f"weights of {self.bits} bits{shuffled}")
         matrix.replace(**held)
+
+    def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+        """Where the device has such; whether it was done."""
+        columns, count = self.group or 0, matrix.shape[-1]
+        if self.bits == 4:
+            return lay_out_int4(matrix, words, lambda own: unpacked(own, 4, count), scales, zeros, columns)
+        if is_tiled_on(words.device) is None:
+            return False
+        codes = (unpacked(words, 8, count) ^ 128).view(torch.int8)  # from -128 on
+        zeros = None if zeros is None else zeros.to(torch.int16) - 128
+        return lay_out_bytes(matrix, codes, scales, zeros, columns=columns)
 
     def _groups(self, matrix: Matrix, order: Tensor, count: int) -> Tensor | None:
         parts = of_one_entry(matrix)
@@ -97,6 +113,8 @@ class Packed(Quantised):
         return first.contiguous()
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        if layout_of(matrix) is not None:
+            return values_of(matrix, pick)
         columns = matrix.shape[-1]
         numbers, scales = unpacked(matrix.words[pick], self.bits, columns), matrix.scales[pick].float()
         zeros, groups = getattr(matrix, "zeros", None), getattr(matrix, "groups", None)

@@ -12,6 +12,8 @@ from whorl import ops
 from whorl.device import HOST
 from whorl.nn.weight import Format, Matrix, Part
 
+from . import laid_out
+
 TILE_VALUES = 1 << 23  # of a matrix, unpacked at a time on a CPU: 32 MiB in fp32
 ONE_EACH = 1 << 62  # more rows than a part has
 SCALES = (torch.bfloat16, torch.float16)  # what fp32 scales become where they lose nothing
@@ -21,7 +23,8 @@ Pick = slice | Tensor
 
 class Quantised(Format):
     """A product of a weight-only format equals `ops.linear` of x and the values, which are rounded to the model's
-    dtype. On a CPU values are unpacked a tile of rows, or the chosen experts, at a time, to the same bits."""
+    dtype. On a CPU values are unpacked a tile of rows, or the chosen experts, at a time, to the same bits. Elsewhere
+    kernels read what is packed, and cut K into chunks of 1024, as `ops.packed_linear` says."""
 
     @abstractmethod
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
@@ -31,6 +34,8 @@ class Quantised(Format):
         return self.values_of(matrix, slice(None))
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        if laid_out.layout_of(matrix) is not None:
+            return laid_out.linear(matrix, x, bias)
         rows = TILE_VALUES // matrix.shape[-1]
         if x.device.type != HOST or matrix.shape[0] <= rows:
             return super().linear(matrix, x, bias)
@@ -41,6 +46,8 @@ class Quantised(Format):
         return y
 
     def experts(self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if laid_out.layout_of(gate_up) is not None:
+            return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)
         used, places = ids.unique(return_inverse=True)  # of a CPU, which does not wait for the number of them

@@ -1,0 +1,257 @@
+"""Products of packed weights: the layout, the one rounding of values, chunks of K from zero, rows that stand alone."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quant_checkpoints import CASES, W8A8, write
+from test_inference_ops import backends, subsets
+from test_ops import DEVICE
+from torch import Tensor
+
+from whorl import ops
+from whorl.engine import weights
+from whorl.nn.weights import laid_out
+from whorl.ops import OPS
+from whorl.ops.quantised import layout
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "int4", "columns": 128},
+    {"kind": "int4", "columns": 32, "zeros": True},
+    {"kind": "int4", "columns": 8},
+    {"kind": "int8"},
+    {"kind": "int8", "columns": 64, "zeros": True, "tiled": True},
+    {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+    {"kind": "fp8"},
+]
+COUNTS = (1, 3, 16, 64, 200)
+names = {"ids": lambda kind: "-".join(map(str, kind.values()))}
+# In the interpreter two of them, one of each width, and the others where all tests run.
+SOME = [kind if i in (1, 5) else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)]
+
+
+def made(op: str, kind: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **case: Any) -> dict[str, Any]:
+    return OPS[op]._bind((), OPS[op].make(**case, **kind, dtype=dtype, device=DEVICE))
+
+
+def rounded_to_powers(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with inputs and scales that leave nothing to round: sums are then exact in every order."""
+    exact = dict(given)
+    for name, value in given.items():
+        if name == "x":
+            exact[name] = torch.randint(-3, 4, value.shape, device=DEVICE).to(value.dtype)
+        elif name.endswith("scales"):
+            exact[name] = torch.full_like(value, 2.0**-6)
+        elif isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn:
+            exact[name] = torch.randint(-8, 9, value.shape, device=DEVICE).float().to(value.dtype)
+    return exact
+
+
+# ---- the layout
+
+
+@pytest.mark.parametrize("columns", [8, 128, 200, 300])
+def test_where_four_bits_stand(columns: int) -> None:
+    numbers = torch.randint(0, 16, (2, 3, columns))
+    codes = layout.packed_int4(numbers)
+    assert codes.shape == (2, 3, layout.width(torch.int32, columns, True))
+    for k in range(columns):
+        w, p, i, e = k % 128 // 32, k % 32 // 8, k % 8 // 2, k % 2
+        word = codes[..., k // 128 * 16 + 4 * i + w].long() & 0xFFFFFFFF
+        assert torch.equal(word >> (4 * p + 16 * e) & 15, numbers[..., k])
+    assert torch.equal(layout.unpacked_int4(codes, columns), numbers.to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_where_bytes_stand(dtype: torch.dtype) -> None:
+    numbers = torch.randint(-100, 100, (3, 150)).float().to(dtype)
+    codes = layout.tiled_bytes(numbers)
+    assert codes.shape == (3, layout.width(dtype, 150, True))
+    for k in range(150):
+        p, i, e = k % 64 // 8, k % 8 // 2, k % 2
+        assert torch.equal(codes[:, k // 64 * 64 + 16 * i + 2 * p + e].float(), numbers[:, k].float())
+    assert torch.equal(layout.plain_bytes(codes, 150).float(), numbers.float())
+
+
+# ---- values and sums
+
+
+@pytest.mark.parametrize("kind", KINDS, **names)
+@pytest.mark.parametrize("backend", backends("packed_linear"))
+def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
+    """Products with the unit vectors are the weight's values, computed here one group at a time."""
+    given = made("packed_linear", kind, tokens=(1,), size=(20, 136))
+    codes, scales, zeros = given["codes"].cpu(), given["scales"].double().cpu(), given["zeros"]
+    numbers = layout.unpacked_int4(codes, 136) if codes.dtype == torch.int32 else codes
+    numbers = layout.plain_bytes(codes, 136) if kind.get("tiled") else numbers
+    numbers, expected = numbers.float().double(), torch.empty(20, 136)
+    for n, k in [(n, k) for n in range(20) for k in range(136)]:
+        at = n // kind.get("rows", 1), k // (kind.get("columns") or 136)
+        zero = (8 if kind["kind"] == "int4" else 0) if zeros is None else zeros[at]
+        expected[n, k] = (numbers[n, k] - zero) * scales[at]  # exact in fp64, and so rounded as in fp32 and from there
+    got = ops.packed_linear(**given | {"x": torch.eye(136, device=DEVICE).bfloat16()}, backend=backend)
+    assert torch.equal(got.T.cpu(), expected.bfloat16())
+
+
+@pytest.mark.parametrize("backend", backends("packed_linear"))
+def test_chunks_begin_at_zero_and_are_added_in_order(backend: str) -> None:
+    """At 2^33 fp32 has steps of 1024: what is added to it in smaller parts is lost."""
+    codes = layout.packed_int4(torch.full((2, 3072), 9))  # ones
+    ones, large = torch.ones(1, 1), 2.0**33
+    x = torch.zeros(3, 3072)
+    x[0, 5], x[0, 1024:2048] = large, 1  # kept, since a chunk's 1024 ones are added up first
+    x[1, 5], x[1, 1024:1424], x[1, 2999] = large, 1, -large  # lost, since 400 are added before what is large goes
+    x[2, 1024:1424], x[2, 5], x[2, 9] = 1, large, -large  # kept: in one chunk nothing is left of the large ones
+    given = (t.to(DEVICE) for t in (x, codes, ones.expand(2, 1)))
+    y = ops.packed_linear(*given, backend=backend)
+    assert y.tolist() == [[large + 1024] * 2, [0.0] * 2, [400.0] * 2]
+
+
+@pytest.mark.parametrize("kind", SOME, **names)
+def test_any_number_of_rows_has_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
+    """On numbers whose sums are exact in every order."""
+    given = rounded_to_powers(made("packed_linear", kind, tokens=(200,), size=(24, 1100), bias=True))
+    expected = ops.packed_linear(**given, backend="torch")
+    for count in COUNTS:
+        got = ops.packed_linear(**given | {"x": given["x"][:count]}, backend="triton")
+        assert torch.equal(got, expected[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", backends("packed_linear"))
+def test_rows_stand_alone(backend: str, dtype: torch.dtype) -> None:
+    given = made("packed_linear", KINDS[1], dtype, tokens=(40,), size=(24, 1056))
+    whole = ops.packed_linear(**given, backend=backend)
+    for way in subsets(40)[:6]:
+        assert torch.equal(ops.packed_linear(**given | {"x": given["x"][way]}, backend=backend), whole[way])
+
+
+@pytest.mark.parametrize("kind", SOME, **names)
+def test_experts_have_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
+    """Token by token, and sorted by expert, to the same bits."""
+    case = {"tokens": (64,), "hidden": 128, "width": 64, "experts": 4, "k": 2}
+    given = rounded_to_powers(made("packed_experts", kind, **case))
+    expected = ops.packed_experts(**given, backend="torch")
+    found = []
+    for count in COUNTS[:4]:
+        some = {n: given[n][:count] for n in ("x", "weights", "ids")}
+        found.append(ops.packed_experts(**given | some, backend="triton"))
+        off = (found[-1].float() - expected[:count].float()).abs().max() / expected.float().abs().max()
+        assert off < 2**-7, "one step of bf16: hidden states are no whole numbers"
+    assert all(torch.equal(found[i], found[3][: COUNTS[i]]) for i in range(3))
+
+
+@pytest.mark.parametrize("backend", backends("int8_linear"))
+def test_int8_is_the_exact_integer(backend: str) -> None:
+    codes = torch.randint(-128, 128, (33, 3000), dtype=torch.int8)
+    scales, x = torch.rand(33), torch.randn(20, 3000)
+    x[0], codes[0] = 1, 127  # the largest sum, past the integers of fp32
+    q, own = ops.dynamic_quant(x)
+    sums = q.long() @ codes.long().t()
+    assert int(sums.max()) > 2**24
+    expected = sums.float() * scales * own[:, None]
+    for count in (1, 3, 20):
+        given = (t.to(DEVICE) for t in (x[:count], codes, scales))
+        assert torch.equal(ops.int8_linear(*given, backend=backend).cpu(), expected[:count])
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codes": lambda t: t[:, :8]}, r"codes is \[40, 8\] torch.int32, expected \[N, 16\] for 128 columns"),
+        ({"codes": lambda t: t.long()}, "codes is torch.int64, expected int32"),
+        ({"scales": lambda t: t[:, :1]}, r"scales of codes are \[40, 1\] .*, expected \[40, 4\]"),
+        ({"zeros": lambda t: t.float()}, "zeros of codes are .*, expected .* integers"),
+        ({"rows": 0}, "rows is 0"),
+        ({"bias": torch.ones(3)}, r"bias is \[3\]"),
+        ({"x": lambda t: t[0]}, r"x is \[128\]"),
+    ],
+)
+def test_wrong_weights_are_refused(changes: dict[str, Any], message: str) -> None:
+    given = made("packed_linear", KINDS[1], tokens=(2,), size=(40, 128))
+    wrong = {name: change(given[name]) if callable(change) else change for name, change in changes.items()}
+    with pytest.raises(ValueError, match=f"packed_linear: .*{message}"):
+        ops.packed_linear(**given | wrong)
+
+
+# ---- the engine
+
+
+LAID_OUT = ["fp8-blocks", "fp8-partial", "fp8-tensor", "ct-w4", "ct-w4-zeros", "ct-w8-pack", "ct-w8", "ct-fp8-channel"]
+LAID_OUT += ["awq", "gptq", "gptq-8"]
+
+
+def load(path: Path) -> Any:
+    return weights.load_model(path, device="cpu", dtype=torch.float32, unpack=False)
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """To the bit; the rows that only fill a vocabulary up are nobody's, and may hold anything."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does on a GPU, here by the reference: values, logits and looked up rows are those of the plain layout."""
+    path, _ = write(tmp_path, CASES[name], "moe")
+    plain = load(path)
+    monkeypatch.setattr(laid_out, "is_tiled_on", lambda device: True)
+    model, calls = load(path), []
+    for op in ("packed_linear", "packed_experts"):
+        own = OPS[op].reference
+        monkeypatch.setattr(OPS[op], "reference", lambda *a, own=own, op=op, **k: calls.append(op) or own(*a, **k))
+    tokens = torch.tensor([1, 5, 3, 8])
+    matrices = [m for m in model.modules() if getattr(m, "layout", None) is not None]
+    assert matrices, "nothing was laid out"
+    for mine, other in zip(model.modules(), plain.modules(), strict=True):
+        if getattr(mine, "layout", None) is not None:
+            rows = tokens[:2] if len(mine.shape) == 2 else slice(1, 3)
+            assert_same(mine.format.values(mine), other.format.values(other))
+            assert_same(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
+    from test_quant_formats import logits
+
+    assert torch.equal(logits(model), logits(plain)), "up to 1024 columns a product is that of `linear`"
+    assert set(calls) == {"packed_linear", "packed_experts"}
+
+
+def test_int8_activations_have_operators_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_quant_formats import logits
+
+    path, _ = write(tmp_path, W8A8, "moe")
+    calls = []
+    for op in ("int8_linear", "int8_experts"):
+        own = OPS[op].reference
+        monkeypatch.setattr(OPS[op], "reference", lambda *a, own=own, op=op, **k: calls.append(op) or own(*a, **k))
+    logits(load(path))
+    assert set(calls) == {"int8_linear", "int8_experts"}
+
+
+def test_what_no_kernel_reads_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match="of 4 bits: cuda has no kernel that reads them packed"):
+        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_on_a_gpu_kernels_read_packed_weights(name: str, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, CASES[name], "moe")
+    model = weights.load_model(path, device="cuda", dtype=torch.bfloat16)
+    found = [m for m in model.modules() if getattr(m, "layout", None) is not None]
+    assert found, json.dumps([type(m).__name__ for m in model.modules()])
+    for matrix in (m for m in found if len(m.shape) == 2):
+        x = torch.randn(70, matrix.shape[1], device="cuda").bfloat16()
+        held = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
+        assert ops.packed_linear.choose(x, *held, **matrix.layout._asdict()).backend == "triton"
+        whole = matrix.format.linear(matrix, x, None)
+        assert torch.equal(matrix.format.linear(matrix, x[:1], None), whole[:1])
+        gold = x.double() @ matrix.format.values(matrix).double().T
+        assert (whole.double() - gold).abs().max() <= 2**-7 * gold.abs().max()

@@ -1,0 +1,430 @@
+# mypy: allow-untyped-defs
+"""Products of packed weights and a few tokens, in Gluon: bound by how fast codes come, so they are asked for early.
+
+16 rows of a weight are a warp's, and what a warp needs of a chunk, 16 bytes a thread at a time, goes straight into its
+registers, in the places in which tensor cores want the values: no shared memory, no shuffles. Where a weight has few
+rows, warps take chunks of K side by side; the chunks' sums are added in their order, as everywhere.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .._gluon_triton import sync
+from .._overlap_triton import overlap
+from .._rows import ceil_div, power_of_2
+from .layout import CHUNK
+from .product_triton import Weight
+
+TOKENS = 8  # the fewest columns of a product
+ENOUGH_WARPS = 1024  # 8 KB of 4 bits in each: some 60 KB of a multiprocessor are on their way
+
+
+@gluon.jit
+def _wait(OVERLAP: gl.constexpr):
+    """Everything launched before this kernel is done."""
+    if OVERLAP:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pairs(words, zeros, scales):
+    """As `product_triton._pairs_bf16`."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        shr.u32 b, $8, 4;
+        shr.u32 c, $8, 8;
+        shr.u32 d, $8, 12;
+        lop3.b32 a, $8, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 a, a, $9;
+        sub.rn.bf16x2 b, b, $9;
+        sub.rn.bf16x2 c, c, $9;
+        sub.rn.bf16x2 d, d, $9;
+        mul.rn.bf16x2 a, a, $10;
+        mul.rn.bf16x2 b, b, $10;
+        mul.rn.bf16x2 c, c, $10;
+        mul.rn.bf16x2 d, d, $10;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [words, zeros, scales],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _twice(bits):
+    bits = bits.to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def _at_groups(at, start, K, GROUP: gl.constexpr, NUM: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers [CHUNKS, ROWS, NUM] to the scales of every STEP-th column from start [CHUNKS, 1, 1] on.
+
+    at: pointers [CHUNKS, ROWS, 1] to the first ones of rows.
+    """
+    n = gl.expand_dims(gl.expand_dims(gl.arange(0, NUM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    if GROUP == 0:
+        return at + n * 0
+    else:
+        return at + gl.minimum(start + n * STEP, K - 1) // GROUP
+
+
+@gluon.jit
+def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, PER: gl.constexpr):
+    """[CHUNKS, ROWS, BLOCK_K] in dtype of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block].
+
+    Where scales and values are bf16 the product with them is one of bf16, else one of fp32.
+    """
+    IS_BF16: gl.constexpr = scales.dtype == gl.bfloat16 and dtype == gl.bfloat16
+    C: gl.constexpr = words.shape[0]
+    R: gl.constexpr = words.shape[1]
+    B: gl.constexpr = words.shape[2] // 16
+    parts = words.reshape([C, R, B, 4, PER, 4 // PER])  # i, w
+    LAYOUT: gl.constexpr = parts.type.layout
+    OF_SCALES: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, LAYOUT))
+    if IS_BF16:
+        factors = _twice(scales.to(gl.int16, bitcast=True))
+        factors = gl.convert_layout(factors.reshape([C, R, B, PER]), OF_SCALES)
+        factors = gl.expand_dims(gl.expand_dims(factors, 3), 5)
+    else:
+        factors = gl.full_like(parts, 0x3F803F80)  # ones
+    if HAS_ZEROS:
+        zeros = _twice(zeros.to(gl.int32) + 0x4300)
+        zeros = gl.convert_layout(zeros.reshape([C, R, B, PER]), OF_SCALES)
+        zeros = gl.expand_dims(gl.expand_dims(zeros, 3), 5)
+    else:
+        zeros = gl.full_like(parts, 0x43084308)
+    _, factors = gl.broadcast(parts, factors)
+    _, zeros = gl.broadcast(parts, zeros)
+    a, b, c, d, e, f, g, h = _pairs(parts, zeros, factors)
+    low, high = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
+    found = gl.join(low, high)
+    if not IS_BF16:
+        WIDE: gl.constexpr = gl.SliceLayout(6, gl.SliceLayout(7, gl.SliceLayout(8, found.type.layout)))
+        wide = scales.to(gl.float32).reshape([C, R, B, PER])
+        wide = gl.convert_layout(wide, gl.SliceLayout(3, gl.SliceLayout(5, WIDE)))
+        wide = gl.expand_dims(gl.expand_dims(wide, 3), 5)
+        wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(wide, 6), 7), 8)
+        found = (found.to(gl.float32) * wide).to(dtype)
+    found = found.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2
+    return found.permute([0, 1, 2, 4, 7, 6, 3, 5]).reshape([C, R, B * 128])
+
+
+@gluon.jit
+def _byte_values(codes, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """[CHUNKS, ROWS, BLOCK_K] in dtype of as many bytes; scales: [CHUNKS, ROWS, one a block of 64]."""
+    C: gl.constexpr = codes.shape[0]
+    R: gl.constexpr = codes.shape[1]
+    B: gl.constexpr = codes.shape[2] // 64
+    parts = codes.reshape([C, R, B, 64]).to(gl.float32)
+    LAYOUT: gl.constexpr = parts.type.layout
+    if HAS_ZEROS:
+        zeros = gl.convert_layout(zeros.to(gl.float32), gl.SliceLayout(3, LAYOUT))
+        parts = parts - gl.expand_dims(zeros, 3)
+    scales = gl.convert_layout(scales.to(gl.float32), gl.SliceLayout(3, LAYOUT))
+    found = (parts * gl.expand_dims(scales, 3)).to(dtype).reshape([C, R, B, 4, 4, 2, 2])  # i, m, h, e
+    return found.permute([0, 1, 2, 4, 5, 3, 6]).reshape([C, R, B * 64])
+
+
+@gluon.jit
+def _multiplied(
+    codes,
+    scales,
+    zeros,
+    x,
+    xs,
+    part,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PER: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+):
+    """part, and the product of some codes' values and x, which goes through shared memory to those who need it."""
+    sync()
+    xs.store(x)
+    sync()
+    if codes.dtype == gl.int32:
+        weight = _int4_values(codes, scales, zeros, x.dtype, HAS_ZEROS, PER)
+    else:
+        weight = _byte_values(codes, scales, zeros, x.dtype, HAS_ZEROS)
+    weight = gl.convert_layout(weight, A, assert_trivial=True)
+    operand = xs.permute((0, 2, 1)).load(B)
+    if COLUMNS == 1:  # tensor cores take no fewer columns than 8
+        WIDE: gl.constexpr = part.shape[2]
+        _, operand = gl.broadcast(gl.zeros([x.shape[0], x.shape[2], WIDE], x.dtype, B), operand)
+    return mma_v2(weight, operand, part)
+
+
+@gluon.jit
+def _few_packed_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    y_ptr,
+    ids_ptr,
+    x_stride,
+    T,
+    SLOTS,
+    N,
+    high,
+    scales_high,
+    K,
+    width,
+    groups,
+    HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    IS_ROUTED: gl.constexpr,
+    ACTIVATE: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    HIGH: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CHUNK: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    IS_WHOLE: gl.constexpr,
+    OF_CODES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """16 * HIGH rows of a weight, CHUNKS of its K at a time, by up to COLUMNS tokens, or (IS_ROUTED) by one pair's.
+
+    ACTIVATE: half of the rows are gate's, and half are up's, which stand N rows behind. AHEAD: codes are asked for
+    before the kernel ahead has ended. high, scales_high: rows of an expert's codes and scales.
+    """
+    ROWS: gl.constexpr = 16 * HIGH
+    OUT: gl.constexpr = ROWS // 2 if ACTIVATE else ROWS
+    IS_INT4: gl.constexpr = codes_ptr.dtype.element_ty == gl.int32
+    PER: gl.constexpr = 1 if GROUP == 0 or GROUP >= 128 else 128 // GROUP
+    NUM: gl.constexpr = BLOCK_K // 128 * PER if IS_INT4 else BLOCK_K // 64
+    STEP: gl.constexpr = BLOCK_K // NUM
+    LENGTH: gl.constexpr = BLOCK_K // 8 if IS_INT4 else BLOCK_K
+    STEPS: gl.constexpr = CHUNK // BLOCK_K
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHUNKS, HIGH, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [CHUNKS, 1, HIGH], [2, 1, 0])
+    SMEM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    SHOWN: gl.constexpr = 1 if COLUMNS == 1 else COLUMNS
+    WIDE: gl.constexpr = 8 if COLUMNS == 1 else COLUMNS
+
+    if IS_ROUTED:
+        _wait(OVERLAP)
+        pair = gl.program_id(1)
+        entry = gl.load(ids_ptr + pair).to(gl.int64)
+    else:
+        if not AHEAD:
+            _wait(OVERLAP)
+        pair = 0
+        entry = gl.to_tensor(0).to(gl.int64)
+    first = gl.program_id(0) * OUT
+    c = gl.arange(0, CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, OF_CODES)))
+    r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OF_CODES)))
+    rows = (first + r % OUT) % N + r // OUT * N
+    place = gl.arange(0, LENGTH, gl.SliceLayout(0, gl.SliceLayout(0, OF_CODES)))
+    chunk = gl.expand_dims(gl.expand_dims(c, 1), 2)
+    row = gl.expand_dims(gl.expand_dims(rows, 0), 2)
+    column = gl.expand_dims(gl.expand_dims(place, 0), 0)
+    code_chunk = chunk * (CHUNK // 8 if IS_INT4 else CHUNK)
+    codes_at = codes_ptr + (entry * high + row) * width + (code_chunk + column)
+    group_row = (entry * scales_high + row // GROUP_ROWS) * groups
+    scales_at, zeros_at = scales_ptr + group_row, zeros_ptr + group_row
+
+    xc = gl.arange(0, CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
+    xt = gl.arange(0, SHOWN, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
+    xk = gl.arange(0, BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(0, COPY)))
+    token = gl.expand_dims(gl.expand_dims(xt, 0), 2)
+    x_column = gl.expand_dims(gl.expand_dims(xc, 1), 2) * CHUNK + gl.expand_dims(gl.expand_dims(xk, 0), 0)
+    x_at = x_ptr + (pair // SLOTS + token).to(gl.int64) * x_stride + x_column
+    xs = gl.allocate_shared_memory(dtype, [CHUNKS, SHOWN, BLOCK_K], SMEM)
+    sums = gl.allocate_shared_memory(gl.float32, [CHUNKS, ROWS, WIDE], PLAIN)
+
+    FOLD: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [1, WARPS, 1], [1, 2, 0])
+    total = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
+    second = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
+    codes = gl.load(codes_at, mask=code_chunk + column < width, other=0.0)
+    scales = gl.load(_at_groups(scales_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
+    zeros = scales
+    if HAS_ZEROS:
+        zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
+    if AHEAD and not IS_ROUTED:
+        _wait(OVERLAP)
+    x = gl.load(x_at, mask=(token < T) & (x_column < K), other=0.0)
+    for round in range(ROUNDS):
+        part = gl.zeros([CHUNKS, ROWS, WIDE], gl.float32, MMA)
+        for step in gl.static_range(STEPS):
+            # What comes next is asked for before this is used.
+            begin = (round + (step + 1) // STEPS) * CHUNKS * CHUNK + (step + 1) % STEPS * BLOCK_K
+            code_begin = begin // 8 if IS_INT4 else begin
+            next_codes = gl.load(codes_at + code_begin, mask=code_chunk + column + code_begin < width, other=0.0)
+            next_scales = gl.load(_at_groups(scales_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
+            next_zeros = next_scales
+            if HAS_ZEROS:
+                next_zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
+            next_x = gl.load(x_at + begin, mask=(token < T) & (x_column + begin < K), other=0.0)
+            # Where K ends within the round, what is behind is nobody's.
+            if IS_WHOLE or round * CHUNKS * CHUNK + step * BLOCK_K < K:
+                part = _multiplied(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
+            codes, scales, zeros, x = next_codes, next_scales, next_zeros, next_x
+        sums.store(part)
+        sync()
+        for i in gl.static_range(CHUNKS):
+            total = total + sums.slice(i, 1, 0).slice(0, OUT, 1).load(FOLD)
+            if ACTIVATE:
+                second = second + sums.slice(i, 1, 0).slice(OUT, OUT, 1).load(FOLD)
+        sync()
+    n = first + gl.arange(0, OUT, gl.SliceLayout(0, gl.SliceLayout(2, FOLD)))
+    n = gl.expand_dims(gl.expand_dims(n, 0), 2)
+    t = gl.arange(0, WIDE, gl.SliceLayout(0, gl.SliceLayout(0, FOLD)))
+    t = gl.expand_dims(gl.expand_dims(t, 0), 0)
+    if HAS_BIAS:
+        total += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+    if ACTIVATE:
+        gate, up = total.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
+        total = gate / (1 + gl.exp(-gate)) * up
+    is_shown = t < (1 if COLUMNS == 1 else T)
+    gl.store(y_ptr + (pair + t).to(gl.int64) * N + n, total.to(dtype), mask=is_shown & (n < N))
+
+
+@functools.cache
+def _layout(is_int4: bool, chunks: int, high: int, block: int) -> Any:
+    """Of codes [chunks, 16 * high, ..]: where tensor cores want what is in them."""
+    length = block // 8 if is_int4 else block
+    run = 4 if is_int4 else 16  # numbers in the 16 bytes of a thread
+    registers = [[0, 0, n] for n in _powers(1, run)] + [[0, 8, 0]] + [[0, 0, n] for n in _powers(4 * run, length)]
+    lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 16 * n, 0] for n in _powers(1, high)] + [[n, 0, 0] for n in _powers(1, chunks)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [chunks, 16 * high, length])
+
+
+def _powers(start: int, end: int) -> list[int]:
+    found = []
+    while start < end:
+        found.append(start)
+        start *= 2
+    return found
+
+
+def reason(x: Tensor, weight: Weight) -> str | None:
+    """None where this kernel multiplies, else why the plain one does."""
+    group = weight.group(x.shape[-1])
+    if x.element_size() != 2:
+        return f"multiplies in 16 bits, got {x.dtype}"
+    if weight.codes.dtype == torch.int32:
+        return None if group in (32, 64) or group % 128 == 0 else f"groups of {group} columns"
+    if not weight.tiled:
+        return "codes are not tiled"
+    return None if group % 64 == 0 else f"groups of {group} columns"
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:
+    """y = x @ weight.T + bias of up to 8 tokens. sizes: for trials, not the plan's."""
+    count, rows = y.shape
+    sizes = sizes or plan(count, rows, x.shape[1], weight.codes.dtype)
+    columns = 1 if count == 1 else TOKENS
+    _launch(x, weight, bias, y, y, (ceil_div(rows, 16 * sizes["HIGH"]), 1), sizes, COLUMNS=columns)
+
+
+def experts(
+    x: Tensor,
+    weight: Weight,
+    ids: Tensor,
+    y: Tensor,
+    sizes: dict[str, Any] | None = None,
+    *,
+    slots: int,
+    is_activated: bool,
+) -> None:
+    """y[pair] of the weight of expert ids[pair] and x[pair // slots]; is_activated: silu(gate) * up of it."""
+    sizes = sizes or experts_plan(x.shape[1], weight.codes.dtype, is_activated)
+    out = 16 * sizes["HIGH"] // (2 if is_activated else 1)
+    grid = ceil_div(y.shape[1], out), ids.numel()
+    _launch(x, weight, None, y, ids, grid, sizes, COLUMNS=1, IS_ROUTED=True, ACTIVATE=is_activated, SLOTS=slots)
+
+
+def _launch(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    y: Tensor,
+    ids: Tensor,
+    grid: tuple[int, int],
+    sizes: dict[str, Any],
+    *,
+    COLUMNS: int,
+    IS_ROUTED: bool = False,
+    ACTIVATE: bool = False,
+    SLOTS: int = 1,
+) -> None:
+    codes, length = weight.codes, x.shape[1]
+    is_int4 = codes.dtype == torch.int32
+    chunks, high, block = sizes["CHUNKS"], sizes["HIGH"], sizes["BLOCK_K"]
+    _few_packed_kernel[grid](
+        x,
+        *weight.tensors,
+        y if bias is None else bias.contiguous(),
+        y,
+        ids,
+        x.stride(0),
+        len(y) if not IS_ROUTED else 1,
+        SLOTS,
+        y.shape[1],
+        codes.shape[-2],
+        weight.scales.shape[-2],
+        length,
+        codes.shape[-1],
+        weight.scales.shape[-1],
+        HAS_BIAS=bias is not None,
+        HAS_ZEROS=weight.zeros is not None,
+        IS_ROUTED=IS_ROUTED,
+        ACTIVATE=ACTIVATE,
+        GROUP=weight.group(length),
+        GROUP_ROWS=weight.rows,
+        COLUMNS=COLUMNS,
+        CHUNKS=chunks,
+        HIGH=high,
+        BLOCK_K=block,
+        CHUNK=CHUNK,
+        ROUNDS=ceil_div(length, chunks * CHUNK),
+        IS_WHOLE=length % (chunks * CHUNK) == 0,
+        OF_CODES=_layout(is_int4, chunks, high, block),
+        AHEAD=sizes.get("AHEAD", False),
+        WARPS=chunks * high,
+        num_warps=chunks * high,
+        enable_fp_fusion=False,
+        **overlap(x),
+    )
+
+
+def plan(count: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Of `linear`: chunks side by side until there are so many warps that all multiprocessors wait for memory alone."""
+    wanted = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
+    chunks = min(4, wanted, power_of_2(ceil_div(length, CHUNK)))
+    return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
+
+
+def experts_plan(length: int, dtype: torch.dtype, is_activated: bool) -> dict[str, Any]:
+    return {"CHUNKS": 1, "HIGH": 4 if is_activated else 2, "BLOCK_K": 512 if dtype == torch.int32 else 256}

@@ -1,0 +1,97 @@
+"""int8 weights and int8 activations on Ascend."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import (
+    dynamic_quant_limit,
+    moe_init_routing_limit,
+    quant_grouped_matmul_limit,
+    quant_matmul_limit,
+)
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+from .npu_routing import routed
+
+
+def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
+    return dynamic_quant_limit(shape=x.shape, dtype=dtype_name(x)) or quant_matmul_limit(
+        shape=x.shape, weight_shape=codes.shape[::-1], dtype=dtype_name(codes), output_dtype=dtype_name(x)
+    )
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    q, scales = _torch_npu.call("npu_dynamic_quant", input=x.contiguous(), dst_type=torch.int8)
+    return q, scales
+
+
+def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    q, token_scales = _quantised(x)
+    y: Tensor = _torch_npu.call(
+        "npu_quant_matmul",
+        x1=q,
+        x2=codes.t(),
+        scale=scales.float().contiguous(),
+        pertoken_scale=token_scales,
+        bias=None if bias is None else bias.float().contiguous(),
+        output_dtype=x.dtype,
+    )
+    return y
+
+
+def experts_reason(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    ids: Tensor,
+    **_: object,
+) -> str | None:
+    if not ids.numel():
+        return "empty tensors are not taken"
+    count, dtype = gate_up.shape[0], dtype_name(x)
+    found = dynamic_quant_limit(shape=x.shape, dtype=dtype)
+    found = found or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
+    for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
+        found = found or quant_grouped_matmul_limit(
+            weight_shape=(count, codes.shape[2], codes.shape[1]),
+            dtype=dtype_name(codes),
+            scale_dtype=dtype_name(scales),
+            output_dtype=dtype,
+        )
+    return found
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    def product(rows: Tensor, codes: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
+        q, token_scales = _quantised(rows)
+        (y,) = _torch_npu.call(
+            "npu_grouped_matmul",
+            x=[q],
+            weight=[codes.transpose(1, 2)],
+            scale=[scales.contiguous()],
+            per_token_scale=[token_scales],
+            group_list=counts,
+            split_item=2,
+            group_type=0,
+            group_list_type=1,
+            act_type=0,
+            output_dtype=x.dtype,
+        )
+        return y  # type: ignore[no-any-return]
+
+    def network(rows: Tensor, counts: Tensor) -> Tensor:
+        hidden = _torch_npu.call("npu_swiglu", input=product(rows, gate_up, gate_up_scales, counts), dim=-1)
+        return product(hidden, down, down_scales, counts)
+
+    return routed(x, weights, ids, gate_up.shape[0], network)

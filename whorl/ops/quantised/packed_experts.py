@@ -1,0 +1,148 @@
+"""Running the experts of each token, of weights that are held in 4 or 8 bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from . import packed_torch_npu
+from .layout import values
+from .packed_linear import block_of, check_weight, draw_weight, multiply_in_chunks, triton_reason
+from .routed import activated, check_routing, routed
+
+
+def _check(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    rows: int,
+    columns: int,
+    tiled: bool,
+) -> None:
+    name = "packed_experts"
+    check_routing(name, x, gate_up, down, weights, ids)
+    block = {"rows": rows, "group": columns, "tiled": tiled}
+    check_weight(name, "gate_up", gate_up, gate_up_scales, gate_up_zeros, dims=3, columns=x.shape[1], **block)
+    check_weight(name, "down", down, down_scales, down_zeros, dims=3, columns=gate_up.shape[1] // 2, **block)
+
+
+def _fake(x: Tensor, **_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def used_experts(given: Values) -> int:
+    ids, count = given["ids"], given["gate_up"].shape[0]
+    return int(ids.unique().numel()) if ids.device.type != "meta" else min(ids.numel(), count)
+
+
+def _bytes(given: Values, outputs: tuple[Tensor, ...]) -> int:
+    """Weights of the experts that the tokens chose, tokens in and out."""
+    names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
+    expert = sum(given[n][0].nbytes for n in names if given.get(n) is not None)
+    return 2 * given["x"].nbytes + used_experts(given) * int(expert)
+
+
+def expert_flops(given: Values) -> int:
+    """x is [T, C] and gate_up [E, 2F, ..]."""
+    return 6 * given["ids"].numel() * given["x"].shape[1] * (given["gate_up"].shape[1] // 2)
+
+
+@operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
+def packed_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    rows: int = 1,
+    columns: int = 0,
+    tiled: bool = False,
+) -> Tensor:
+    """As `experts`, of weights that are held as `packed_linear`'s are.
+
+    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: of [E, C, F], in one dtype,
+    tiled or not, each with its scales and zeros, of which one is for `rows` rows and `columns` columns (0: all).
+    weights and ids: [T, K], as `route` gives them; an id is in [0, E): another is an error on the CPU and is not looked
+    for elsewhere. y: like x, contiguous. Every product is that of `packed_linear`: of rounded values, K in chunks of
+    1024 from zero, added in their order. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype;
+    slots are added in their order, in fp32, and y is rounded once. A row's bits depend on the row alone. No gradient.
+    """
+
+    def expert(e: int, mine: Tensor) -> Tensor:
+        def product(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+            own = None if zeros is None else zeros[e]
+            weight = values(codes[e], scales[e], own, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
+            return narrow(multiply_in_chunks(widen(x), widen(weight)), x.dtype)
+
+        hidden = activated(product(mine, gate_up, gate_up_scales, gate_up_zeros))
+        return product(hidden, down, down_scales, down_zeros)
+
+    return routed(x, weights, ids, expert)
+
+
+packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_reason)
+packed_experts.impl("torch_npu", "packed_torch_npu:experts", accepts=packed_torch_npu.experts_reason)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "hidden": 16, "width": 12, "experts": 2, "k": 2, "kind": "int4"},
+    {"tokens": (3,), "hidden": 64, "width": 32, "experts": 4, "k": 2, "kind": "int4", "columns": 32, "zeros": True},
+    {"tokens": (3,), "hidden": 32, "width": 16, "experts": 4, "k": 3, "kind": "int8", "scale": 0.01},
+    {"tokens": (2,), "hidden": 24, "width": 1152, "experts": 3, "k": 2, "kind": "int4", "columns": 8},
+    {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "kind": "int4"},
+    {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "int8", "sliced": True},
+    {
+        "tokens": (5,),
+        "hidden": 136,
+        "width": 72,
+        "experts": 3,
+        "k": 1,
+        "kind": "fp8",
+        "rows": 128,
+        "columns": 128,
+        "tiled": True,
+    },
+    {"tokens": (6,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "fp8", "sliced": True},
+]
+_QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), **_QWEN, **kind}
+    for kind in (
+        {"kind": "int4", "columns": 128},
+        {"kind": "int8", "tiled": True},
+        {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+    )
+    for tokens in (1, 64, 8192)
+]
+
+
+def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
+    weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
+    return weights, torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
+
+
+def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, **weight: Any) -> Values:
+    weights, ids = draw_routing(draw, tokens[0], experts, k)
+    names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
+    held = (
+        *draw_weight(draw, experts, 2 * width, hidden, **weight),
+        *draw_weight(draw, experts, hidden, width, **weight),
+    )
+    given = dict(zip(names, held, strict=True))
+    return {"x": draw.scaled(tokens[0], hidden), **given, "weights": weights, "ids": ids, **block_of(weight)}
+
+
+packed_experts.inputs(cases=_CASES, bench=_BENCH)(_make)

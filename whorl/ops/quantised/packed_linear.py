@@ -1,0 +1,173 @@
+"""The linear layer of weights that are held in 4 or 8 bits, read as they are held."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._draw import Draw, Sizes
+from .._op import Values, narrow, operator, widen
+from ..linear import multiply
+from . import packed_torch_npu
+from .layout import CHUNK, CODES, packed_int4, tiled_bytes, values, width
+
+
+def check_weight(op: str, what: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
+    """size: dims, 2 or 3 of a stack; columns of the weight; rows and group, the columns, of a scale; tiled."""
+    dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
+    if codes.dtype not in CODES and codes.dtype != torch.float64:  # the last: fp8 where fp64 is the gold
+        raise ValueError(f"{op}: {what} is {codes.dtype}, expected int32 (4 bits), int8 or float8_e4m3fn")
+    wide = width(codes.dtype, columns, bool(size["tiled"]))
+    if codes.dim() != dims or codes.shape[-1] != wide:
+        lead = "E, " if dims == 3 else ""
+        raise ValueError(
+            f"{op}: {what} is {list(codes.shape)} {codes.dtype}, expected [{lead}N, {wide}] for {columns} columns"
+        )
+    if rows < 1 or group < 0:
+        raise ValueError(f"{op}: rows is {rows} and columns {group}, expected 1 or more, and 0 or more")
+    held = *codes.shape[:-2], -(-codes.shape[-2] // rows), -(-columns // (group or columns))
+    if scales.shape != held or not scales.is_floating_point():
+        raise ValueError(f"{op}: scales of {what} are {list(scales.shape)} {scales.dtype}, expected {list(held)}")
+    if zeros is not None and (zeros.shape != held or zeros.is_floating_point()):
+        raise ValueError(f"{op}: zeros of {what} are {list(zeros.shape)} {zeros.dtype}, expected {list(held)} integers")
+
+
+def _check(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    tiled: bool,
+) -> None:
+    name, block = "packed_linear", {"rows": rows, "group": columns, "tiled": tiled}
+    if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
+        raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, K] floating point")
+    check_weight(name, "codes", codes, scales, zeros, dims=2, columns=x.shape[1], **block)
+    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in (x.dtype, torch.float32)):
+        raise ValueError(
+            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{codes.shape[0]}] in {x.dtype} or fp32"
+        )
+
+
+def _fake(x: Tensor, codes: Tensor, **_: object) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _flops(values: Values) -> int:
+    return 2 * values["x"].numel() * values["codes"].shape[0]
+
+
+def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, K in chunks of 1024, each from zero, added in their order. Both in the dtype of accumulation."""
+    parts = zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True)
+    y = None
+    for a, b in parts:
+        part = multiply(a.contiguous(), b.contiguous())
+        y = part if y is None else y + part
+    assert y is not None
+    return y
+
+
+@operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
+def packed_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rows: int = 1,
+    columns: int = 0,
+    tiled: bool = False,
+) -> Tensor:
+    """y = x @ value.T + bias, value = (codes - zeros) * scales in fp32, rounded to x's dtype.
+
+    x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or float8_e4m3fn, tiled [N, 64 * ceil(K / 64)]; or 4 bits, int32
+    [N, 16 * ceil(K / 128)]: `quantised/layout.py` says how they lie. scales: [ceil(N / rows), ceil(K / columns)]
+    floating point, each of `rows` rows and `columns` columns (0: all of them), the last of which may be cut short;
+    zeros: integers of that shape, absent: 0, of 4 bits 8. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous.
+    It equals `linear` of the rounded values, but that K is cut into chunks of 1024 columns: each is summed from zero,
+    upwards, in fp32, and the sums are added in their order; up to K = 1024 that is `linear`'s own sum. The bias behind
+    it, one rounding. A row's bits depend on the row and the weight alone, as in `linear`. No gradient.
+    """
+    weight = values(codes, scales, zeros, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
+    y = multiply_in_chunks(widen(x), widen(weight))
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return narrow(y, x.dtype)
+
+
+def triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+packed_linear.impl("triton", "packed_linear_triton:forward", accepts=triton_reason)
+packed_linear.impl("torch_npu", "packed_torch_npu:linear", accepts=packed_torch_npu.reason)
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "size": (5, 8), "kind": "int4"},
+    {"tokens": (3,), "size": (48, 96), "kind": "int4", "columns": 32, "zeros": True, "bias": True},
+    {"tokens": (3,), "size": (33, 64), "kind": "int8", "scale": 0.01},
+    {"tokens": (2,), "size": (40, 1280), "kind": "int4", "columns": 128, "bias": True},
+    {"tokens": (0,), "size": (16, 32), "kind": "int4", "columns": 16},
+    {"tokens": (19,), "size": (40, 72), "kind": "int8", "columns": 24, "zeros": True, "sliced": True, "bias": True},
+    {"tokens": (5,), "size": (130, 200), "kind": "fp8", "rows": 128, "columns": 128},
+    {"tokens": (17,), "size": (24, 136), "kind": "fp8", "sliced": True, "bias": True},
+    {"tokens": (5,), "size": (70, 200), "kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+    {"tokens": (18,), "size": (40, 1100), "kind": "int8", "zeros": True, "tiled": True},
+]
+_SIZES = ((5120, 2048), (2048, 4096))
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "size": size, **kind}
+    for kind in (
+        {"kind": "int4", "columns": 128},
+        {"kind": "int4", "columns": 32, "zeros": True},
+        {"kind": "int8"},
+        {"kind": "int8", "tiled": True},
+        {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+        {"kind": "fp8", "tiled": True},
+    )
+    for tokens in (1, 8, 64, 8192)
+    for size in _SIZES
+]
+
+
+def draw_weight(
+    draw: Draw, *shape: int, kind: str, rows: int = 1, columns: int = 0, zeros: bool = False, tiled: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """codes, scales and zeros of a random weight, products with which are as large as what it is multiplied with."""
+    *lead, high, wide = shape
+    groups = *lead, -(-high // rows), -(-wide // (columns or wide))
+    spread = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind] * wide**0.5
+    scales = (torch.rand(groups, device=draw.device) + 0.5) / spread
+    scales = scales.to(torch.float32 if kind == "fp8" or draw.dtype == torch.float64 else draw.dtype)
+    at: Any = {"device": draw.device}
+    middle = 8 if kind == "int4" else 0
+    found = torch.randint(middle - 3, middle + 4, groups, **at).to(torch.int16) if zeros else None
+    gap = 0 if kind == "int4" or tiled else 16 * draw.sliced
+    if kind == "fp8":
+        codes = (8 * torch.randn(*shape[:-1], wide + gap, **at)).to(torch.float8_e4m3fn)
+    else:
+        low, high = (0, 16) if kind == "int4" else (-127, 128)
+        codes = torch.randint(low, high, (*shape[:-1], wide + gap), **at).to(torch.int8)
+    if kind == "int4":
+        return packed_int4(codes), scales, found
+    return (tiled_bytes(codes) if tiled else codes[..., :wide]), scales, found
+
+
+def block_of(weight: Values) -> Values:
+    return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "tiled": weight.get("tiled", False)}
+
+
+def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], bias: bool = False, **weight: Any) -> Values:
+    codes, scales, zeros = draw_weight(draw, *size, **weight)
+    added = torch.randn(size[0], **draw.kind) if bias else None
+    given = {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales, "zeros": zeros, "bias": added}
+    return given | block_of(weight)
+
+
+packed_linear.inputs(cases=_CASES, bench=_BENCH)(_make)

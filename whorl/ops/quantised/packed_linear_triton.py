@@ -1,0 +1,149 @@
+# mypy: allow-untyped-defs
+"""`packed_linear` in Triton: tiles of a weight's rows by tokens, of sizes that are a question of speed alone."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._hopper import gluon_reason
+from .._overlap_triton import follow, overlap
+from .._rows import ceil_div
+from ..linear_triton import unit_stride
+from .product_triton import Weight, product, weight_arguments
+
+FEWEST = 8  # tokens of a kernel of their own
+FEW = 16  # tokens of the narrowest tile
+
+
+@triton.jit
+def _packed_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    T,
+    N,
+    K,
+    width,
+    groups,
+    HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NEAR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    FAST: tl.constexpr,
+    WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Some rows of the weight by some tokens. Programs that run together take NEAR tiles of tokens and few of rows."""
+    follow(OVERLAP)
+    token_tiles, row_tiles = tl.cdiv(T, TOKENS), tl.cdiv(N, ROWS)
+    program = tl.program_id(0)
+    first = program // (NEAR * row_tiles) * NEAR
+    high = tl.minimum(token_tiles - first, NEAR)
+    inside = program % (NEAR * row_tiles)
+    tokens = (first + inside % high) * TOKENS + tl.arange(0, TOKENS)
+    rows = (inside // high) * ROWS + tl.arange(0, ROWS)
+    x_at = x_ptr + tokens.to(tl.int64)[None, :] * x_stride
+    # Rows past the end are read from the start and not stored.
+    total, _ = product(
+        x_at,
+        (tokens < T)[None, :],
+        codes_ptr,
+        scales_ptr,
+        zeros_ptr,
+        rows % N,
+        0,
+        K,
+        width,
+        groups,
+        False,
+        GROUP,
+        GROUP_ROWS,
+        HAS_ZEROS,
+        TILED,
+        ROWS,
+        TOKENS,
+        BLOCK_K,
+        CHUNK,
+        EVEN,
+        FAST,
+        WIDEN,
+    )
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    at = y_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+    tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(tokens < T)[None, :] & (rows < N)[:, None])
+
+
+def forward(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    tiled: bool,
+) -> Tensor:
+    weight = Weight(codes, scales, zeros, rows, columns, tiled)
+    x = unit_stride(x)
+    y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    if len(x) <= FEWEST and gluon_reason(x.device) is None:
+        from . import few_gluon_triton as few
+
+        if few.reason(x, weight) is None:
+            few.linear(x, weight, bias, y)
+            return y
+    launch(x, weight, bias, y, plan(len(x), x.element_size()))
+    return y
+
+
+def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any]) -> None:
+    """With tiles of these sizes."""
+    count, high = y.shape
+    grid = (ceil_div(count, sizes["TOKENS"]) * ceil_div(high, sizes["ROWS"]),)
+    _packed_kernel[grid](
+        x,
+        *weight.tensors,
+        y if bias is None else bias.contiguous(),
+        y,
+        x.stride(0),
+        count,
+        high,
+        HAS_BIAS=bias is not None,
+        enable_fp_fusion=False,
+        **weight_arguments(x, weight, sizes["BLOCK_K"]),
+        **sizes,
+        **overlap(x),
+    )
+
+
+def plan(count: int, element_size: int) -> dict[str, int]:
+    """Tiles by how many tokens there are. 64 rows at least: with fewer, tensor cores would take columns in an order
+    that the compiler chooses by the width of codes. A tile's sums are held twice, for a chunk and in all."""
+    if is_interpreting():
+        return {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 2}
+    if element_size == 4:
+        return {"ROWS": 64, "TOKENS": 32, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 1}
+    if count <= FEW:
+        return {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 5}
+    if count <= 4 * FEW:
+        return {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 4}
+    return {"ROWS": 128, "TOKENS": 128, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}

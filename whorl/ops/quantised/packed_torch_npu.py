@@ -1,0 +1,121 @@
+"""Packed weights on Ascend: int8, a scale a row or a group. The device does not promise a row's bits."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_limit, weight_quant_matmul_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+from .npu_routing import routed
+
+
+def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
+    """Our own layouts are those of other tensor cores."""
+    if codes.dtype != torch.int8 or tiled:
+        return f"takes int8 that is not tiled, got {codes.dtype}{', tiled' if tiled else ''}"
+    return None if rows == 1 else f"takes scales of single rows, got one for {rows}"
+
+
+def reason(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, tiled: bool, **_: object
+) -> str | None:
+    return _layout_reason(codes, rows, tiled) or weight_quant_matmul_limit(
+        shape=x.shape,
+        weight_shape=codes.shape[::-1],
+        dtype=dtype_name(x),
+        weight_dtype=dtype_name(codes),
+        scale_dtype=dtype_name(scales),
+        group=_group(columns, x.shape[1]),
+    )
+
+
+def _group(columns: int, length: int) -> int:
+    return 0 if columns >= length else columns
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    tiled: bool,
+) -> Tensor:
+    y: Tensor = _torch_npu.call(
+        "npu_weight_quant_batchmatmul",
+        x=x.contiguous(),
+        weight=codes.t(),
+        antiquant_scale=scales.t().contiguous(),
+        antiquant_offset=None if zeros is None else (-zeros).to(x.dtype).t().contiguous(),  # which is added
+        bias=None if bias is None else bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).contiguous(),
+        antiquant_group_size=_group(columns, x.shape[1]),
+    )
+    return y
+
+
+def experts_reason(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    ids: Tensor,
+    rows: int,
+    tiled: bool,
+    **_: object,
+) -> str | None:
+    if not ids.numel():
+        return "empty tensors are not taken"
+    count, dtype = gate_up.shape[0], dtype_name(x)
+    found = _layout_reason(gate_up, rows, tiled)
+    found = found or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
+    for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
+        found = found or antiquant_grouped_matmul_limit(
+            weight_shape=(count, codes.shape[2], codes.shape[1]),
+            dtype=dtype,
+            weight_dtype=dtype_name(codes),
+            scale_shape=scales.shape,
+            scale_dtype=dtype_name(scales),
+        )
+    return found
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    rows: int,
+    columns: int,
+    tiled: bool,
+) -> Tensor:
+    def product(sorted_rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor) -> Tensor:
+        offset = torch.zeros_like(scales) if zeros is None else (-zeros).to(x.dtype)
+        (y,) = _torch_npu.call(
+            "npu_grouped_matmul",
+            x=[sorted_rows],
+            weight=[codes.transpose(1, 2)],
+            antiquant_scale=[scales.squeeze(-1).contiguous()],
+            antiquant_offset=[offset.squeeze(-1).contiguous()],
+            group_list=counts,
+            split_item=2,
+            group_type=0,
+            group_list_type=1,
+            act_type=0,
+        )
+        return y  # type: ignore[no-any-return]
+
+    def network(sorted_rows: Tensor, counts: Tensor) -> Tensor:
+        both = product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
+        hidden = _torch_npu.call("npu_swiglu", input=both, dim=-1)
+        return product(hidden, down, down_scales, down_zeros, counts)
+
+    return routed(x, weights, ids, gate_up.shape[0], network)

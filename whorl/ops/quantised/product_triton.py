@@ -1,0 +1,301 @@
+# mypy: allow-untyped-defs
+"""Products of packed weights in Triton. The weight is the left side of the tensor cores, the tokens are the columns.
+
+A weight's codes go from memory to registers as they are held, become values there, and are multiplied from there:
+values never lie in shared memory, which would be slower than reading the codes. Whatever the number of tokens, K is
+walked upwards, 16 columns at a time, in chunks of 1024 from zero that are added in their order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from ..linear_triton import dot
+from .layout import CHUNK
+
+PAIRED = 32  # columns of 4 bits within which a word's lie
+
+
+@triton.jit
+def _pairs_bf16(words, zeros, scales):
+    """The eight values of each word, in the order of pairs. zeros: 128 + zero, twice; scales: twice, as bits of bf16.
+
+    A nibble under 0x4300 is the bf16 128 + code; the difference is exact, and the product is rounded once.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        shr.u32 b, $8, 4;
+        shr.u32 c, $8, 8;
+        shr.u32 d, $8, 12;
+        lop3.b32 a, $8, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 a, a, $9;
+        sub.rn.bf16x2 b, b, $9;
+        sub.rn.bf16x2 c, c, $9;
+        sub.rn.bf16x2 d, d, $9;
+        mul.rn.bf16x2 a, a, $10;
+        mul.rn.bf16x2 b, b, $10;
+        mul.rn.bf16x2 c, c, $10;
+        mul.rn.bf16x2 d, d, $10;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [words, zeros, scales],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _pairs_plain(words):
+    """The eight codes of each word, in the order of pairs."""
+    return (
+        words & 15,
+        (words >> 16) & 15,
+        (words >> 4) & 15,
+        (words >> 20) & 15,
+        (words >> 8) & 15,
+        (words >> 24) & 15,
+        (words >> 12) & 15,
+        (words >> 28) & 15,
+    )
+
+
+@triton.jit
+def _in_order(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[ROWS, BLOCK_K] in the order of columns. Threads hold what they need of it already: nothing moves."""
+    low, high = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
+    parts = tl.reshape(tl.join(low, high), (ROWS, BLOCK_K // 128, 4, 4, 2, 2, 2))  # i, w, second, p % 2, p // 2
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 6, 5, 2, 4)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _bytes_in_order(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same of tiled bytes."""
+    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _twice(bits):
+    """In both halves of a word."""
+    bits = bits.to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _of_groups(ptr, start, k, K, GROUP: tl.constexpr, IS_ONE: tl.constexpr):
+    """The scales, or zeros, of columns k [1, n] of rows whose first ones `ptr` [ROWS, 1] points at. IS_ONE: they are in
+    the group of `start`."""
+    if GROUP == 0:
+        return tl.load(ptr)
+    elif IS_ONE:
+        return tl.load(ptr + start // GROUP)
+    else:
+        return tl.load(ptr + tl.minimum(k, K - 1) // GROUP)
+
+
+@triton.jit
+def _values(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    start,
+    width,
+    K,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    FAST: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
+):
+    """[ROWS, BLOCK_K] from column `start` on. Pointers [ROWS, 1] are to the rows; width: of codes in memory.
+
+    FAST: scales are bf16 as values are, of whole runs of 32 columns, and the product with them is one of bf16.
+    IS_PLAIN: by operations that Triton's interpreter has.
+    """
+    IS_INT4: tl.constexpr = codes_ptr.dtype.element_ty == tl.int32
+    IS_ONE: tl.constexpr = GROUP == 0 or GROUP % BLOCK_K == 0
+    LENGTH: tl.constexpr = BLOCK_K // 8 if IS_INT4 else BLOCK_K
+    at = tl.arange(0, LENGTH)[None, :]
+    first = start // 8 if IS_INT4 else start
+    if EVEN:
+        codes = tl.load(codes_ptr + first + at)
+    else:
+        codes = tl.load(codes_ptr + first + at, mask=first + at < width, other=0.0)
+    if IS_INT4 and FAST:
+        k = start + at // 16 * 128 + at % 4 * 32  # the first column of each word
+        scales = _twice(_of_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.int16, bitcast=True))
+        if HAS_ZEROS:
+            zeros = _twice(_of_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.int32) + 0x4300)
+        else:
+            zeros = tl.full((1, 1), 0x43084308, tl.int32)
+        zeros, scales = tl.broadcast_to(zeros, codes.shape), tl.broadcast_to(scales, codes.shape)
+        a, b, c, d, e, f, g, h = _pairs_bf16(codes, zeros, scales)
+        return _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+    else:
+        if IS_INT4:
+            if IS_PLAIN:
+                a, b, c, d, e, f, g, h = _pairs_plain(codes)
+            else:  # codes as they are: zero and scale come behind
+                none, ones = tl.full(codes.shape, 0x43004300, tl.int32), tl.full(codes.shape, 0x3F803F80, tl.int32)
+                a, b, c, d, e, f, g, h = _pairs_bf16(codes, none, ones)
+            codes = _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+        elif TILED:
+            codes = _bytes_in_order(codes, ROWS, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        numbers = codes.to(tl.float32)
+        if HAS_ZEROS:
+            numbers -= _of_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)
+        elif IS_INT4:
+            numbers -= 8.0
+        return (numbers * _of_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def product(
+    x_at,
+    is_token,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    rows,
+    more,
+    K,
+    width,
+    groups,
+    BOTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    FAST: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """[ROWS, TOKENS] in fp32 of some rows of a weight, and, BOTH, of the rows that are `more` behind them.
+
+    x_at: pointers [1, TOKENS] to tokens; rows: [ROWS], each of the weight.
+    """
+    DTYPE: tl.constexpr = x_at.dtype.element_ty
+    at = rows.to(tl.int64)[:, None]
+    codes_at, group = codes_ptr + at * width, at // GROUP_ROWS * groups
+    scales_at, zeros_at = scales_ptr + group, zeros_ptr + group
+    other = rows.to(tl.int64)[:, None] + more
+    more_codes, group = codes_ptr + other * width, other // GROUP_ROWS * groups
+    more_scales, more_zeros = scales_ptr + group, zeros_ptr + group
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    part = tl.zeros((ROWS, TOKENS), tl.float32)
+    second = tl.zeros((ROWS, TOKENS), tl.float32)
+    second_part = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            x = tl.load(x_at + k[:, None], mask=is_token, other=0.0)
+        else:
+            x = tl.load(x_at + k[:, None], mask=is_token & (k < K)[:, None], other=0.0)
+        weight = _values(
+            codes_at,
+            scales_at,
+            zeros_at,
+            start,
+            width,
+            K,
+            DTYPE,
+            GROUP,
+            HAS_ZEROS,
+            TILED,
+            ROWS,
+            BLOCK_K,
+            EVEN,
+            FAST,
+            WIDEN,
+        )
+        part = dot(weight, x, part, WIDEN)
+        if BOTH:
+            weight = _values(
+                more_codes,
+                more_scales,
+                more_zeros,
+                start,
+                width,
+                K,
+                DTYPE,
+                GROUP,
+                HAS_ZEROS,
+                TILED,
+                ROWS,
+                BLOCK_K,
+                EVEN,
+                FAST,
+                WIDEN,
+            )
+            second_part = dot(weight, x, second_part, WIDEN)
+        if (start + BLOCK_K) % CHUNK == 0:
+            total += part
+            part = tl.zeros((ROWS, TOKENS), tl.float32)
+            if BOTH:
+                second += second_part
+                second_part = tl.zeros((ROWS, TOKENS), tl.float32)
+    return total + part, second + second_part
+
+
+class Weight(NamedTuple):
+    """A matrix, or a stack of them, as operators are given it."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    rows: int  # and columns, that have one scale
+    columns: int
+    tiled: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For a kernel, which does not read zeros where there are none."""
+        scales = self.scales.contiguous()
+        return self.codes.contiguous(), scales, scales if self.zeros is None else self.zeros.contiguous()
+
+    def group(self, length: int) -> int:
+        """Columns that have one scale; 0: all of them."""
+        return 0 if self.columns >= length else self.columns
+
+
+def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
+    """What a kernel is told of a weight that is multiplied with x, in blocks of `block` columns."""
+    length, group = x.shape[-1], weight.group(x.shape[-1])
+    is_int4 = weight.codes.dtype == torch.int32
+    is_fast = is_int4 and x.dtype == weight.scales.dtype == torch.bfloat16 and group % PAIRED == 0
+    return {
+        "K": length,
+        "width": weight.codes.shape[-1],
+        "groups": weight.scales.shape[-1],
+        "GROUP": group,
+        "GROUP_ROWS": weight.rows,
+        "HAS_ZEROS": weight.zeros is not None,
+        "TILED": weight.tiled,
+        "CHUNK": CHUNK,
+        "EVEN": length % block == 0,
+        "FAST": is_fast and not is_interpreting(),
+        "WIDEN": is_interpreting(),
+    }

@@ -1,0 +1,48 @@
+"""What experts of all kinds of weights have in common, for references."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._check import INTEGERS, check_range
+
+
+def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
+    if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
+        raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or down.dim() != 3 or down.shape[:2] != (len(gate_up), x.shape[1]):
+        raise ValueError(
+            f"{name}: gate_up is {list(gate_up.shape)}, down {list(down.shape)}, expected [E, 2F, ..] and "
+            f"[E, {x.shape[1]}, ..]"
+        )
+    if gate_up.dtype != down.dtype:
+        raise ValueError(f"{name}: gate_up is {gate_up.dtype}, down {down.dtype}, expected one dtype")
+    if weights.dim() != 2 or weights.shape != ids.shape or weights.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{name}: weights is {list(weights.shape)}, ids {list(ids.shape)}, expected two of [{x.shape[0]}, K]"
+        )
+    if not weights.is_floating_point() or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"{name}: weights is {weights.dtype}, ids {ids.dtype}, expected floating point and int32 or int64"
+        )
+    check_range(name, "ids", ids, gate_up.shape[0])
+
+
+def routed(x: Tensor, weights: Tensor, ids: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The results of each token's experts, weighed and added in the order of slots. expert: its rows to results."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    found = x.new_zeros(*ids.shape, x.shape[1])
+    for e in ids.unique().tolist():
+        tokens, slots = (ids == e).nonzero(as_tuple=True)
+        found[tokens, slots] = expert(e, x[tokens])
+    y = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for slot in range(ids.shape[1]):
+        y = y + found[:, slot].to(wide) * weights[:, slot, None].to(wide)
+    return y.to(x.dtype)
+
+
+def activated(both: Tensor) -> Tensor:
+    """silu(gate) * up in fp32, rounded; of gate and up that are rounded, too."""
+    gate, up = both.to(torch.promote_types(both.dtype, torch.float32)).chunk(2, -1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(both.dtype)
