@@ -52,6 +52,15 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size * _COPIES / best
 
 
+def decode_limit(model: Any, *, batch: int = 1, context: int = 0) -> float | None:
+    """Tokens a second that `batch` sequences of `context` keys have together if reading were all; None where the model
+    does not say what it reads."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    device = next(model.parameters()).device.type
+    return batch * copy_bandwidth(device) / step_bytes(model, batch=batch, context=context)
+
+
 def share(model: Any, tokens_per_second: float, *, context: int = 0) -> float | None:
     """Of the speed that a sequence would have if reading were all; None where the model does not say what it reads."""
     if not isinstance(model, torch.nn.Module):

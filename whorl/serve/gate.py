@@ -22,8 +22,8 @@ from .readiness import WarmingUp
 from .running import Running
 
 _LOG = logging.getLogger("whorl.serve")
-# Probes and scrapers have no key.
-_OPEN = ("/health", "/metrics")
+# Probes and scrapers have no key; the page is where people enter theirs.
+_OPEN = ("/health", "/metrics", "/")
 DONE = "data: [DONE]\n\n"  # what a stream of events ends with
 # What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)

@@ -50,7 +50,7 @@ def _byte_letters() -> dict[str, int]:
 
 def for_chat(texts: TokenTexts, logprobs: Sequence[Logprob]) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": texts.text(token_id), "logprob": _finite(logprob), "bytes": texts.bytes(token_id)}
+        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
 
     content = [
         entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]} for one in logprobs
@@ -72,13 +72,14 @@ def for_completion(
             found["token_logprobs"].append(None)
             found["top_logprobs"].append(None)
             continue
-        found["token_logprobs"].append(_finite(one.logprob))
+        found["token_logprobs"].append(finite(one.logprob))
         tops: dict[str, float] = {}
         for other, logprob in [*one.top, (one.token_id, one.logprob)]:
-            tops.setdefault(texts.name(other), _finite(logprob))
+            tops.setdefault(texts.name(other), finite(logprob))
         found["top_logprobs"].append(tops if num_top else None)
     return found
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
     return max(logprob, _LOWEST)

@@ -70,9 +70,8 @@ class Preparer:
         if request.reasoning_effort not in (None, "minimal"):
             variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         tools = request.tools if request.uses_tools else None
-        num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=asked, logprobs=num_top)
+        params = self._params(request, max_tokens=asked, logprobs=request.num_top)
         items = await self.media(request.messages)
         found = await self.render(request.messages, tools, request.add_generation_prompt, variables, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]

@@ -17,6 +17,7 @@ from .engine_thread import Job, Piece
 from .logprobs import TokenTexts, for_chat, for_completion
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
+from .token_details import DetailWriter
 
 
 class Reply:
@@ -100,8 +101,11 @@ class Reply:
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, request: ChatRequest, *others: Any, end_think: int | None) -> None:
+    def __init__(
+        self, request: ChatRequest, *others: Any, end_think: int | None, details: DetailWriter | None = None
+    ) -> None:
         super().__init__(request, *others)
+        self._details = details
         self._has_logprobs, self._end_think = bool(request.logprobs), end_think
         count = len(self.job.sequences)
         self._parsers = [
@@ -128,14 +132,14 @@ class ChatReply(Reply):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
     def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self._logprobs[piece.index] += piece.logprobs
+        self._take_in(piece)
         for delta in _deltas(self._parse(piece)):
             yield self._delta(piece.index, delta)
         if piece.finish_reason is not None:
             yield self._delta(piece.index, {}, self._reason(piece))
 
     def collect(self, piece: Piece) -> None:
-        self._logprobs[piece.index] += piece.logprobs
+        self._take_in(piece)
         self._whole[piece.index].join(self._parse(piece))
         if piece.finish_reason is not None:
             self._reasons[piece.index] = self._reason(piece)
@@ -151,7 +155,17 @@ class ChatReply(Reply):
             calls = parts.whole_calls()
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = self._take_logprobs(index)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        return choice | self._take_details(index)
+
+    def _take_in(self, piece: Piece) -> None:
+        if self._details is None:
+            self._logprobs[piece.index] += piece.logprobs
+        else:
+            self._details.add(piece, self.job.sequences[piece.index])
+
+    def _take_details(self, index: int) -> dict[str, Any]:
+        return {} if self._details is None else {"token_details": self._details.take(index)}
 
     def _parse(self, piece: Piece) -> Parts:
         seq = self.job.sequences[piece.index]
@@ -167,7 +181,8 @@ class ChatReply(Reply):
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         is_opening = "role" in delta
         logprobs = None if is_opening else self._take_logprobs(index)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return choice if is_opening else choice | self._take_details(index)
 
     def _take_logprobs(self, index: int) -> dict[str, Any] | None:
         found, self._logprobs[index] = self._logprobs[index], []

@@ -25,6 +25,7 @@ from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import Settings
 from .stream import EventStream, unless_gone
+from .token_details import DetailWriter
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Service:
             reasoning_parser=settings.reasoning_parser,
         )
         self._texts = TokenTexts(tokenizer)
+        self.drafted_by = None if llm.proposer is None else llm.proposer.source
         self._created = int(time.time())
 
     async def start(self) -> None:
@@ -86,7 +88,9 @@ class Service:
         end_think = self.tokenizer.token_id(END_THINK)
 
         def reply(prepared: Prepared, job: Any, model: str) -> Reply:
-            return ChatReply(request, prepared, job, model, self._texts, end_think=end_think)
+            asked = request.token_details
+            details = None if asked is None else DetailWriter(asked, self._texts, self.tokenizer, self.drafted_by)
+            return ChatReply(request, prepared, job, model, self._texts, end_think=end_think, details=details)
 
         return await self._generate(request, http, self._preparer.chat, reply)
 
