@@ -253,7 +253,7 @@ def test_tokens_of_another_proposer_are_drafts() -> None:
         said, found = details(served, "anything")
     sources = [one["source"] for one in found["tokens"]]
     assert said == ALPHABET
-    # One by the prompt, then by turns three drafted and one, twice, and one drafted of a draft that was wrong behind it.
+    # One by the prompt; then by turns three drafted and one, twice, and one drafted of a draft with a fault behind it.
     turn = [*["draft"] * 3, "model"] * 2 + ["draft", "model"]
     assert sources[:21] == ["model", *turn, *turn]
 

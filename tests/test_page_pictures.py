@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, window
+from chromium import browser, missing, until, window
 from default_model import default_llm
 from serving import Served, serving
 
@@ -47,7 +47,7 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
         page.wait_for_selector("#roofline >> text=of the roofline")  # measured, as nothing runs
         page.fill("#prompt", QUESTION)
         page.press("#prompt", "Enter")
-        page.wait_for_function("document.querySelectorAll('article.assistant .t').length > 30")
+        until(page, "document.querySelectorAll('article.assistant .t').length > 30")
         page.wait_for_selector("#running .bar")
         page.wait_for_selector("article.assistant >> text=Regenerate")
         assert "of the roofline" in page.text_content("article.assistant .facts")
@@ -56,7 +56,7 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
         page.keyboard.press("Escape")
         page.click("text=Ask again among others")
         page.wait_for_selector("#running .bar")
-        page.wait_for_function("document.querySelectorAll('#running .bar').length > 3")
+        until(page, "document.querySelectorAll('#running .bar').length > 3")
         page.wait_for_selector(".again .equal, .again .unequal")
         # Other sequences, the cache and drafts have changed no bit of it.
         assert page.text_content(".again .equal").startswith("Equal: ")

@@ -104,8 +104,8 @@ class BlockPool:
         self._keys.clear()
 
     def census(self, num_runs: int) -> list[tuple[int, int, int]]:
-        """Of up to so many equal runs of blocks: how many are held, how many of these by several sequences, and how many
-        are free and keep a prefix. Any thread may ask; the engine may be further by then."""
+        """Of up to so many equal runs of blocks: how many are held, of these how many by several sequences, and how
+        many are free and keep a prefix. Any thread may ask; the engine may be further by then."""
         size = -(-self.num_blocks // num_runs)
         holders, kept = list(self._num_holders), set(self._keys)
         found = []

@@ -1,4 +1,4 @@
-"""Of each token where it came from, its probability and the runners-up: what `token_details` adds to a chat's answer."""
+"""Of each token where it came from, its probability and the runners-up: what `token_details` adds to an answer."""
 
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Any

@@ -68,8 +68,8 @@ def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
 
 def num_agreed(token_ids: List[int], draft: List[int]) -> int:
     """How many tokens, from the first on, are the draft's. In the place of a rejected one there is another."""
-    pairs = zip(token_ids, draft, strict=False)
-    return next((i for i, (token_id, drafted) in enumerate(pairs) if token_id != drafted), min(len(token_ids), len(draft)))
+    agrees = [token_id == drafted for token_id, drafted in zip(token_ids, draft, strict=False)]
+    return next((i for i, agreed in enumerate(agrees) if not agreed), len(agrees))
 
 
 class DraftLength:
