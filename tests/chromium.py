@@ -57,9 +57,9 @@ def window(opened: Any, *, refusing: str | None = None, **options: Any) -> Itera
     assert len(found) == 0 if refusing is None else refusing in "".join(found), found
 
 
-def until(page: Any, expression: str) -> None:
+def until(page: Any, expression: str, seconds: float = SECONDS) -> None:
     """Wait until it is true. playwright's own way compiles text inside the page, which the page's policy forbids."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while not page.evaluate(expression):
-        assert time.monotonic() < end, f"not within {SECONDS} seconds: {expression}"
+        assert time.monotonic() < end, f"not within {seconds} seconds: {expression}"
         page.wait_for_timeout(30)
