@@ -75,7 +75,7 @@ def begin(page: Any, text: str) -> None:
 def end(page: Any) -> None:
     """Wait for the answer's end: its buttons come then."""
     page.wait_for_selector("#send:visible")
-    page.wait_for_selector("article.assistant:last-of-type >> text=Regenerate")
+    page.wait_for_selector("article.assistant:last-of-type .foot button >> text=Regenerate")
 
 
 def say(page: Any, text: str) -> None:
@@ -356,7 +356,7 @@ def test_marks_of_direction_stay_inside_the_answer(page: Any) -> None:
     style = "all => all.map(one => getComputedStyle(one).unicodeBidi)"
     assert set(page.eval_on_selector_all("article .said", style)) <= {"isolate", "plaintext"}
     page.locator("article.assistant > .said > .t").first.click()
-    assert "\\u{202e}" in page.text_content("#token .own")  # and is seen
+    assert "\\u{202e}" in page.text_content("#token .shows")  # and can be seen
 
 
 def test_a_line_of_a_megabyte(page: Any) -> None:
