@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ def said(page: Any) -> str:
     """What the last answer shows, without marks."""
     script = "all => all.at(-1) ? [...all.at(-1).childNodes].filter(n => !n.classList?.contains('special'))"
     return page.eval_on_selector_all("article.assistant > .said", f"{script}.map(n => n.textContent).join('') : ''")
+
+
+def answering(body: str) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(body=body, content_type="text/event-stream")
 
 
 def again_is_told(page: Any, verdict: str) -> str:
@@ -366,7 +370,7 @@ def test_a_line_of_a_megabyte(page: Any) -> None:
         token = {"id": 1, "text": line, "source": "model"}
         choice = {"index": 0, "delta": {"content": line}, "finish_reason": "stop", "token_details": {"tokens": [token]}}
         body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-        page.route(CHAT, lambda route, body=body: route.fulfill(body=body, content_type="text/event-stream"))
+        page.route(CHAT, answering(body))
         say(page, "hello")
         assert page.evaluate("[...document.querySelectorAll('article.assistant > .said')].at(-1).textContent") == line
         width = page.evaluate("[document.scrollingElement.scrollWidth, innerWidth]")
