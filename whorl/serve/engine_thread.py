@@ -167,7 +167,12 @@ class EngineThread:
 
     def when_idle(self, work: Callable[[], None]) -> None:
         """Run it on the engine's thread; not at all where there is something to step by then."""
-        self._commands.put(lambda: None if self._owners or self._refusal is not None else work())
+
+        def command() -> None:
+            if not self._owners and self._refusal is None:
+                work()
+
+        self._commands.put(command)
 
     def stalled_for(self) -> float:
         """Seconds that the current step has run; 0 between steps."""
