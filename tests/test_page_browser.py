@@ -233,7 +233,7 @@ def test_a_token_tells_where_it_came_from_and_what_else_was_likely(page: Any) ->
     page.click("#log", position={"x": 3, "y": 3})
     assert not page.is_visible("#token")
     page.click("article.assistant details.asked > summary")
-    assert "hello" in page.text_content("article.assistant details.asked .said")
+    until(page, "document.querySelector('article.assistant details.asked .said').textContent.includes('hello')")
     assert page.locator("details.asked .cache").count() % 8 == 0  # whole blocks
 
 
@@ -461,6 +461,13 @@ def test_export_and_import(page: Any, tmp_path: Path) -> None:
         page.wait_for_selector(f"#note-text >> text=kept.json cannot be imported: {why}")
 
 
+OTHERS = """() => {
+    const body = JSON.stringify({messages: [{role: "user", content: "long"}], temperature: 0});
+    const asked = {method: "POST", headers: {"Content-Type": "application/json"}, body};
+    for (let i = 0; i < 3; i += 1) fetch("/v1/chat/completions", asked).catch(() => {});
+}"""
+
+
 def test_the_engine_is_drawn_as_it_fills(opened: Any) -> None:
     with serving(told(ANSWERS, delay=0.02, max_num_seqs=2)) as served, window(opened) as page:
         visit(page, served)
@@ -473,11 +480,7 @@ def test_the_engine_is_drawn_as_it_fills(opened: Any) -> None:
         tints = "new Set(document.querySelector('#blocks').getContext('2d').getImageData(0, 0, 300, 8).data).size"
         assert page.evaluate(tints) > 3  # something is painted
         until(page, "parseFloat(document.querySelector('#speed').textContent) > 1")
-        page.evaluate(
-            "for (let i = 0; i < 3; i += 1) fetch('/v1/chat/completions', {method: 'POST', headers: "
-            "{'Content-Type': 'application/json'}, body: JSON.stringify({messages: [{role: 'user', content: "
-            "'long'}]})}).catch(() => {})"
-        )
+        page.evaluate(OTHERS)
         page.wait_for_selector("#queue .waiting")
         page.click("#stop")
         end(page)
