@@ -270,11 +270,11 @@ def test_as_many_tokens_are_drafted_as_agree() -> None:
 
 def test_numbers_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "_FRESH", 0.0)
-    with serving(told(delay=0.02)) as served:
+    with serving(told({"long": "abcd " * 150}, delay=0.02)) as served:
         before = served.http.get("/page/stats").json()
-        with served.http.stream("POST", CHAT, json=asked("anything", stream=True)) as response:
+        with served.http.stream("POST", CHAT, json=asked("long", stream=True)) as response:
             next(line for line in response.iter_lines() if '"content":"b"' in line)
-            during = httpx.get(f"{served.url}/page/stats").json()
+            during = served.http.get("/page/stats").json()
         wait_until(served.is_idle)
         wait_until(lambda: served.http.get("/page/stats").json()["running"] == [])
         after = served.http.get("/page/stats").json()
