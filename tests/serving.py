@@ -164,15 +164,15 @@ class Served:
 
 @contextlib.contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
-    processor = settings.pop("processor", None)
+    processor, port = settings.pop("processor", None), settings.pop("port", 0)
     chosen = Settings(**({"names": (MODEL,)} | settings))
-    with listening(llm, create_app(llm, chosen, processor), next(iter(chosen.keys), None)) as served:
+    with listening(llm, create_app(llm, chosen, processor), next(iter(chosen.keys), None), port=port) as served:
         yield served
 
 
 @contextlib.contextmanager
-def listening(llm: LLM, app: Any, api_key: str | None = None) -> Iterator[Served]:
-    (listener,) = listen("127.0.0.1", 0)
+def listening(llm: LLM, app: Any, api_key: str | None = None, *, port: int = 0) -> Iterator[Served]:
+    (listener,) = listen("127.0.0.1", port)
     server = HttpServer(app, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

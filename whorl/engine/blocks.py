@@ -103,6 +103,19 @@ class BlockPool:
         self._prefixes.clear()
         self._keys.clear()
 
+    def census(self, num_runs: int) -> list[tuple[int, int, int]]:
+        """Of up to so many equal runs of blocks: how many are held, of these how many by several sequences, and how
+        many are free and keep a prefix. Any thread may ask; the engine may be further by then."""
+        size = -(-self.num_blocks // num_runs)
+        holders, kept = list(self._num_holders), set(self._keys)
+        found = []
+        for first in range(0, self.num_blocks, size):
+            run = range(first, min(first + size, self.num_blocks))
+            held = [block for block in run if holders[block]]
+            num_kept = sum(block in kept for block in run if not holders[block])
+            found.append((len(held), sum(holders[block] > 1 for block in held), num_kept))
+        return found
+
     def _match(self, seq: Sequence) -> list[tuple[int, int]]:
         """Blocks, with names, of the longest known prefix that leaves a token to compute: its logits are needed."""
         if not self.use_prefix_cache:

@@ -31,7 +31,7 @@ from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import Detokenizer, FinishReason, SamplingParams, Sequence
 from .settings import EngineSettings
-from .speculate import DraftLength, Proposer, cut, measure_cost
+from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
 from .step_budget import StepBudget
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
@@ -393,7 +393,9 @@ class LLM:
             self.pool.publish(seq)
         if seq.is_finished:
             self.scheduler.finish(seq)
-        return Delta(seq, seq.token_ids[first:], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)
+        new = seq.token_ids[first:]
+        num_drafted = num_agreed(new, chunk.draft)
+        return Delta(seq, new, seq.text.take(is_finished=seq.is_finished), seq.finish_reason, num_drafted)
 
     def _count(self, chunk: Chunk, num_new: int) -> None:
         num_drafted, num_accepted = len(chunk.draft), max(0, min(num_new - 1, len(chunk.draft)))

@@ -10,12 +10,16 @@ from .sequence import FinishReason, Logprob, Sequence, Timings
 
 
 class Delta(NamedTuple):
-    """What one step added to a sequence. Text that may become a stop string comes later or not at all."""
+    """What one step added to a sequence. Text that may become a stop string comes later or not at all.
+
+    num_drafted: how many of the tokens, the first ones, were drafted before the model agreed.
+    """
 
     sequence: Sequence
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,16 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size * _COPIES / best
 
 
+def decode_limit(model: Any, *, batch: int = 1, context: int = 0, kv_cache_dtype: str = "auto") -> float | None:
+    """Tokens a second that `batch` sequences of `context` keys have together if reading were all; None where the model
+    does not say what it reads."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    device = next(model.parameters()).device.type
+    needed = step_bytes(model, batch=batch, context=context, kv_cache_dtype=kv_cache_dtype)
+    return batch * copy_bandwidth(device) / needed
+
+
 def share(model: Any, tokens_per_second: float, *, context: int = 0, kv_cache_dtype: str = "auto") -> float | None:
     """Of the speed that a sequence would have if reading were all; None where the model does not say what it reads."""
     if not isinstance(model, torch.nn.Module):

@@ -47,13 +47,14 @@ class QueueFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one of a request's sequences."""
+    """What one step added to one of a request's sequences. num_drafted: of its tokens, the first ones."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[Logprob]
     finish_reason: FinishReason | None
+    num_drafted: int = 0
 
 
 @dataclass(eq=False)
@@ -159,6 +160,20 @@ class EngineThread:
         self._begin(job)
         self._commands.put(lambda: self._abort(job))
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences, of requests without a token yet."""
+        return self._num_waiting
+
+    def when_idle(self, work: Callable[[], None]) -> None:
+        """Run it on the engine's thread; not at all where there is something to step by then."""
+
+        def command() -> None:
+            if not self._owners and self._refusal is None:
+                work()
+
+        self._commands.put(command)
+
     def stalled_for(self) -> float:
         """Seconds that the current step has run; 0 between steps."""
         started = self._step_started
@@ -251,7 +266,9 @@ class EngineThread:
             job, index = owner
             end = seq.num_outputs
             logprobs = seq.logprobs[end - len(delta.token_ids) : end] if seq.logprobs else []
-            piece: Piece | Exception = Piece(index, delta.text, delta.token_ids, logprobs, delta.finish_reason)
+            piece: Piece | Exception = Piece(
+                index, delta.text, delta.token_ids, logprobs, delta.finish_reason, delta.num_drafted
+            )
             if seq.error is not None:
                 piece = seq.error
             by_loop.setdefault(job.loop, []).append((job, piece))

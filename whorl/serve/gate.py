@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .key_limits import KeyUse
 
 _LOG = logging.getLogger("whorl.serve")
-# Probes and scrapers have no key.
-_OPEN = ("/health", "/metrics")
+# Probes and scrapers have no key; the page is where people enter theirs.
+_OPEN = ("/health", "/metrics", "/")
 # What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 KEY_NUMBER = "whorl.key_number"  # in a request's scope: whose it is

@@ -58,6 +58,7 @@ class Metrics:
         self._stats, self._model = stats, model
         self._admitted: dict[Sequence, float] = {}
         self._latest: dict[Sequence, float] = {}
+        self.num_generated = 0
 
         def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:
             made = kind(f"whorl:{name}", text, ["model_name"], registry=self._registry, **options)
@@ -100,6 +101,7 @@ class Metrics:
     def progressed(self, seq: Sequence, num_tokens: int) -> None:
         now = time.perf_counter()
         self._tokens.inc(num_tokens)
+        self.num_generated += num_tokens
         latest = self._latest.get(seq)
         if latest is None:
             self._observe("time_to_first_token_seconds", now - seq.timings.added)

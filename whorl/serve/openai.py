@@ -55,6 +55,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
 
     from .dialects import refusal
     from .gate import ApiError, Cors, Gate
+    from .page import add_page
     from .service import Service
     from .validation import validation_error
 
@@ -69,6 +70,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
     app = FastAPI(title="whorl", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_routes(app, service)
+    add_page(app, service, sees=processor is not None)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return refusal(ApiError.of(error), request.scope)
@@ -243,10 +245,12 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
             "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
         )
     listeners = listen(host, port)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/v1"
+    root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
+    where = f"{root}/v1"
     if (kind := app.state.service.warmup) != "off":
         _LOG.info("warming up (%s): %s answers 503 until it is ready", kind, where)
-    engine.readiness.on_ready = lambda: _LOG.info("ready: serving %s at %s", settings.names[0], where)
+    ready = f"ready: serving {settings.names[0]} at {where}, with a page to talk to it at {root}/"
+    engine.readiness.on_ready = lambda: _LOG.info(ready)
     server.run(sockets=list(listeners))
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure

@@ -66,9 +66,8 @@ class Preparer:
         self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
 
     async def chat(self, request: ChatRequest) -> Prepared:
-        num_top = (request.top_logprobs or 0) if request.logprobs else None
         asked = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=asked, logprobs=num_top)
+        params = self._params(request, max_tokens=asked, logprobs=request.num_top)
         items = await self.media(request.messages)
         found = await self._rendered(request, items)
         prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]

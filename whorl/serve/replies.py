@@ -17,6 +17,7 @@ from .engine_thread import Job, Piece
 from .logprobs import TokenTexts, for_chat, for_completion
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
+from .token_details import DetailWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,9 +113,9 @@ class Reply:
 class ParsedReply(Reply):
     """Replies to a conversation: thinking, text and tool calls are told apart."""
 
-    def __init__(self, request: ChatRequest, run: Run) -> None:
+    def __init__(self, request: ChatRequest, run: Run, details: DetailWriter | None = None) -> None:
         super().__init__(request, run)
-        self._end_think = run.end_think
+        self._end_think, self._details = run.end_think, details
         count = len(self.job.sequences)
         self._parsers = [
             ReplyParser(
@@ -134,8 +135,11 @@ class ParsedReply(Reply):
         return self._num_thought.get(seq, 0)
 
     def parse(self, piece: Piece) -> Parts:
-        self._logprobs[piece.index] += piece.logprobs
         seq = self.job.sequences[piece.index]
+        if self._details is None:
+            self._logprobs[piece.index] += piece.logprobs
+        else:
+            self._details.add(piece, seq)
         if self._end_think in piece.token_ids and seq not in self._num_thought:
             self._num_thought[seq] = self._num_read[piece.index] + piece.token_ids.index(self._end_think)
         self._num_read[piece.index] += len(piece.token_ids)
@@ -153,8 +157,8 @@ class ParsedReply(Reply):
 class ChatReply(ParsedReply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, request: ChatRequest, run: Run) -> None:
-        super().__init__(request, run)
+    def __init__(self, request: ChatRequest, run: Run, details: DetailWriter | None = None) -> None:
+        super().__init__(request, run, details)
         count = len(self.job.sequences)
         self._whole = [Parts() for _ in range(count)]
         self._reasons: list[str | None] = [None] * count
@@ -185,12 +189,17 @@ class ChatReply(ParsedReply):
             calls = parts.whole_calls()
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = self.take_logprobs(index)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        return choice | self._take_details(index)
+
+    def _take_details(self, index: int) -> dict[str, Any]:
+        return {} if self._details is None else {"token_details": self._details.take(index)}
 
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         is_opening = "role" in delta
         logprobs = None if is_opening else self.take_logprobs(index)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return choice if is_opening else choice | self._take_details(index)
 
 
 def _deltas(parts: Parts) -> Iterator[dict[str, Any]]:

@@ -82,8 +82,18 @@ class Sampling(Guided):
         return self
 
 
+class TokenDetails(Strict):
+    """What to tell of each token, beside where it came from."""
+
+    top: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="its log-probability and so many runners-up; null: neither, and the engine may run ahead"
+    )
+    prompt: bool = Field(False, description="the prompt's last tokens too, and how many the cache held")
+
+
 class ChatRequest(Sampling):
     messages: Messages
+    token_details: TokenDetails | None = Field(None, description="this server's own: see docs/page.md")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -110,6 +120,8 @@ class ChatRequest(Sampling):
     def _fits_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only with logprobs = true")
+        if self.logprobs and self.token_details is not None:
+            raise ValueError("token_details and logprobs exclude each other: token_details.top has the same numbers")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: a name comes twice in {names[:64]}")
@@ -127,6 +139,13 @@ class ChatRequest(Sampling):
     @property
     def has_grammar(self) -> bool:
         return self.forces_a_tool or _is_json(self.response_format) or self.constraint is not None
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives to report with each token; None: nor its own log-probability."""
+        if self.token_details is not None:
+            return self.token_details.top
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def forces_a_tool(self) -> bool:

@@ -28,6 +28,7 @@ from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import Settings
 from .stream import EventStream, unless_gone
+from .token_details import DetailWriter
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Service:
             reasoning_parser=settings.reasoning_parser,
         )
         self._texts = TokenTexts(tokenizer)
+        self.drafted_by = None if llm.proposer is None else llm.proposer.source
         self._created = int(time.time())
 
     @property
@@ -93,7 +95,9 @@ class Service:
 
     async def chat_completions(self, request: ChatRequest, http: Request) -> Response:
         """A reply to a conversation."""
-        return await self.generate(request, http, self._preparer.chat, lambda run: ChatReply(request, run))
+        asked = request.token_details
+        details = None if asked is None else DetailWriter(asked, self._texts, self.tokenizer, self.drafted_by)
+        return await self.generate(request, http, self._preparer.chat, lambda run: ChatReply(request, run, details))
 
     async def completions(self, request: CompletionRequest, http: Request) -> Response:
         """What comes after a text or after token ids; one prompt or several."""

@@ -27,6 +27,7 @@ class Draft:
 
 class Proposer(Protocol):
     k: int  # longest draft
+    source: str = "draft"  # what drafted tokens are said to come from
 
     def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
         """A draft of up to `k` tokens behind each sequence's last token; empty where there is nothing to guess."""
@@ -63,6 +64,12 @@ def measure_cost(runner: Timed, counts: Iterable[int], seconds: float) -> dict[i
 def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
     """The draft up to its first special token: what follows a turn's or a tool call's mark is not a continuation."""
     return next((draft[:i] for i, token_id in enumerate(draft) if token_id in special_ids), draft)
+
+
+def num_agreed(token_ids: List[int], draft: List[int]) -> int:
+    """How many tokens, from the first on, are the draft's. In the place of a rejected one there is another."""
+    agrees = [token_id == drafted for token_id, drafted in zip(token_ids, draft, strict=False)]
+    return next((i for i, agreed in enumerate(agrees) if not agreed), len(agrees))
 
 
 class DraftLength:

@@ -53,6 +53,8 @@ class PromptLookup(Proposer):
     output, only its speed.
     """
 
+    source = "lookup"
+
     def __init__(
         self,
         k: int = 10,

@@ -1,0 +1,68 @@
+"""The page with the model that answers when none is named, and pictures of it: those in docs/ are made here."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import browser, missing, until, window
+from default_model import default_llm
+from serving import Served, serving
+
+from whorl.engine.drafting import DraftOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+MOST_BYTES = 200_000
+SECONDS = 300.0  # for an answer on a busy machine
+QUESTION = "Write a Python function that adds two numbers, and call it twice."
+SETTINGS = '{"temperature": "0", "max_tokens": "48"}'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    drafts = {"speculate": DraftOptions(pld=True).lookup(), "draft_length": "fixed"}
+    with serving(default_llm(num_blocks=96, max_num_seqs=8, **drafts), names=("SmolLM2-135M-Instruct",)) as running:
+        yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(os.environ.get("WHORL_PICTURES") or tmp_path)
+
+
+def picture(page: Any, path: Path) -> None:
+    page.screenshot(path=path)
+    assert 10_000 < path.stat().st_size < MOST_BYTES
+
+
+def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
+    with browser() as opened, window(opened, color_scheme="light") as page:
+        page.set_default_timeout(1000 * SECONDS)
+        page.add_init_script(f"localStorage.setItem('whorl.settings', '{SETTINGS}')")
+        page.goto(f"{served.url}/")
+        page.wait_for_selector("body[data-ready]")
+        page.click("#show-engine")
+        page.wait_for_selector("#roofline >> text=of the roofline")  # measured, as nothing runs
+        page.fill("#prompt", QUESTION)
+        page.press("#prompt", "Enter")
+        until(page, "document.querySelectorAll('article.assistant .t').length > 12", SECONDS)
+        page.wait_for_selector("#running .bar")
+        page.wait_for_selector("article.assistant >> text=Regenerate")
+        assert "of the roofline" in page.text_content("article.assistant .facts")
+        page.locator("article.assistant .t.lookup").first.click()
+        picture(page, folder / "page_light.png")
+        page.keyboard.press("Escape")
+        page.click("text=Ask again among others")
+        page.wait_for_selector("#running .bar")
+        until(page, "document.querySelectorAll('#running .bar').length > 3", SECONDS)
+        page.wait_for_selector(".again .equal, .again .unequal")
+        # Other sequences, the cache and drafts have changed no bit of it.
+        assert page.text_content(".again .equal").startswith("Equal: ")
+        page.emulate_media(color_scheme="dark")
+        picture(page, folder / "page_dark.png")
+        page.click("#show-engine")
+        page.set_viewport_size({"width": 390, "height": 780})
+        page.evaluate("document.querySelector('#log').scrollTop = 0")
+        picture(page, folder / "page_phone.png")

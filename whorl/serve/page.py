@@ -1,0 +1,168 @@
+"""The page at `/`: one file, and the numbers that it draws. It asks for everything else as any client does.
+
+The file has its script and its style inside. The policy sent with it names both by their digests, so that nothing else
+runs there, whatever a model writes.
+"""
+
+import base64
+import functools
+import hashlib
+import re
+import time
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from whorl import __version__
+from whorl.engine.reply_parser import END_THINK
+from whorl.engine.roofline import decode_limit
+
+from .gate import ApiError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from .service import Service
+
+_FILE = "page.html"
+_EMBEDDED = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+_MOST_RUNS, _MOST_SEQUENCES = 256, 64  # of what is drawn
+_FRESH = 0.25  # seconds: however many pages ask, the blocks are counted no more often
+_POLICY = {
+    "default-src": "'none'",
+    "connect-src": "'self'",
+    "img-src": "data: blob:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    # Text cannot become markup, not even by mistake.
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+
+
+@functools.cache
+def page() -> tuple[str, dict[str, str]]:
+    """The file, and the headers that it is sent with."""
+    text = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
+    policy = _POLICY | {f"{kind}-src": f"'sha256-{_digest(inner)}'" for kind, inner in _EMBEDDED.findall(text)}
+    return text, {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def add_page(app: "FastAPI", service: "Service", *, sees: bool) -> None:
+    """Its addresses. sees: the model takes pictures."""
+    from .schemas import ErrorResponse
+
+    numbers = PageNumbers(service, sees=sees)
+    responses: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (401, 421, 500, 503)}
+    app.add_api_route("/", _serve_page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/page/about", numbers.about, methods=["GET"], responses=responses)
+    app.add_api_route("/page/stats", numbers.stats, methods=["GET"], responses=responses)
+
+
+async def _serve_page() -> Response:
+    text, headers = page()
+    return HTMLResponse(text, headers=headers)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What was counted, and when."""
+
+    at: float
+    value: dict[str, Any]
+
+
+class PageNumbers:
+    """What the page shows of the server."""
+
+    def __init__(self, service: "Service", *, sees: bool) -> None:
+        self._service, self._sees = service, sees
+        self._taken: _Taken | None = None
+        self._has_asked = self._is_measured = False
+        self._problem: str | None = None  # why there is no roofline
+
+    async def about(self) -> dict[str, Any]:
+        """What does not change: the model, and what it can be asked."""
+        service = self._service
+        settings, llm = service.settings, service.engine.llm
+        return {
+            "version": __version__,
+            "model": settings.names[0],
+            "max_model_len": llm.max_model_len,
+            "sees": self._sees,
+            "thinks": service.tokenizer.token_id(END_THINK) is not None,
+            "drafted_by": service.drafted_by,
+            "sampling": service.tokenizer.sampling,
+            "max_body": settings.max_media_body if self._sees else settings.max_body,
+        }
+
+    async def stats(self) -> Response:
+        """What changes: tokens generated, sequences, blocks of the cache, the roofline."""
+        if self._service.engine.failure is not None:
+            raise ApiError(503, f"the engine failed: {self._service.engine.failure}", code="engine_unavailable")
+        now = time.perf_counter()
+        if self._taken is None or now - self._taken.at > _FRESH:
+            self._taken = _Taken(now, self._take(now))
+        return JSONResponse(self._taken.value)
+
+    def _take(self, now: float) -> dict[str, Any]:
+        engine = self._service.engine
+        llm: Any = engine.llm
+        running, waiting = list(llm.scheduler.running), list(llm.scheduler.waiting)
+        return {
+            "seconds": now,
+            "num_generated": self._service.metrics.num_generated,
+            "engine": llm.stats(),
+            "queue": {"num_waiting": engine.num_waiting, "most": engine.max_queue},
+            "running": [
+                {"prompt": s.prompt_len, "computed": s.num_computed, "outputs": s.num_outputs}
+                for s in running[:_MOST_SEQUENCES]
+            ],
+            "waiting": [s.prompt_len for s in waiting[:_MOST_SEQUENCES]],
+            "blocks": {
+                "size": llm.pool.block_size,
+                "run": -(-llm.pool.num_blocks // _MOST_RUNS),
+                "held_shared_kept": llm.pool.census(_MOST_RUNS),
+            },
+            "roofline": self._roofline(llm, running),
+        }
+
+    def _roofline(self, llm: Any, running: list[Any]) -> dict[str, Any] | None:
+        """None until this machine's memory has been timed, which waits until the engine has nothing to do."""
+        if self._problem is not None:
+            return {"problem": self._problem}
+        if not self._is_measured:
+            if self._service.engine.readiness.is_ready and not self._has_asked:
+                self._has_asked = True
+                self._service.engine.when_idle(lambda: self._measure(llm))
+            elif not llm.has_work:
+                self._has_asked = False  # a command that found the engine busy was dropped
+            return None
+        batch = max(1, len(running))
+        context = sum(len(seq.token_ids) for seq in running) // batch
+        together = decode_limit(llm.model, batch=batch, context=context)
+        assert together is not None
+        return {"sequences": batch, "context": context, "one": together / batch, "all": together}
+
+    def _measure(self, llm: Any) -> None:
+        """On the engine's thread."""
+        try:
+            self._is_measured = decode_limit(llm.model) is not None
+            if not self._is_measured:
+                self._problem = "this model does not say what a step reads"
+        except RuntimeError as error:  # no memory for the copy, as where the cache has taken all of it
+            self._problem = f"the speed of memory could not be measured: {str(error).partition(chr(10))[0]}"
