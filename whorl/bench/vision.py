@@ -21,7 +21,7 @@ from whorl.models.qwen3_vl_tower import Grid, TowerConfig
 from whorl.timing import matmul_rate
 
 TINY = "tiny"
-_PARTS = 5  # of a model, see `_parts`
+_PARTS = 6  # of a model, see `_parts`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +151,7 @@ def _guarded(work: Callable[[], Document], until: float) -> Document:
         return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
 
 
-def _parts(
-    settings: Settings, values: dict[str, Any], matmul: float
-) -> Iterator[tuple[str, Callable[[], Document]]]:
+def _parts(settings: Settings, values: dict[str, Any], matmul: float) -> Iterator[tuple[str, Callable[[], Document]]]:
     """What is measured of a model, in turn; weights are made before the first and dropped before the last."""
     from whorl.engine.weights import random_model
 
@@ -168,19 +166,15 @@ def _parts(
     yield "weights", build
     if not held:
         return
-    model = held[0]
-    yield "tower", lambda: _tower(settings, model, matmul)
+    yield "tower", lambda: _tower(settings, held[0], matmul)
     if settings.peer is not None:
-        yield "peer", lambda: _peer(settings, model, values, matmul)
-    free(settings.device)
-    tower, device = model.tower, settings.device
-    yield "preprocessing", lambda: vision_engine.overlapped(
-        tower, settings.pictures, settings.side, settings.processes, device
-    )
+        yield "peer", lambda: _peer(settings, held[0], values, matmul)
+        free(settings.device)
+    files = {"count": settings.pictures, "side": settings.side, "processes": settings.processes}
+    yield "preprocessing", lambda: vision_engine.overlapped(held[0].tower, device=settings.device, **files)
     rows: list[Document] = []
-    yield "engine", lambda: _engine(settings, model, rows)
+    yield "engine", lambda: _engine(settings, held[0], rows)
     held.clear()
-    del model, tower
     free(settings.device)
     if rows:
         yield "text_model", lambda: _text_model(settings, values, rows)
@@ -213,8 +207,7 @@ def _engine(settings: Settings, model: Any, rows: list[Document]) -> Document:
     item = vision_engine.picture(model.tower.config, settings.grids(model.tower.config)[0])
     counts = sorted({1, settings.pictures})
     longest, length = (
-        len(vision_engine.with_pictures(model, item, count)[0]) + settings.num_tokens + 2
-        for count in (counts[-1], 1)
+        len(vision_engine.with_pictures(model, item, count)[0]) + settings.num_tokens + 2 for count in (counts[-1], 1)
     )
     most = max(counts[-1], *settings.batches) * model.tower.config.num_tokens(item.grid)
     llm = vision_engine.engine(model, longest, max(settings.batches), length, settings.device, most)

@@ -22,7 +22,11 @@ _SAME = 1e-6  # of the size of features: as good as equal, where a peer is exact
 
 def flops(config: TowerConfig, grids: Sequence[Grid]) -> int:
     """Of all products: heads count as many channels as they have, whatever a kernel pads them to."""
-    width, inner, merged = config.hidden_size, config.intermediate_size, config.hidden_size * config.spatial_merge_size**2
+    width, inner, merged = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_size * config.spatial_merge_size**2,
+    )
     block = 4 * width * width + 2 * width * inner
     patches = sum(math.prod(grid) for grid in grids)
     tokens = sum(config.num_tokens(grid) for grid in grids)
