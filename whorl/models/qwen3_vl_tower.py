@@ -16,6 +16,7 @@ from torch.nn import Module, ModuleList
 from whorl import ops
 from whorl.models.fields import count, number
 from whorl.nn import Formats, LayerNorm, Linear, Slot, Weighted
+from whorl.nn.weights import ALL_DENSE
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import get_rope
 
@@ -115,6 +116,10 @@ class PatchProduct(Linear):
         super().__init__(config.patch_values, config.hidden_size, bias=True)
         size = config.patch_size
         self.stored = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        """Quantisers round linear layers, and this one is stored as a convolution."""
+        super().hold(name, ALL_DENSE, dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         for source, slot in super().slots(name):
