@@ -4,6 +4,7 @@ A picture runs by itself, whatever runs beside it, and may stop after any layer 
 holds up those that decode. Every rank has the whole tower.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from whorl.rope_table import get_rope
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 _EPS = 1e-6
+# Sizes of pictures whose tables stay on the device. A copy to it waits for all that runs there: with one for every
+# picture, nothing would be launched ahead.
+KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,19 +161,27 @@ class LearnedPositions(Weighted):
 
     def forward(self, grid: Grid) -> Tensor:
         """[P, width] of one frame, in fp32: the four nearest, by how near they are."""
-        rows, columns = (self._taps(size) for size in grid[1:])
-        at = rows[0][:, None, :, None] * self.side + columns[0][None, :, None, :]
-        share = rows[1][:, None, :, None] * columns[1][None, :, None, :]
-        at, share = (block_order(x.flatten(2), self.merge).to(self.weight.device) for x in (at, share))
+        at, share = _nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
         return (self.weight[at].float() * share[..., None]).sum(1)
 
-    def _taps(self, size: int) -> tuple[Tensor, Tensor]:
-        """[size, 2] places in the table along one side, and their weights."""
-        place = torch.arange(size, dtype=torch.float32) * (self.side - 1) / max(size - 1, 1)
-        low = place.floor()
-        upper = place - low
-        taps = torch.stack((low, low + 1), 1).long().clamp(max=self.side - 1)
-        return taps, torch.stack((1 - upper, upper), 1)
+
+@functools.lru_cache(maxsize=KEPT)
+def _nearest(side: int, merge: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[P, 4] places in the table, and their weights."""
+    (row, row_share), (column, column_share) = (_taps(size, side) for size in (rows, columns))
+    at = row[:, None, :, None] * side + column[None, :, None, :]
+    share = row_share[:, None, :, None] * column_share[None, :, None, :]
+    at, share = (block_order(x.flatten(2), merge).to(device) for x in (at, share))
+    return at, share
+
+
+def _taps(size: int, side: int) -> tuple[Tensor, Tensor]:
+    """[size, 2] places in the table along one side, and their weights."""
+    place = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
+    low = place.floor()
+    upper = place - low
+    taps = torch.stack((low, low + 1), 1).long().clamp(max=side - 1)
+    return taps, torch.stack((1 - upper, upper), 1)
 
 
 class Attention(Module):
@@ -258,8 +270,8 @@ class Tower(Module):
                 f"[{math.prod(grid)}, {self.config.patch_values}]"
             )
         x = self.patch_embed.proj(patches.to(dtype)) + self.pos_embed(grid).to(dtype).repeat(frames, 1)
-        starts = torch.arange(frames + 1, dtype=torch.int32) * rows * columns
-        return Encoding(x, self._rotary(grid, patches.device), starts.to(patches.device))
+        starts = torch.arange(frames + 1, dtype=torch.int32, device=patches.device) * rows * columns
+        return Encoding(x, _rotary(self.config, rows, columns, patches.device).repeat(frames, 1), starts)
 
     @torch.inference_mode()
     def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
@@ -280,16 +292,17 @@ class Tower(Module):
         assert features is not None
         return features
 
-    def _rotary(self, grid: Grid, device: torch.device) -> Tensor:
-        """[P, R] of cos and sin: half of the angles turn with the row, half with the column."""
-        frames, *sides = grid
-        half = self.config.head_dim // 2
-        rope = RopeConfig.from_keywords(head_dim=half, max_position=self.config.side, base=self.config.rope_theta)
-        table = get_rope(rope, grow=True).cos_sin(seq_len=max(sides))
-        row, column = torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")
-        at = [block_order(x[..., None], self.config.spatial_merge_size)[:, 0] for x in (row, column)]
-        (cos, sin), (cos_column, sin_column) = (table[each].chunk(2, -1) for each in at)
-        return torch.cat((cos, cos_column, sin, sin_column), -1).repeat(frames, 1).to(device)
+
+@functools.lru_cache(maxsize=KEPT)
+def _rotary(config: TowerConfig, rows: int, columns: int, device: torch.device) -> Tensor:
+    """[P, R] of cos and sin of one frame: half of the angles turn with the row, half with the column."""
+    half = config.head_dim // 2
+    rope = RopeConfig.from_keywords(head_dim=half, max_position=config.side, base=config.rope_theta)
+    table = get_rope(rope, grow=True).cos_sin(seq_len=max(rows, columns))
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    at = [block_order(x[..., None], config.spatial_merge_size)[:, 0] for x in (row, column)]
+    (cos, sin), (cos_column, sin_column) = (table[each].chunk(2, -1) for each in at)
+    return torch.cat((cos, cos_column, sin, sin_column), -1).to(device)
 
 
 def block_order(x: Tensor, merge: int) -> Tensor:
