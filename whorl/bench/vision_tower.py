@@ -14,7 +14,6 @@ from whorl import nn
 from whorl.bench.decode import timed
 from whorl.bench.provenance import Document
 from whorl.models.qwen3_vl_tower import Grid, TowerConfig
-from whorl.ops._rows import power_of_2
 
 _TRIED = (1, 16, 12)  # patches on which answers are compared
 _SAME = 1e-6  # of the size of features: as good as equal, where a peer is exact
@@ -45,7 +44,7 @@ def padded(config: TowerConfig, dtype: torch.dtype, device: str) -> str:
     head = torch.empty(1, 1, config.head_dim, dtype=dtype, device=device)
     if hopper_reason(head, head, head) is None:
         return f"the kernel for Hopper multiplies {-(-config.head_dim // 16) * 16}"
-    return f"the plain kernel multiplies {max(16, power_of_2(config.head_dim))}"
+    return f"the plain kernel multiplies {max(16, 1 << (config.head_dim - 1).bit_length())}"
 
 
 def patches(config: TowerConfig, grid: Grid, device: str) -> Tensor:
