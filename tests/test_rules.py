@@ -363,8 +363,8 @@ SURFACE = {
         | {"--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
     ),
     "whorl bench vision": sorted(
-        "--batch --device --dtype --frame --frames --json --out --peer --pictures --processes --random-config "
-        "--repeats --side --time-limit --tokens".split()
+        {"--batch", "--device", "--dtype", "--frame", "--frames", "--json", "--out", "--peer", "--pictures"}
+        | {"--processes", "--random-config", "--repeats", "--side", "--time-limit", "--tokens"}
     ),
     "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }
