@@ -182,7 +182,7 @@ def _parts(settings: Settings, values: dict[str, Any], matmul: float) -> Iterato
 
 def _tower(settings: Settings, model: Any, matmul: float) -> Document:
     picture, video = settings.grids(model.tower.config)
-    common = {"device": settings.device, "repeats": settings.repeats, "matmul": matmul}
+    common: dict[str, Any] = {"device": settings.device, "repeats": settings.repeats, "matmul": matmul}
     return {
         "head_dim": model.tower.config.head_dim,
         "padding": vision_tower.padded(model.tower.config, settings.dtype, settings.device),

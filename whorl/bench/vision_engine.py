@@ -25,6 +25,8 @@ BESIDE = 16  # tokens of text before and behind the pictures of a prompt
 _STEP = 8192  # tokens of a step
 _digests = itertools.count()
 
+Request = tuple[list[int], list[MediaItem]]  # token ids, and what stands behind their placeholders
+
 
 # ---- preprocessing
 
@@ -94,7 +96,7 @@ def picture(config: TowerConfig, grid: Grid) -> MediaItem:
     return MediaItem(kind="image", patches=values, grid=grid, digest=b"")
 
 
-def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> tuple[list[int], list[MediaItem]]:
+def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Request:
     """Text, pictures and text; each picture under a name of its own, so that none is found in the cache."""
     tokens = model.config.vision.num_tokens(item.grid)
     text = _text(model, 2 * BESIDE, salt)
@@ -143,7 +145,7 @@ def first_token(llm: LLM, item: MediaItem, count: int, device: str, repeats: int
     return {"pictures": count, "prompt_tokens": length, "seconds": seen, "text_seconds": read}
 
 
-def decode(llm: LLM, requests: Sequence[tuple[list[int], list[MediaItem]]], num_tokens: int, device: str) -> float:
+def decode(llm: LLM, requests: Sequence[Request], num_tokens: int, device: str) -> float:
     """Seconds of a step in which all of them decode."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
     sequences = [llm.add(ids, params, media=items)[0] for ids, items in requests]
@@ -164,9 +166,9 @@ def decode_row(llm: LLM, item: MediaItem | None, batch: int, length: int, settin
     model: Any = llm.model
     found = []
     for _ in range(settings.repeats + 1):
-        if item is None:
-            requests = [(_text(model, length, salt), []) for salt in range(batch)]
-        else:
-            requests = [with_pictures(model, item, 1, salt) for salt in range(batch)]
+        requests: list[Request] = [
+            (_text(model, length, salt), []) if item is None else with_pictures(model, item, 1, salt)
+            for salt in range(batch)
+        ]
         found.append(decode(llm, requests, settings.num_tokens, settings.device))
     return statistics.median(found[1:])
