@@ -20,7 +20,7 @@ from whorl.engine.weights import random_model
 from whorl.models.qwen3_vl import Qwen3VL
 from whorl.nn.weights.dense import DENSE
 
-SIZES = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 64, "head_dim": 16}
+SIZES = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 64}
 TOWER = {"intermediate_size": 48}
 HEAD_AND_ROUTER = ("lm_head", "mlp.gate")
 WHOLE = (*HEAD_AND_ROUTER, "patch_embed")  # what stays as it is where the tower is quantised, too
@@ -34,7 +34,8 @@ def _tower_linears() -> list[str]:
 
 
 def config(kind: str) -> dict[str, Any]:
-    return Qwen3VL.tiny(TOWER, **SIZES, **({"num_experts": 4} if kind == "moe" else {}))
+    sizes = SIZES | ({"num_experts": 4} if kind == "moe" else {})
+    return Qwen3VL.tiny(TOWER, **sizes)
 
 
 def _ignoring(settings: dict[str, Any], *names: str) -> dict[str, Any]:
