@@ -4,7 +4,6 @@ A picture runs by itself, whatever runs beside it, and may stop after any layer 
 holds up those that decode. Every rank has the whole tower.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,16 +15,12 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.fields import count, number
+from whorl.models.qwen3_vl_places import nearest, rotary
 from whorl.nn import Formats, LayerNorm, Linear, Slot, Weighted
 from whorl.nn.weights import ALL_DENSE
-from whorl.rope_config import RopeConfig
-from whorl.rope_table import get_rope
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 _EPS = 1e-6
-# Sizes of pictures whose tables stay on the device. A copy to it waits for all that runs there: with one for every
-# picture, nothing would be launched ahead.
-KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,27 +156,8 @@ class LearnedPositions(Weighted):
 
     def forward(self, grid: Grid) -> Tensor:
         """[P, width] of one frame, in fp32: the four nearest, by how near they are."""
-        at, share = _nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
+        at, share = nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
         return (self.weight[at].float() * share[..., None]).sum(1)
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _nearest(side: int, merge: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[P, 4] places in the table, and their weights."""
-    (row, row_share), (column, column_share) = (_taps(size, side) for size in (rows, columns))
-    at = row[:, None, :, None] * side + column[None, :, None, :]
-    share = row_share[:, None, :, None] * column_share[None, :, None, :]
-    at, share = (block_order(x.flatten(2), merge).to(device) for x in (at, share))
-    return at, share
-
-
-def _taps(size: int, side: int) -> tuple[Tensor, Tensor]:
-    """[size, 2] places in the table along one side, and their weights."""
-    place = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
-    low = place.floor()
-    upper = place - low
-    taps = torch.stack((low, low + 1), 1).long().clamp(max=side - 1)
-    return taps, torch.stack((1 - upper, upper), 1)
 
 
 class Attention(Module):
@@ -271,7 +247,9 @@ class Tower(Module):
             )
         x = self.patch_embed.proj(patches.to(dtype)) + self.pos_embed(grid).to(dtype).repeat(frames, 1)
         starts = torch.arange(frames + 1, dtype=torch.int32, device=patches.device) * rows * columns
-        return Encoding(x, _rotary(self.config, rows, columns, patches.device).repeat(frames, 1), starts)
+        config, sizes = self.config, (rows, columns, patches.device)
+        turns = rotary(config.head_dim, config.side, config.rope_theta, config.spatial_merge_size, *sizes)
+        return Encoding(x, turns.repeat(frames, 1), starts)
 
     @torch.inference_mode()
     def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
@@ -291,21 +269,3 @@ class Tower(Module):
         features = self.advance(self.begin(patches, grid), self.config.depth)
         assert features is not None
         return features
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _rotary(config: TowerConfig, rows: int, columns: int, device: torch.device) -> Tensor:
-    """[P, R] of cos and sin of one frame: half of the angles turn with the row, half with the column."""
-    half = config.head_dim // 2
-    rope = RopeConfig.from_keywords(head_dim=half, max_position=config.side, base=config.rope_theta)
-    table = get_rope(rope, grow=True).cos_sin(seq_len=max(rows, columns))
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    at = [block_order(x[..., None], config.spatial_merge_size)[:, 0] for x in (row, column)]
-    (cos, sin), (cos_column, sin_column) = (table[each].chunk(2, -1) for each in at)
-    return torch.cat((cos, cos_column, sin, sin_column), -1).to(device)
-
-
-def block_order(x: Tensor, merge: int) -> Tensor:
-    """[rows, columns, n] to [P, n]: merge blocks one after the other, each row by row."""
-    blocks = x.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # row of blocks, row, column of blocks, column
-    return blocks.transpose(1, 2).flatten(0, 3)
