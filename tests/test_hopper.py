@@ -45,6 +45,8 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_decode_kernel",
         "_prompt_kernel",
         "_prompt_gluon_kernel",
+        "_bidirectional_kernel",
+        "_bidirectional_gluon_kernel",
         "_fold_kernel",
         "_combine_kernel",
         "_route_kernel",
@@ -86,6 +88,12 @@ def test_sparse_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]])
     plain = {"_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel"}
     rows = [row for row in builds if row["kernel"] in gluon | plain]
     assert {row["kernel"] for row in rows} == gluon | plain
+    assert all(row["tensor_core_products"] for row in rows), rows
+
+
+def test_attention_inside_segments_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
+    rows = [row for row in builds if row["kernel"] in ("_bidirectional_kernel", "_bidirectional_gluon_kernel")]
+    assert rows
     assert all(row["tensor_core_products"] for row in rows), rows
 
 
@@ -139,6 +147,7 @@ SMALL_WRITES = {
 # No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
 SMALL_WRITES |= {
     "_prompt_gluon_kernel",
+    "_bidirectional_gluon_kernel",
     "_sparse_forward_gluon_kernel",
     "_sparse_dkv_kernel",
     "_sparse_dkv_gluon_kernel",

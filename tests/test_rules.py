@@ -363,6 +363,10 @@ SURFACE = {
         {"--curve", "--device", "--full", "--json", "--layers", "--out", "--peer", "--plot", "--profile", "--read"}
         | {"--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
     ),
+    "whorl bench vision": sorted(
+        {"--batch", "--device", "--dtype", "--frame", "--frames", "--json", "--out", "--peer", "--pictures"}
+        | {"--processes", "--random-config", "--repeats", "--side", "--time-limit", "--tokens"}
+    ),
     "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }
 

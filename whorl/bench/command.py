@@ -10,6 +10,7 @@ import typer
 from whorl.bench.decode_options import SET_BY_MEASUREMENT, DecodeOptions
 from whorl.bench.serve_options import LoadOptions
 from whorl.bench.train_options import TrainOptions
+from whorl.bench.vision_options import VisionOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 from whorl.options import Device, Dtype, Here, Json, Model, asking, need_engine, need_torch, print_json, spread
@@ -225,6 +226,18 @@ def bench_train(*, asked: TrainOptions, as_json: Json = False) -> None:
 
     with asking():
         work = train_command.prepare(asked)
+    _finish(work, as_json)
+
+
+@bench.command("vision")
+@spread
+def bench_vision(*, asked: VisionOptions, as_json: Json = False) -> None:
+    """Time a vision tower, the first token behind pictures and decoding, next to text and, on request, transformers."""
+    need_torch()
+    from whorl.bench import vision
+
+    with asking():
+        work = vision.prepare(asked)
     _finish(work, as_json)
 
 

@@ -46,6 +46,54 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_TEXT = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000000.0,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def _with_pictures(text: dict[str, Any], kind: str, architecture: str) -> dict[str, Any]:
+    """The text of a vision model is Qwen3 with other positions."""
+    left = {name: value for name, value in text.items() if name not in ("architectures", "rope_theta", "dtype")}
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "text_config": left | _TEXT | {"model_type": f"{kind}_text"},
+        "vision_config": _VISION | {"model_type": f"{kind}_vision", "out_hidden_size": text["hidden_size"]},
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+_QWEN3_8B = PRESETS["Qwen3-0.6B"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+PRESETS["Qwen3-VL-30B-A3B"] = _with_pictures(
+    PRESETS["Qwen3-30B-A3B"], "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"
+)
+PRESETS["Qwen3-VL-8B"] = _with_pictures(_QWEN3_8B, "qwen3_vl", "Qwen3VLForConditionalGeneration")
 
 
 def read_config(name: str) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.fields import count, number
+from whorl.models.qwen3_vl_places import nearest, rotary
 from whorl.nn import Formats, LayerNorm, Linear, Slot, Weighted
-from whorl.rope_config import RopeConfig
-from whorl.rope_table import get_rope
+from whorl.nn.weights import ALL_DENSE
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 _EPS = 1e-6
@@ -116,6 +116,10 @@ class PatchProduct(Linear):
         size = config.patch_size
         self.stored = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
 
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        """Quantisers round linear layers, and this one is stored as a convolution."""
+        super().hold(name, ALL_DENSE, dtype)
+
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         for source, slot in super().slots(name):
             if source.endswith(".weight") and slot.shape == self.shape:
@@ -152,19 +156,8 @@ class LearnedPositions(Weighted):
 
     def forward(self, grid: Grid) -> Tensor:
         """[P, width] of one frame, in fp32: the four nearest, by how near they are."""
-        rows, columns = (self._taps(size) for size in grid[1:])
-        at = rows[0][:, None, :, None] * self.side + columns[0][None, :, None, :]
-        share = rows[1][:, None, :, None] * columns[1][None, :, None, :]
-        at, share = (block_order(x.flatten(2), self.merge).to(self.weight.device) for x in (at, share))
+        at, share = nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
         return (self.weight[at].float() * share[..., None]).sum(1)
-
-    def _taps(self, size: int) -> tuple[Tensor, Tensor]:
-        """[size, 2] places in the table along one side, and their weights."""
-        place = torch.arange(size, dtype=torch.float32) * (self.side - 1) / max(size - 1, 1)
-        low = place.floor()
-        upper = place - low
-        taps = torch.stack((low, low + 1), 1).long().clamp(max=self.side - 1)
-        return taps, torch.stack((1 - upper, upper), 1)
 
 
 class Attention(Module):
@@ -253,8 +246,10 @@ class Tower(Module):
                 f"[{math.prod(grid)}, {self.config.patch_values}]"
             )
         x = self.patch_embed.proj(patches.to(dtype)) + self.pos_embed(grid).to(dtype).repeat(frames, 1)
-        starts = torch.arange(frames + 1, dtype=torch.int32) * rows * columns
-        return Encoding(x, self._rotary(grid, patches.device), starts.to(patches.device))
+        starts = torch.arange(frames + 1, dtype=torch.int32, device=patches.device) * rows * columns
+        config, sizes = self.config, (rows, columns, patches.device)
+        turns = rotary(config.head_dim, config.side, config.rope_theta, config.spatial_merge_size, *sizes)
+        return Encoding(x, turns.repeat(frames, 1), starts)
 
     @torch.inference_mode()
     def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
@@ -274,20 +269,3 @@ class Tower(Module):
         features = self.advance(self.begin(patches, grid), self.config.depth)
         assert features is not None
         return features
-
-    def _rotary(self, grid: Grid, device: torch.device) -> Tensor:
-        """[P, R] of cos and sin: half of the angles turn with the row, half with the column."""
-        frames, *sides = grid
-        half = self.config.head_dim // 2
-        rope = RopeConfig.from_keywords(head_dim=half, max_position=self.config.side, base=self.config.rope_theta)
-        table = get_rope(rope, grow=True).cos_sin(seq_len=max(sides))
-        row, column = torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")
-        at = [block_order(x[..., None], self.config.spatial_merge_size)[:, 0] for x in (row, column)]
-        (cos, sin), (cos_column, sin_column) = (table[each].chunk(2, -1) for each in at)
-        return torch.cat((cos, cos_column, sin, sin_column), -1).repeat(frames, 1).to(device)
-
-
-def block_order(x: Tensor, merge: int) -> Tensor:
-    """[rows, columns, n] to [P, n]: merge blocks one after the other, each row by row."""
-    blocks = x.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # row of blocks, row, column of blocks, column
-    return blocks.transpose(1, 2).flatten(0, 3)

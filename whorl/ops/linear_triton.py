@@ -119,7 +119,7 @@ def _tile_kernel(
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = unit_stride(x), unit_stride(weight)
-    if len(x) > MODERATE and bias is None and (y := linear_library.multiply(x, weight, _ours)) is not None:
+    if len(x) > MODERATE and (y := linear_library.multiply(x, weight, bias, _ours)) is not None:
         return y
     return _ours(x, weight, bias)
 

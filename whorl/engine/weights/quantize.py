@@ -16,6 +16,7 @@ from .checkpoint import Checkpoint, Source
 
 # The head, the router and the weights of an indexer's heads: their errors cost most, and their bytes are few.
 KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
+TOWER = "re:.*visual\\."  # of a vision model: little beside its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """model: of the checkpoint, on "meta", which knows its matrices. ignore: names, or "re:" and a pattern."""
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
-    ignored = [*KEPT, *ignore]
+    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
     shapes = _chosen(checkpoint, model, ignored)
     rounding = formats.rounding_to(scheme, {name: columns for name, (_, columns) in shapes.items()})
     config = {**checkpoint.config, "quantization_config": rounding.settings(ignored)}
@@ -58,11 +59,13 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
 
 def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
     patterns = _patterns(ignored)
-    found = {
-        name: shape
-        for name, shape in _matrices(model).items()
-        if not any(pattern.match(name) for pattern in patterns) and f"{name}.weight" in checkpoint.sources
-    }
+    asked = {n: shape for n, shape in _matrices(model).items() if not any(pattern.match(n) for pattern in patterns)}
+    found = {name: shape for name, shape in asked.items() if f"{name}.weight" in checkpoint.sources}
+    if (missing := next((name for name in asked if ".experts." in name and name not in found), None)) is not None:
+        raise ValueError(
+            f"{checkpoint.path}: {missing}.weight is not there: experts that lie in one tensor are not rounded here, "
+            "and have one format: leave them as they are with --ignore 're:.*experts'"
+        )
     if not found:
         raise ValueError(f"{checkpoint.path}: nothing is left to be quantised: ignored are {', '.join(ignored)}")
     return found

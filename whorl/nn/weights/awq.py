@@ -14,6 +14,7 @@ from .packed import Packed, packed, unpacked
 from .quantised import (
     entries,
     is_listed,
+    is_of_a_tower,
     names,
     narrowed,
     never_quantised,
@@ -92,7 +93,7 @@ def formats(settings: Mapping[str, Any]) -> Formats:
     keeps_head = not setting(settings, bool, False, "lm_head")
 
     def of(name: str) -> Format:
-        is_kept = never_quantised(name) or (keeps_head and name == "lm_head") or is_listed(name, kept)
-        return DENSE if is_kept else own
+        is_kept = never_quantised(name) or is_of_a_tower(name) or (keeps_head and name == "lm_head")
+        return DENSE if is_kept or is_listed(name, kept) else own
 
     return Formats(of=of, unit=own.unit)

@@ -17,6 +17,7 @@ from .packed import BITS, Packed, unpacked
 from .quantised import (
     ONE_EACH,
     entries,
+    is_of_a_tower,
     narrowed,
     never_quantised,
     of_one_entry,
@@ -99,7 +100,7 @@ def formats(settings: Mapping[str, Any]) -> Formats:
     dynamic = {pattern: _overridden(pattern, settings, change) for pattern, change in _dynamic(settings).items()}
 
     def of(name: str) -> Format:
-        if never_quantised(name) or (keeps_head and name == "lm_head"):
+        if never_quantised(name) or is_of_a_tower(name) or (keeps_head and name == "lm_head"):
             return DENSE
         if chosen and name != "lm_head" and not name.endswith(chosen):
             return DENSE

@@ -135,6 +135,12 @@ def never_quantised(name: str) -> bool:
     return name.endswith(("embed_tokens", "mlp.gate", "indexer.weights_proj"))
 
 
+def is_of_a_tower(name: str) -> bool:
+    """Whether it belongs to the vision tower, which AWQ and GPTQ leave as it is, not all of them saying so: they go
+    through the layers of the text."""
+    return ".visual." in f".{name}."
+
+
 def is_listed(name: str, kept: tuple[str, ...]) -> bool:
     """Whether a list of modules that are not quantised has this one, by its whole name or some whole words of it."""
     return any(f".{each.strip('.')}." in f".{name}." for each in kept)

@@ -10,7 +10,6 @@ from . import bidirectional_torch_npu
 from .packed import check_starts, read, sequences
 
 ROWS = 512  # queries whose scores are held at once
-WITHOUT = {"triton": "not written yet: the torch reference runs, one product for each segment"}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> None:
@@ -44,17 +43,17 @@ def _flops(values: Values) -> int:
     return 4 * pairs * values["q"].shape[1] * values["q"].shape[2]
 
 
-@operator(check=_check, fake=_fake, flops=_flops, forward_only=True, without=WITHOUT)
+@operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
     """Attention inside each of the segments that are packed one after the other; a token sees its whole segment.
 
     q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32, the tokens of segment b being starts[b]
     to starts[b + 1]; result like q, contiguous. Rows past the last start are zero. Scores, softmax and sums in fp32,
-    one rounding. On the CPU a segment's bits depend on the segment alone: not on what is packed beside it, nor on its
+    one rounding. A segment's bits depend on the segment alone: not on what is packed beside it, be it NaN, nor on its
     place; on Ascend, which promises no order of sums, that is not said. No gradient.
 
-    starts begin at 0, do not fall and do not pass T: refused on the CPU and on Ascend. They are read back once, which
-    waits for the device.
+    starts begin at 0, do not fall and do not pass T: refused on the CPU and on Ascend, taken as they are on CUDA. There
+    nothing is read back; elsewhere they are, once, which waits for the device.
     """
     found, end = [], 0
     for part in sequences("packed_attention", read(starts, len(q)), len(q)):
@@ -72,6 +71,13 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.cat(rows, 1).transpose(0, 1)
 
 
+def _triton_reason(q: Tensor, **_: object) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
+
+
+packed_attention.impl("triton", "bidirectional_triton:forward", accepts=_triton_reason)
 packed_attention.impl("torch_npu", "bidirectional_torch_npu:forward", accepts=bidirectional_torch_npu.reason)
 
 

@@ -1,0 +1,174 @@
+"""Prompts with pictures through a whole engine: preprocessing beside the tower, the first token, decoding."""
+
+import dataclasses
+import io
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from whorl import device as devices
+from whorl.bench.decode import prompts, timed
+from whorl.bench.provenance import Document
+from whorl.engine.caches import block_size
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
+from whorl.media import MediaItem, Processor
+from whorl.media.options import ImageOptions, Options
+from whorl.models.qwen3_vl_tower import Grid, TowerConfig
+
+BESIDE = 16  # tokens of text before and behind the pictures of a prompt
+_STEP = 8192  # tokens of a step
+_digests = itertools.count()
+
+Request = tuple[list[int], list[MediaItem]]  # token ids, and what stands behind their placeholders
+
+
+# ---- preprocessing
+
+
+def overlapped(tower: Any, count: int, side: int, processes: int, device: str) -> Document:
+    """Encoded pictures to features: decoding them alone, the tower alone, and the tower on each as it is ready."""
+    from whorl.engine.features import as_tensor
+
+    files = _drawn(count, side)
+    processor = Processor(_options(tower.config, side), num_processes=processes)
+    try:
+        with ThreadPoolExecutor(processes) as pool:
+
+            def made() -> Any:
+                return pool.map(lambda data: processor.image(data).item(), files)
+
+            def encode(items: Any) -> None:
+                for item in items:
+                    there = devices.lasting(as_tensor(item.patches), device).to(device, non_blocking=True)
+                    tower.encode(there, item.grid)
+
+            ready = list(made())  # its processes have started now
+            encode(ready)
+            found = {
+                "preprocessing_s": timed(device, lambda: list(made())),
+                "tower_s": timed(device, lambda: encode(ready)),
+                "both_s": timed(device, lambda: encode(made())),
+            }
+    finally:
+        processor.close()
+    return {"pictures": count, "side": side, "processes": processes, **found}
+
+
+def _drawn(count: int, side: int) -> list[bytes]:
+    """JPEG files of smooth colours, all different."""
+    from PIL import Image
+
+    down, across = np.meshgrid(*[np.linspace(0, 255, side)] * 2, indexing="ij")
+    files = []
+    for i in range(count):
+        levels = np.stack([down, across, (down + 9 * i) % 256], -1)
+        file = io.BytesIO()
+        Image.fromarray(levels.astype(np.uint8)).save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
+    return files
+
+
+def _options(config: TowerConfig, side: int) -> Options:
+    half = (0.5, 0.5, 0.5)
+    image = ImageOptions(
+        patch_size=config.patch_size,
+        min_pixels=1,
+        max_pixels=max(side, config.patch_size * config.spatial_merge_size) ** 2,
+        mean=half,
+        std=half,
+        merge_size=config.spatial_merge_size,
+        temporal_patch_size=config.temporal_patch_size,
+    )
+    return Options(image=image)
+
+
+# ---- prompts
+
+
+def picture(config: TowerConfig, grid: Grid) -> MediaItem:
+    values = np.random.default_rng(0).standard_normal((math.prod(grid), config.patch_values), dtype=np.float32)
+    return MediaItem(kind="image", patches=values, grid=grid, digest=b"")
+
+
+def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Request:
+    """Text, pictures and text; each picture under a name of its own, so that none is found in the cache."""
+    tokens = model.config.vision.num_tokens(item.grid)
+    text = _text(model, 2 * BESIDE, salt)
+    ids = [*text[:BESIDE], *([model.config.image_token_id] * tokens + text[:1]) * count, *text[BESIDE:]]
+    return ids, [dataclasses.replace(item, digest=next(_digests).to_bytes(32, "big")) for _ in range(count)]
+
+
+def _text(model: Any, length: int, salt: int = 0) -> list[int]:
+    """Tokens that stand for no picture."""
+    config = model.config
+    placeholders = {getattr(config, name, -1) for name in ("image_token_id", "video_token_id")}
+    (found,) = prompts(1, length + salt, min(model.vocab_size, 100_000))
+    return [next(i for i in range(token, token + 3) if i not in placeholders) for token in found[salt:]]
+
+
+def engine(model: Any, longest: int, batch: int, length: int, device: str, pictures: int) -> LLM:
+    """For a prompt of `longest` tokens, or for `batch` sequences of `length`; `pictures`: tokens of theirs."""
+    size = block_size(model.cache_specs(), device, None)
+    return LLM(
+        model=model,
+        device=device,
+        max_num_seqs=batch,
+        max_num_batched_tokens=_STEP,
+        max_prompt_tokens=_STEP,
+        max_model_len=max(longest, length),
+        num_blocks=max(-(-longest // size) + 1, batch * (1 + -(-length // size))),
+        encoder_cache=pictures,
+        use_prefix_cache=False,
+    )
+
+
+def first_token(llm: LLM, item: MediaItem, count: int, device: str, repeats: int) -> Document:
+    """Seconds from a prompt of `count` pictures, its patches in host memory, to its first token; beside it text."""
+    model: Any = llm.model
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    length = len(with_pictures(model, item, count)[0])
+
+    def pictures() -> None:
+        ids, items = with_pictures(model, item, count)
+        llm.generate([ids], params, media=[items], progress=False)
+
+    def text() -> None:
+        llm.generate([_text(model, length)], params, progress=False)
+
+    seen, read = (statistics.median([timed(device, run) for _ in range(repeats + 1)][1:]) for run in (pictures, text))
+    return {"pictures": count, "prompt_tokens": length, "seconds": seen, "text_seconds": read}
+
+
+def decode(llm: LLM, requests: Sequence[Request], num_tokens: int, device: str) -> float:
+    """Seconds of a step in which all of them decode."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
+    sequences = [llm.add(ids, params, media=items)[0] for ids, items in requests]
+    while not all(seq.num_outputs for seq in sequences):
+        llm.step()
+    made = sum(seq.num_outputs for seq in sequences)
+
+    def run() -> None:
+        while llm.has_work:
+            llm.step()
+
+    seconds = timed(device, run)
+    return seconds * len(sequences) / (sum(seq.num_outputs for seq in sequences) - made)
+
+
+def decode_row(llm: LLM, item: MediaItem | None, batch: int, length: int, settings: Any) -> float:
+    """Median over runs; item: None: text of `length` tokens."""
+    model: Any = llm.model
+    found = []
+    for _ in range(settings.repeats + 1):
+        requests: list[Request] = [
+            (_text(model, length, salt), []) if item is None else with_pictures(model, item, 1, salt)
+            for salt in range(batch)
+        ]
+        found.append(decode(llm, requests, settings.num_tokens, settings.device))
+    return statistics.median(found[1:])

@@ -1,0 +1,246 @@
+# mypy: allow-untyped-defs
+"""Bidirectional attention of segments on Hopper in Gluon: a producer copies keys and values, two warpgroups share them.
+
+Heads of 64 or 72 channels. 72 are no power of two: they lie as 64 and a tail of 16, so that scores and results are made
+of 80 channels, not 128. In the values' tail ones stand behind the last channel: their column of the result is the sum
+of weights. A consumer asks for the scores of a cut before it takes powers of two of the one before. The arithmetic is
+that of bidirectional_triton.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .._gluon_triton import async_load, barriers, sync
+
+STAGES = 3  # cuts in shared memory
+REGISTERS = 216  # of a consumer's thread; the producer's have what is left, 72
+
+MAIN = gl.constexpr(64)  # channels
+TAIL = gl.constexpr(16)  # those behind them, and ones
+CUT = gl.constexpr(128)
+ROWS = gl.constexpr(64)  # queries of one consumer
+FEW = gl.constexpr(32)  # keys that the producer asks for at once
+
+_MAIN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_TAIL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
+_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_COPY_TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+_VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_OUT_TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+_ROW = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
+_ROW_OUT = gl.constexpr(gl.SliceLayout(1, _OUT.value))
+_ROW_TAIL = gl.constexpr(gl.SliceLayout(1, _OUT_TAIL.value))
+_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
+_WEIGHTS_TAIL = gl.constexpr(gl.DotOperandLayout(0, _OUT_TAIL.value, 2))
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _copy(main, tail, ptr, ones_ptr, first, length, stride, NUM: gl.constexpr, D: gl.constexpr, HAS_ONES: gl.constexpr):
+    """NUM rows of a head; zero past the segment's end, where the next one may hold anything."""
+    step: gl.constexpr = FEW if NUM > FEW else NUM
+    channels = gl.expand_dims(gl.arange(0, MAIN, gl.SliceLayout(0, _COPY)), 0)
+    for start in gl.static_range(0, NUM, step):
+        rows = first + start + gl.arange(0, step, gl.SliceLayout(1, _COPY))
+        at = gl.expand_dims(ptr + rows.to(gl.int64) * stride, 1) + channels
+        async_load(main.slice(start, step, 0), at, gl.expand_dims(rows < length, 1))
+    if D > MAIN or HAS_ONES:
+        rest = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _COPY_TAIL)), 0)
+        for start in gl.static_range(0, NUM, 64):
+            rows = first + start + gl.arange(0, 64, gl.SliceLayout(1, _COPY_TAIL))
+            at = gl.expand_dims(ptr + MAIN + rows.to(gl.int64) * stride, 1) + rest
+            mask = gl.expand_dims(rows < length, 1)
+            if HAS_ONES:
+                at = gl.where(rest < D - MAIN, at, ones_ptr + rest % 8)
+            else:
+                mask = mask & (rest < D - MAIN)
+            async_load(tail.slice(start, 64, 0), at, mask)
+
+
+@gluon.jit
+def _producer(
+    k_ptr, v_ptr, ones_ptr, length, stop, k_stride, v_stride, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    for i in range(0, stop):
+        stage = i % STAGES
+        phase = (i // STAGES & 1) ^ 1
+        mbarrier.wait(k_free.index(stage), phase)
+        _copy(ks.index(stage), kt.index(stage), k_ptr, ones_ptr, i * CUT, length, k_stride, CUT, D, False)
+        async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+        mbarrier.wait(v_free.index(stage), phase)
+        _copy(vs.index(stage), vt.index(stage), v_ptr, ones_ptr, i * CUT, length, v_stride, CUT, D, True)
+        async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _ask(q, qt, ks, kt, stage, D: gl.constexpr):
+    """The scores of a cut, on their way."""
+    fence_async_shared()
+    scores = gl.zeros([ROWS, CUT], gl.float32, _SCORES)
+    scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
+    if D > MAIN:
+        scores = warpgroup_mma(qt, kt.index(stage).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, top, i, whole, length, scale, dtype: gl.constexpr):
+    """Weights of a cut, the highest score so far, and what is kept of the sums before."""
+    if i >= whole:
+        keys = gl.expand_dims(i * CUT + gl.arange(0, CUT, gl.SliceLayout(0, _SCORES)), 0)
+        scores = gl.where(keys < length, scores, float("-inf"))
+    new = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-new, 1))).to(dtype)
+    return weights, new, gl.exp2(top - new)
+
+
+@gluon.jit
+def _gather(out, tail, weights, vs, vt, stage):
+    """The values of a cut, on their way to the sums."""
+    fence_async_shared()
+    out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), vs.index(stage), out, is_async=True)
+    tail = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS_TAIL), vt.index(stage), tail, is_async=True)
+    return out, tail
+
+
+@gluon.jit
+def _consumer(
+    q, qt, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr, y_stride, count,
+    D: gl.constexpr, WHICH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    out = gl.zeros([ROWS, MAIN], gl.float32, _OUT)
+    tail = gl.zeros([ROWS, TAIL], gl.float32, _OUT_TAIL)
+    top = gl.full([ROWS], float("-inf"), gl.float32, _ROW)
+    if stop > 0:
+        mbarrier.wait(k_ready.index(0), 0)
+        scores = warpgroup_mma_wait(0, [_ask(q, qt, ks, kt, 0, D)])
+        mbarrier.arrive(k_free.index(0))
+        weights, top, keep = _weigh(scores, top, 0, whole, length, scale, q.dtype)
+        for i in range(1, stop):
+            mbarrier.wait(k_ready.index(i % STAGES), i // STAGES & 1)
+            scores = _ask(q, qt, ks, kt, i % STAGES, D)
+            last = (i - 1) % STAGES
+            mbarrier.wait(v_ready.index(last), (i - 1) // STAGES & 1)
+            out, tail = _gather(out, tail, weights, vs, vt, last)
+            scores = warpgroup_mma_wait(2, [scores])
+            mbarrier.arrive(k_free.index(i % STAGES))
+            weights, top, keep = _weigh(scores, top, i, whole, length, scale, q.dtype)
+            # They are here since before, but the assembler moves no power of two across a wait for them: else all would
+            # be taken behind the products, and not while those run.
+            mbarrier.wait(v_ready.index(last), (i - 1) // STAGES & 1)
+            out, tail, weights = warpgroup_mma_wait(0, [out, tail, weights])
+            mbarrier.arrive(v_free.index(last))
+            out = out * gl.expand_dims(gl.convert_layout(keep, _ROW_OUT), 1)
+            tail = tail * gl.expand_dims(gl.convert_layout(keep, _ROW_TAIL), 1)
+        last = (stop - 1) % STAGES
+        mbarrier.wait(v_ready.index(last), (stop - 1) // STAGES & 1)
+        out, tail = _gather(out, tail, weights, vs, vt, last)
+        out, tail = warpgroup_mma_wait(0, [out, tail])
+        rest = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _OUT_TAIL)), 0)
+        total = gl.max(gl.where(rest >= D - MAIN, tail, 0.0), 1)
+        _store(out, gl.convert_layout(total, _ROW_OUT), y_ptr, y_stride, count, WHICH, MAIN, MAIN, _OUT)
+        if D > MAIN:
+            _store(tail, total, y_ptr + MAIN, y_stride, count, WHICH, TAIL, D - MAIN, _OUT_TAIL)
+
+
+@gluon.jit
+def _store(
+    out, total, y_ptr, y_stride, count, WHICH: gl.constexpr, WIDTH: gl.constexpr, NUM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The first NUM of WIDTH channels, divided by the sum of weights."""
+    row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    channels = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    y = gl.div_rn(out, gl.expand_dims(total, 1))
+    at = y_ptr + gl.expand_dims(row * y_stride, 1) + channels
+    gl.store(at, y.to(y_ptr.dtype.element_ty), mask=gl.expand_dims(row < count, 1) & (channels < NUM))
+
+
+@gluon.jit
+def _bidirectional_gluon_kernel(
+    q_ptr, k_ptr, v_ptr, starts_ptr, ones_ptr, y_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
+    v_stride_h, scale, B, H: gl.constexpr, D: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Strides are given in eights of channels: that is 16 bytes, and the compiler knows it."""
+    head, tile = gl.program_id(0), gl.program_id(1)
+    index = gl.arange(0, BLOCK_B, _VECTOR)
+    starts = gl.load(starts_ptr + index, mask=index < B, other=0)
+    ends = gl.load(starts_ptr + 1 + index, mask=index < B, other=0)
+    tiles = (ends - starts + 2 * ROWS - 1) // (2 * ROWS)
+    until = gl.associative_scan(tiles, 0, _add)
+    b = gl.sum(((until <= tile) & (index < B)).to(gl.int32), 0)
+    is_real = b < B
+    first = (tile - gl.sum(gl.where(index < b, tiles, 0), 0)) * (2 * ROWS)
+    start = gl.load(starts_ptr + b, mask=is_real, other=0)
+    length = gl.load(starts_ptr + b + 1, mask=is_real, other=0) - start
+    count = length - first  # of this tile and those behind it; below 1 where the tile is nobody's
+    stop = gl.where(is_real, (length + CUT - 1) // CUT, 0)
+    whole = length // CUT  # cuts before it have no end in them
+    begin = start.to(gl.int64)
+    token = (start + first).to(gl.int64)
+    q_stride, k_stride, v_stride = q_stride_t * 8, k_stride_t * 8, v_stride_t * 8
+    q_ptr += token * q_stride + head * (q_stride_h * 8)
+    k_ptr += begin * k_stride + head * (k_stride_h * 8)
+    v_ptr += begin * v_stride + head * (v_stride_h * 8)
+    y_ptr += (token * H + head) * D
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    q0 = gl.allocate_shared_memory(dtype, [ROWS, MAIN], _MAIN)
+    q1 = gl.allocate_shared_memory(dtype, [ROWS, MAIN], _MAIN)
+    qt0 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], _TAIL)
+    qt1 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], _TAIL)
+    ks = gl.allocate_shared_memory(dtype, [STAGES, CUT, MAIN], _MAIN)
+    kt = gl.allocate_shared_memory(dtype, [STAGES, CUT, TAIL], _TAIL)
+    vs = gl.allocate_shared_memory(dtype, [STAGES, CUT, MAIN], _MAIN)
+    vt = gl.allocate_shared_memory(dtype, [STAGES, CUT, TAIL], _TAIL)
+    k_ready = barriers(STAGES, 128)
+    v_ready = barriers(STAGES, 128)
+    k_free = barriers(STAGES, 2)
+    v_free = barriers(STAGES, 2)
+    _copy(q0, qt0, q_ptr, ones_ptr, 0, count, q_stride, ROWS, D, False)
+    _copy(q1, qt1, q_ptr, ones_ptr, ROWS, count, q_stride, ROWS, D, False)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    sync()
+    gl.warp_specialize(
+        [
+            (
+                _producer,
+                (
+                    k_ptr, v_ptr, ones_ptr, length, stop, k_stride, v_stride, ks, kt, vs, vt, k_ready, v_ready,
+                    k_free, v_free, D, STAGES,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    q0, qt0, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr,
+                    H * D, count, D, 0, STAGES,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    q1, qt1, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr,
+                    H * D, count, D, 1, STAGES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
