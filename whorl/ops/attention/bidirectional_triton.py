@@ -23,6 +23,14 @@ _HOPPER_DIMS = (64, 72)
 
 
 @triton.jit
+def _load(ptr, keys, length, head, stride_t, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values one after the other, as they are."""
+    return load_keys(
+        ptr, None, None, keys, length, head, 0, stride_t, stride_h, 1, 1, D, BLOCK_D, ptr.dtype.element_ty, False
+    )
+
+
+@triton.jit
 def _bidirectional_kernel(
     q_ptr,
     k_ptr,
@@ -72,8 +80,8 @@ def _bidirectional_kernel(
         out = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         for at in range(0, length, CUT):
             keys = at + tl.arange(0, CUT)
-            k = load_keys(k_ptr, None, keys, length, head, 0, k_stride_t, k_stride_h, 1, D, BLOCK_D)
-            v = load_keys(v_ptr, None, keys, length, head, 0, v_stride_t, v_stride_h, 1, D, BLOCK_D)
+            k = _load(k_ptr, keys, length, head, k_stride_t, k_stride_h, D, BLOCK_D)
+            v = _load(v_ptr, keys, length, head, v_stride_t, v_stride_h, D, BLOCK_D)
             scores = dot(q, tl.trans(k), tl.zeros((QUERIES, CUT), tl.float32), WIDEN)
             scores = tl.where((keys < length)[None, :], scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1) * scale)
