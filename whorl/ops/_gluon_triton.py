@@ -3,11 +3,26 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 # Triton 3.6 has older names.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by the copy engine
+_memory = gl.shared_memory_descriptor
+seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # the same bytes in another shape and layout
 sync = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+_IS_CHECKED = gl.constexpr(hasattr(_memory, "reinterpret"))
+
+
+@gluon.jit
+def some(memory, first: gl.constexpr, count: gl.constexpr):
+    """`count` entries from the first on, for `seen_as`. Triton 3.6 cannot cut them out, nor asks what a view takes."""
+    if _IS_CHECKED:
+        return memory.slice(first, count)
+    else:
+        return memory.index(first)
 
 
 @gluon.jit

@@ -16,13 +16,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._gluon_triton import barriers, follow, row_sum, sync
+from ._gluon_triton import barriers, follow, load_block, row_sum, seen_as, some, sync
 from ._overlap_triton import overlap
 from ._rows import ceil_div
 
@@ -63,6 +62,14 @@ def _normed(
 
 
 @gluon.jit
+def _from(weights, at: gl.constexpr, COLUMNS: gl.constexpr):
+    """64 rows from this tile on, of which the first are its own."""
+    over: gl.constexpr = 64 // COLUMNS
+    tiles: gl.constexpr = weights.shape[0] - over + 1
+    return seen_as(some(weights, at % over, tiles), weights.dtype, [tiles // over, 64, 64], _TILE).index(at // over)
+
+
+@gluon.jit
 def _store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
     rows = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
@@ -87,7 +94,7 @@ def _one_warp_kernel(
     if OVERLAP != 2:  # then the weight may have been written by the kernel before
         follow(OVERLAP)
     mbarrier.expect(bars.index(0), COLUMNS * K * 2)
-    tma.async_copy_global_to_shared(weight, [first, 0], bars.index(0), weights)
+    load_block(weight, [first, 0], bars.index(0), weights)
     xs.store(
         _normed(
             x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, x_stride, residual_stride, T,
@@ -122,30 +129,33 @@ def _warpgroup_kernel(
         follow(OVERLAP)
     for g in gl.static_range(groups):
         mbarrier.expect(bars.index(g), COLUMNS * 64 * GROUP * 2)
-        into = weights.index(g * GROUP)._reinterpret(dtype, [COLUMNS, 64 * GROUP], _TILE)
-        tma.async_copy_global_to_shared(weight, [first, g * GROUP * 64], bars.index(g), into)
+        into = seen_as(some(weights, g * GROUP, GROUP), dtype, [COLUMNS, 64 * GROUP], _TILE)
+        load_block(weight, [first, g * GROUP * 64], bars.index(g), into)
     if NORM:
         x = _normed(
             x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, x_stride, residual_stride, T,
             K, HEIGHT, row, OVERLAP,
         )  # fmt: skip
-        xs._reinterpret(dtype, [8, K], _TILE).store(x.broadcast_to([8, K]))
+        seen_as(xs, dtype, [8, K], _TILE).store(x.broadcast_to([8, K]))
     else:
         follow(OVERLAP)
         rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, row)) % T
         k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, row))
         at = x_ptr + gl.expand_dims(rows.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
         for g in gl.static_range(groups):
-            into = xs.index(g * GROUP)._reinterpret(dtype, [8, 64 * GROUP], _TILE)
+            into = seen_as(some(xs, g * GROUP, GROUP), dtype, [8, 64 * GROUP], _TILE)
             into.store(gl.load(at + g * GROUP * 64).broadcast_to([8, 64 * GROUP]))
+            if HEIGHT > 1:
+                sync()  # or all loads come first, and fill more registers than there are
     fence_async_shared()
     sync()
     y = gl.zeros([64, 8], gl.float32, _ACC)
     for g in gl.static_range(groups):
         mbarrier.wait(bars.index(g), 0)
         for i in gl.static_range(GROUP):
-            tile = weights.index(g * GROUP + i)._reinterpret(dtype, [64, 64], _TILE)
-            y = warpgroup_mma(tile, xs.index(g * GROUP + i).permute((1, 0)), y, is_async=True)
+            y = warpgroup_mma(
+                _from(weights, g * GROUP + i, COLUMNS), xs.index(g * GROUP + i).permute((1, 0)), y, is_async=True
+            )
     y = warpgroup_mma_wait(0, [y])
     _store(y_ptr, y, first, T, N, COLUMNS, _ACC)
 
