@@ -118,7 +118,9 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
 SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel", "_fold_kernel"}
+SMALL_READS |= {"_warpgroup_kernel"}  # one row among 128 threads; weights come by the copy engine
 SMALL_WRITES = {
+    *("_warpgroup_kernel", "_one_warp_kernel"),  # 16 columns of up to 8 rows
     "_write_codes_kernel",  # what is read 16 bytes at a time is written in 8 bits
     "_route_kernel",
     "_route_backward_kernel",
