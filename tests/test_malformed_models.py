@@ -94,7 +94,7 @@ def test_sizes_are_whole_numbers(folder: Path, name: str, value: Any) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', expected a number"),
         ({"rope_scaling": {"rope_type": 7}}, "rope_type is 7, expected a name"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM; known are"),
-        ({"architectures": [{}]}, "known are LlamaForCausalLM"),
+        ({"architectures": [{}]}, r"known are .*LlamaForCausalLM"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the files hold 21 tensors"),
     ],
 )
@@ -383,7 +383,7 @@ def test_an_architecture_is_refused_before_its_weights_are_fetched(
 def test_an_architecture_is_refused_before_its_weights_are_looked_for(folder: Path) -> None:
     configure(folder, architectures=["GPT2LMHeadModel"])
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="known are LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"known are .*LlamaForCausalLM"):
         load(folder)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.engine import weights
-from whorl.nn.weights import laid_out
+from whorl.nn.weights import laid_out, packed
 from whorl.ops import OPS
 from whorl.ops.quantised import layout
 
@@ -201,7 +201,8 @@ def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch:
     """As it does on a GPU, here by the reference: values, logits and looked up rows are those of the plain layout."""
     path, _ = write(tmp_path, CASES[name], "moe")
     plain = load(path)
-    monkeypatch.setattr(laid_out, "is_tiled_on", lambda device: True)
+    for module in (laid_out, packed):
+        monkeypatch.setattr(module, "is_tiled_on", lambda device: True)
     model, calls = load(path), []
     for op in ("packed_linear", "packed_experts"):
         own = OPS[op].reference

@@ -18,6 +18,7 @@ QK_BACKWARD = "whorl.ops.attention.qk_norm_rope_backward_triton"
 LINEAR, EXPERTS = "whorl.ops.linear_triton", "whorl.ops.moe.experts_triton"
 ROUTE = "whorl.ops.moe.route_triton"
 PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
+K_AT = "k_at = k_cache_ptr + block * k_stride_block + offset * k_stride_offset"
 DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
 CUTS = "whorl.ops.attention.cuts_triton"
 LOG_SOFTMAX = "whorl.ops.log_softmax_triton"
@@ -106,7 +107,7 @@ FAULTS = [
     Fault("blocks in a row", CUTS, "paged_attention", TABLE, "(keys // BLOCK_SIZE)"),
     Fault("lse in powers of two", PROMPT, "causal_attention", "(top + tl.log2(mass)) * LN_2", "(top + tl.log2(mass))"),
     Fault("keys of the first sequence", PROMPT, "causal_attention", "k_cache_ptr + start", "k_cache_ptr + 0 * start"),
-    Fault("slot of another block", PAGED, "write_kv", ", slot % BLOCK_SIZE", ", slot % BLOCK_SIZE * 0"),
+    Fault("slot of another block", PAGED, "write_kv", K_AT, K_AT.replace("offset * k", "0 * k")),
     Fault("noise of one step", SAMPLE, "sample", "_mix(_mix(low ^ high) ^ step.to(tl.uint32)", "_mix(_mix(low ^ high)"),
     Fault("greedy takes the last of equals", SAMPLE, "sample", "= tl.min(tl.where(tops =", "= tl.max(tl.where(tops ="),
     Fault("min_p ignored", SAMPLE, "sample", "& (tl.exp(-below) >= least)", "& (tl.exp(-below) >= 0 * least)"),

@@ -29,7 +29,7 @@ REFUSED = {
     "generate --prompt x --device npu": "device 'npu' was asked for; this machine has",
     "bench decode --classify --verify": "--classify and --verify: say one of them",
     "bench decode --random-config Qwen3-0.6B --classify": "--classify needs a MODEL that speaks",
-    "bench decode --random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, and no config.json",
+    "bench decode --random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, Qwen3-VL",
     "bench decode --random-config Qwen3-0.6B some-model": "say one of them",
     "bench decode --peer vllm": "--peer vllm: expected transformers",
     "bench decode --batch x": "--batch x: expected numbers",

@@ -88,6 +88,7 @@ REASONS = {
     "ops/_op.py": "one class, the operator: stated, implemented, chosen, called",
     "passes/rows.py": "a table: a rule for each operator that works row by row",
     "positions.py": "one way from token types to positions, and its inverse over ranks",
+    "serve/engine_thread.py": "one class: the thread that the engine runs in, and how requests come to it and go",
     "titan/swap_optimizer.py": "one class: a step while moments come from the host and go back",
 }
 

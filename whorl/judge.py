@@ -156,7 +156,7 @@ def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None)
     if kept:
         return Verdict(ratio=math.inf, problem=f"wrote to its arguments {', '.join(kept)}")
     there = before if home is None else convert(before, lambda t: t.to(home))
-    wide = widened(there)
+    wide = widened(convert(there, Tensor.clone))  # codes that are written are nobody else's
     with adding_alike(there):
         reference = answers(op, op.reference, there)
     gold = answers(op, op.reference, wide)

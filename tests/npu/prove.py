@@ -183,7 +183,10 @@ def strided(values: Values) -> Values:
     def widened(x: Tensor) -> Tensor:
         return torch.cat((x, x[..., :1]), -1)[..., :-1]
 
-    return {n: widened(v) if is_float(v) and v.dim() > 1 and not n.endswith("_cache") else v for n, v in values.items()}
+    return {
+        n: widened(v) if is_float(v) and v.dim() > 1 and not n.endswith(("_cache", "_scale")) else v
+        for n, v in values.items()
+    }
 
 
 def register_cpu_kernels(called: list[str], given: list[Any] | None = None) -> torch.library.Library:
@@ -324,7 +327,9 @@ def worst(got: Any, reference: Any, gold: Any) -> Values:
         if g.shape != r.shape or g.dtype != r.dtype:
             return {"ratio": math.inf, "why": f"{g.shape} {g.dtype}, the reference gives {r.shape} {r.dtype}"}
         if not g.is_floating_point():
-            ratios.append(0.0 if torch.equal(g, r) else math.inf)
+            apart = (g.int() - r.int()).abs()  # of codes a few lie between two: where their numbers were rounded before
+            is_near = g.dtype == torch.int8 and apart.max() <= 1 and apart.sum() <= max(4, 0.2 * g.numel())
+            ratios.append(0.0 if torch.equal(g, r) or is_near else math.inf)
             continue
         is_infinite = exactly.isinf()
         if not torch.equal(g[is_infinite].double(), exactly[is_infinite]):

@@ -89,7 +89,24 @@ def _mark(module: Any, part: str) -> list[Any]:
     def after(module: Any, given: Any, result: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    handles: list[Any] = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    return handles if getattr(module, "after", None) is None else [*handles, _MarkedAfter(module, part)]
+
+
+class _MarkedAfter:
+    """A module that is called by `after`, with the norm before it, is marked there, too."""
+
+    def __init__(self, module: Any, part: str) -> None:
+        self._module, own = module, module.after
+
+        def after(*given: Any) -> Any:
+            with record_function(MARK + part):
+                return own(*given)
+
+        module.after = after
+
+    def remove(self) -> None:
+        del self._module.after
 
 
 def need_profiler(device: str) -> None:

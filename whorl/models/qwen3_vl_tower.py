@@ -16,8 +16,7 @@ from torch.nn import Module, ModuleList
 from whorl import ops
 from whorl.models.fields import count, number
 from whorl.models.qwen3_vl_places import nearest, rotary
-from whorl.nn import Formats, LayerNorm, Linear, Slot, Weighted
-from whorl.nn.weights import ALL_DENSE
+from whorl.nn import Formats, LayerNorm, Linear, PlainLinear, Slot, Weighted
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 _EPS = 1e-6
@@ -108,17 +107,13 @@ def _deepstack(values: Mapping[str, Any], depth: int) -> tuple[int, ...]:
 # ---- layers
 
 
-class PatchProduct(Linear):
+class PatchProduct(PlainLinear):
     """The convolution whose kernel is as large as its stride: a product of whole patches."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__(config.patch_values, config.hidden_size, bias=True)
         size = config.patch_size
         self.stored = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
-
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        """Quantisers round linear layers, and this one is stored as a convolution."""
-        super().hold(name, ALL_DENSE, dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         for source, slot in super().slots(name):

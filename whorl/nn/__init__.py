@@ -10,7 +10,7 @@ from .cache import CacheSpec, KVCache, KVFormat, PagedKV
 from .experts import Experts, StackedExperts
 from .latent_cache import LatentCache, LatentKV
 from .latent_heads import LatentHeads
-from .linear import Linear
+from .linear import Linear, PlainLinear
 from .model import Model, recordable
 from .norm import LayerNorm, RMSNorm
 from .ranks import ONE, Ranks, Unit
@@ -40,6 +40,7 @@ __all__ = [
     "Packed",
     "PagedKV",
     "Part",
+    "PlainLinear",
     "RMSNorm",
     "Ranks",
     "Rope",

@@ -76,3 +76,12 @@ class Linear(Matrix):
     @property
     def num_values(self) -> int:
         return super().num_values + self.shape[0] * self.has_bias
+
+
+class PlainLinear(Linear):
+    """One that no quantiser rounds, whatever config.json says of linear layers: it is stored as something else."""
+
+    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        from .weights.dense import ALL_DENSE  # which is made of what is beside this file
+
+        super().hold(name, ALL_DENSE, dtype)

@@ -163,7 +163,7 @@ ATTRIBUTES = {
     "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter": "model_args",
     "torchtitan.train:Trainer": (
         "checkpointer dataloader job_config lr_schedulers model_args model_parts optimizers parallel_dims pp_schedule"
-        " step train_spec"
+        " step tokenizer train_spec"
     ),
 }
 

@@ -141,13 +141,6 @@ class DeepSeekV32Args(BaseModelArgs):
         trained = self.max_seq_len if self.max_seq_len < longest else None
         return replace(config, max_position_embeddings=longest, trained_seq_len=trained)
 
-    def hf_config(self, dtype: str) -> dict[str, Any]:
-        """The values of config.json; ValueError where Hugging Face's model cannot compute what this one does."""
-        from .hf import check_export
-
-        check_export(self)
-        return self.config.to_hf(dtype)
-
     @property
     def softmax_scale(self) -> float:
         return self.config.softmax_scale
