@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torchtitan.components.checkpoint import LR_SCHEDULER, CheckpointManager
 from torchtitan.config import JobConfig
@@ -19,8 +18,6 @@ from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
 from whorl.titan.data import ByteTokenizer
-from whorl.titan.deepseek_v32.args import DeepSeekV32Args
-from whorl.titan.deepseek_v32.hf import to_hf_config
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.served_files import describer
@@ -80,9 +77,9 @@ class WhorlTrainer(Trainer):
     def _describer(self) -> Callable[[Path], None]:
         """What writes beside a checkpoint's weights the files that `whorl serve` needs."""
         config, values = self.job_config, None
-        if isinstance(self.model_args, DeepSeekV32Args):
+        if (of_files := getattr(self.model_args, "hf_config", None)) is not None:
             try:
-                values = to_hf_config(self.model_args, getattr(torch, config.training.mixed_precision_param))
+                values = of_files(config.training.mixed_precision_param)
             except ValueError as error:
                 logger.warning(f"Checkpoints get no config.json, and cannot be served as they lie: {error}")
         if values is None:

@@ -141,6 +141,21 @@ class DeepSeekV32Args(BaseModelArgs):
         trained = self.max_seq_len if self.max_seq_len < longest else None
         return replace(config, max_position_embeddings=longest, trained_seq_len=trained)
 
+    def hf_config(self, dtype: str) -> dict[str, Any]:
+        """The values of config.json; ValueError where transformers' model cannot compute what this one does."""
+        moe = self.moe_args
+        wrong = {
+            "moe_args.score_func": (moe.score_func, "sigmoid"),
+            "moe_args.score_before_experts": (moe.score_before_experts, False),
+            "moe_args.gate_bias": (moe.gate_bias, False),
+        }
+        if self.rope_factor > 1 and not self.mscale_all_dim:
+            wrong["mscale"] = (self.mscale, 1.0)
+        for name, (found, expected) in wrong.items():
+            if found != expected:
+                raise ValueError(f"{name} is {found!r}, and Hugging Face's deepseek_v32 has {expected!r} alone")
+        return self.config.to_hf(dtype)
+
     @property
     def softmax_scale(self) -> float:
         return self.config.softmax_scale
