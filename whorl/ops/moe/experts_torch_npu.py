@@ -9,6 +9,7 @@ from whorl.contracts import grouped_matmul_limit, moe_init_routing_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
+from .routing_torch_npu import routed
 
 
 def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
@@ -33,35 +34,11 @@ def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    count = gate_up.shape[0]
-    sorted_rows, where, counts, _ = _torch_npu.call(
-        "npu_moe_init_routing_v2",
-        x=x.contiguous(),
-        expert_idx=ids.int().contiguous(),
-        active_num=ids.numel(),
-        expert_num=count,
-        drop_pad_mode=0,
-        expert_tokens_num_type=1,
-        expert_tokens_num_flag=True,
-        quant_mode=-1,
-        active_expert_range=[0, count],
-        row_idx_type=0,
-    )
-    hidden = _torch_npu.call("npu_swiglu", input=_product(sorted_rows, gate_up, counts), dim=-1)
-    found = _product(hidden, down, counts)
-    y = _torch_npu.call(
-        "npu_moe_finalize_routing",
-        # In fp32, since the weights are: they must have the rows' dtype.
-        expanded_permuted_rows=found.float(),
-        skip1=None,
-        skip2=None,
-        bias=None,
-        scales=weights.float().contiguous(),
-        expanded_src_to_dst_row=where.view(ids.shape).t().reshape(-1),  # column by column
-        export_for_source_row=None,
-        drop_pad_mode=0,
-    )
-    return y.to(x.dtype).contiguous()
+    def network(rows: Tensor, counts: Tensor) -> Tensor:
+        hidden = _torch_npu.call("npu_swiglu", input=_product(rows, gate_up, counts), dim=-1)
+        return _product(hidden, down, counts)
+
+    return routed(x, weights, ids, gate_up.shape[0], network)
 
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .._gluon_triton import sync
+from .._gluon_triton import follow, sync
 from .._overlap_triton import overlap
 from .._rows import ceil_div, power_of_2
 from .layout import CHUNK
@@ -23,13 +23,6 @@ from .product_triton import Weight
 
 TOKENS = 8  # the fewest columns of a product
 ENOUGH_WARPS = 1024  # 8 KB of 4 bits in each: some 60 KB of a multiprocessor are on their way
-
-
-@gluon.jit
-def _wait(OVERLAP: gl.constexpr):
-    """Everything launched before this kernel is done."""
-    if OVERLAP:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -232,12 +225,12 @@ def _few_packed_kernel(
     WIDE: gl.constexpr = 8 if COLUMNS == 1 else COLUMNS
 
     if IS_ROUTED:
-        _wait(OVERLAP)
+        follow(OVERLAP)
         pair = gl.program_id(1)
         entry = gl.load(ids_ptr + pair).to(gl.int64)
     else:
         if not AHEAD:
-            _wait(OVERLAP)
+            follow(OVERLAP)
         pair = 0
         entry = gl.to_tensor(0).to(gl.int64)
     first = gl.program_id(0) * OUT
@@ -271,7 +264,7 @@ def _few_packed_kernel(
     if HAS_ZEROS:
         zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
     if AHEAD and not IS_ROUTED:
-        _wait(OVERLAP)
+        follow(OVERLAP)
     x = gl.load(x_at, mask=(token < T) & (x_column < K), other=0.0)
     for round in range(ROUNDS):
         part = gl.zeros([CHUNKS, ROWS, WIDE], gl.float32, MMA)

@@ -12,7 +12,7 @@ from whorl.contracts import (
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from .npu_routing import routed
+from ..moe.routing_torch_npu import routed
 
 
 def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:

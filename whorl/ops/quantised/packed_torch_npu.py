@@ -7,7 +7,7 @@ from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_lim
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from .npu_routing import routed
+from ..moe.routing_torch_npu import routed
 
 
 def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
