@@ -19,13 +19,16 @@ def device() -> str:
     return "cpu" if is_interpreting() else "cuda"
 
 
-def attend(queries: int, device: str, dtype: torch.dtype) -> Tensor:
-    """The last query of a sequence of 1024 keys, computed among as many; up to 16 are decoded."""
+def attend(queries: int, device: str, dtype: torch.dtype, sequences: int = 1, **changes: int) -> Tensor:
+    """The last query of sequences of 1024 keys, computed among as many; up to 16 are decoded."""
     torch.manual_seed(0)
-    shape = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 16}
-    values = OPS["paged_attention"].make(queries=(17,), contexts=(1024,), **shape, dtype=dtype, device=device)
-    values |= {"q": values["q"][-queries:], "query_starts": values["query_starts"].new_tensor([0, queries])}
-    return paged_attention(**values, backend="triton")[-1]
+    shape = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 16} | changes
+    sizes = {"queries": (17,) * sequences, "contexts": (1024,) * sequences}
+    values = OPS["paged_attention"].make(**sizes, **shape, dtype=dtype, device=device)
+    q = values["q"].unflatten(0, (sequences, 17))[:, -queries:].flatten(0, 1).contiguous()
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * queries
+    values |= {"q": q, "query_starts": starts}
+    return paged_attention(**values, backend="triton")[queries - 1 :: queries]
 
 
 def multiply(rows: int, device: str) -> Tensor:
@@ -59,10 +62,15 @@ def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.
 
 @pytest.mark.gpu
 def test_a_product_and_a_sum_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contraction: the interpreter has none."""
-    whole = attend(17, "cuda", torch.bfloat16)
-    assert torch.equal(attend(1, "cuda", torch.bfloat16), whole)
-    plant(DECODE, '"enable_fp_fusion": False', '"enable_fp_fusion": True', 1, tmp_path, monkeypatch)
-    found = attend(1, "cuda", torch.bfloat16)
+    """Contraction: of two products that are added one is rounded, and which one is written. The interpreter rounds both.
+
+    `fold` with its sides changed rounds the other. It is so little that few of many results show it in 16 bits.
+    """
+    many = {"sequences": 16, "heads": 32, "kv_heads": 4, "dim": 128}
+    whole = attend(17, "cuda", torch.float16, **many)
+    assert torch.equal(attend(1, "cuda", torch.float16, **many), whole)
+    written = "fold(top, total, out, cut_top, cut_total, cut_out)"
+    plant(DECODE, written, "fold(cut_top, cut_total, cut_out, top, total, out)", 2, tmp_path, monkeypatch)
+    found = attend(1, "cuda", torch.float16, **many)
     assert not torch.equal(found, whole)
-    torch.testing.assert_close(found, whole, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, whole, rtol=0.002, atol=0.002)

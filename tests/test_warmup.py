@@ -57,8 +57,8 @@ def state(llm: LLM) -> dict[str, Any]:
         "python": random.getstate(),
         "budget": llm.max_prompt_tokens,
         "caches": [tensor.tolist() for cache in llm.runner.caches for tensor in (cache.k, cache.v)],
-        "tables": llm.runner._tables[:-1].tolist(),
-        "tokens": llm.runner._tokens[:-1].tolist(),
+        "tables": llm.runner.lanes.tables[:-1].tolist(),
+        "tokens": llm.runner.lanes.tokens[:-1].tolist(),
         "biases": len(llm.sampler._adjuster._kept),
     }
 

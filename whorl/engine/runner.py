@@ -1,6 +1,6 @@
 """Runs a batch: the caches, the forward calls, their logits and the tokens that these give.
 
-State lives on the device: each sequence's last token and its block table, by lane. The host sends a call's indices in
+State lives on the device: each sequence's last token and its block table, by lane (lanes.py). The host sends a call's indices in
 one copy and waits for nothing, so it may prepare step n + 1 while step n runs; tokens that it has not read are taken
 from the lane. Decode calls are replayed as graphs, padded to a few sizes, where the device records them: `NO_GRAPHS` in
 whorl/device.py says where not, and why.
@@ -26,6 +26,7 @@ from .batch import Batch, Call, Sample, Score, Size, layout
 from .caches import cache_specs
 from .encoder import Work
 from .features import Features
+from .lanes import Lanes
 from .sequence_parallel import PromptForward, Settings
 from .small_copy import start_copy
 
@@ -76,13 +77,10 @@ class Runner:
         self.vocab_size = vocab_size or model.vocab_size
         specs = cache_specs(model, kv_cache_dtype)
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in specs]
-        # The last lane is spare: rows that only fill a recorded call up belong to it.
-        width = -(-max_len // block_size)
-        self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
-        spare = max_num_seqs
+        self.lanes = Lanes(max_num_seqs, -(-max_len // block_size), device)
+        spare = self.lanes.spare
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
-        self._padding |= {"table_at": spare * width, "top_p": 1}
+        self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
         self._inputs = _Inputs(max(max_rows, _GRAPH_ROWS[-1]), device)
         self._use_graphs = wants_graphs(device, use_graphs) and recordable(model, use_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
@@ -100,13 +98,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:
-        return [self.run_call(call) for call in batch.calls(self.block_size, self._tables.shape[1])]
+        return [self.run_call(call) for call in batch.calls(self.block_size, self.lanes.width)]
 
     @torch.inference_mode()
     def run_call(self, call: Call) -> Result:
         for lane, blocks in call.tables:
-            new = lasting(torch.tensor(blocks, dtype=torch.int32), self.device)
-            self._tables[lane, : len(blocks)].copy_(new, non_blocking=True)
+            self.lanes.admit(lane, blocks)
         graph = self._graph(call)
         size = call.size if graph is None else (graph.rows,) * 3
         given = self._inputs.send(call, size, self._padding)
@@ -145,14 +142,12 @@ class Runner:
 
         width: blocks of a lane that the call may read. positions: [A, T], where they have several axes.
         """
-        if is_decode:  # where a row's block is new in its lane; a prompt's were sent when it was admitted
-            self._tables.view(-1).index_copy_(0, given["table_at"], given["blocks"])
-        tokens = given["tokens"]
+        token_ids, block_tables = self.lanes.read(given, width, is_decode=is_decode)
         step = Step(
-            token_ids=torch.where(tokens < 0, self._tokens[given["lanes"]], tokens),
+            token_ids=token_ids,
             positions=given["positions"] if positions is None else positions,
             slots=given["slots"],
-            block_tables=self._tables[:, :width].index_select(0, given["entry_lanes"]),
+            block_tables=block_tables,
             query_starts=given["query_starts"],
             context_lens=given["context_lens"],
             max_position=min(width * self.block_size, self.max_len),
@@ -160,13 +155,13 @@ class Runner:
         )
         hidden = self._forward(step, is_decode)
         if not len(given["seeds"]):  # in the middle of prompts; not every backend takes empty tensors
-            none = hidden.new_empty(0, self.model.vocab_size, dtype=torch.float32)
+            none = hidden.new_empty(0, self.model.vocab_size)
             return hidden, none, none.new_empty(0, dtype=torch.int64)
         logits = self.model.logits(hidden if is_dense else hidden[given["sample_rows"]])
         sampling = (given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
         token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
         # Of a sequence with a draft it is any of its tokens; the host reads those before it goes on, and sends them.
-        self._tokens.index_copy_(0, given["sample_lanes"], token_ids)
+        self.lanes.keep(given["sample_lanes"], token_ids)
         return hidden, logits, token_ids
 
     def _forward(self, step: Step, is_decode: bool) -> Tensor:

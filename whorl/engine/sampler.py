@@ -68,7 +68,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, samples: List[Sample]) -> Tensor:
         """One id for each row, by the parameters of its sequence."""
-        logits = self._adjuster.adjust(logits, samples)
+        logits = self._adjuster.adjust(logits.float(), samples)
         drawn = [row for row, sample in enumerate(samples) if _is_drawn(sample)]
         if not drawn:
             return _sample(logits, samples)
@@ -83,7 +83,7 @@ class Sampler:
 
         The noise is a stream of its own: with the target's, a token's draft would tell what replaces it.
         """
-        logits = self._adjuster.adjust(logits, samples)
+        logits = self._adjuster.adjust(logits.float(), samples)
         temperature, *cuts = _filters([sample.chunk.sequence.params for sample in samples], logits.device)
         probs = probabilities(logits, temperature, *cuts)
         is_drawn = temperature > 0

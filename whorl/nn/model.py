@@ -33,7 +33,7 @@ class Model(Protocol):
         """Of a prompt: what its tokens see of each other, in all layers."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] fp32 from hidden [N, C]."""
+        """[N, V] from hidden [N, C], in the dtype of the product."""
 
 
 def recordable(model: Model, asked: bool | None) -> bool:

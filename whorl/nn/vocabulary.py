@@ -32,7 +32,7 @@ class Vocabulary(Matrix):
         return self.ranks.sum(torch.where(is_mine[:, None], rows, 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size].float()
+        return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size]
 
     def step_bytes(self, batch: int) -> float:
         """As an embedding a row a sequence, as a head all."""

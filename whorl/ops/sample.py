@@ -15,8 +15,10 @@ _MASK = 0xFFFFFFFF
 def _check(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
 ) -> None:
-    if logits.dim() != 2 or not logits.shape[1] or logits.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] fp32, V > 0")
+    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point() or logits.dtype.itemsize < 2:
+        raise ValueError(
+            f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] bf16, fp16 or fp32, V > 0"
+        )
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds, "steps": steps}
     for name, value in given.items():
         if value.shape != logits.shape[:1]:
@@ -71,6 +73,10 @@ def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return scaled
 
 
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype.itemsize > 2 else logits.float()
+
+
 def _fake(logits: Tensor, **_: object) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
@@ -81,7 +87,7 @@ def sample(
 ) -> Tensor:
     """One token id for each row.
 
-    logits: [B, V] fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B] int; result: [B] int64.
+    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B] int; result: [B] int64.
     Temperature 0 takes the highest logit, the lowest id on ties. Otherwise the softmax of logits / temperature is
     sampled among the tokens that pass, in this order: `top_k` (0: all) keeps those no lower than the k-th highest;
     `top_p` (1: all) keeps a token when those before it in falling order hold less than top_p of what is left, and
@@ -89,6 +95,7 @@ def sample(
     Some token always passes. The noise is a hash of seed, step and token id, so a row's choice depends on that row
     alone, in any batch. Logits of minus infinity are never chosen while another is finite. No gradient.
     """
+    logits = _wide(logits)
     chosen = logits.argmax(-1)
     warm = (temperature > 0).nonzero().flatten()
     if len(warm):
@@ -112,7 +119,7 @@ sample.impl("triton", "sample_triton:forward", accepts=_triton_reason)
 @sample.impl("torch_npu", accepts=sample_torch_npu.reason)
 def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[no-untyped-def]
     noise = gumbel(seeds, steps, logits.shape[1])
-    return sample_torch_npu.forward(logits, temperature, top_k, top_p, min_p, noise)
+    return sample_torch_npu.forward(_wide(logits), temperature, top_k, top_p, min_p, noise)
 
 
 def _check_penalties(
@@ -190,6 +197,8 @@ _CASES: list[Values] = [
     {"tokens": (3,), "vocab": 600, "temperature": 0.0},
     {"tokens": (8,), "vocab": 70, "min_p": 0.5, "temperature": 1.5},
     {"tokens": (4,), "vocab": 70, "sliced": True, "top_k": 5},
+    {"tokens": (5,), "vocab": 600, "narrow": True, "scale": 3.0, "top_p": 0.8},
+    {"tokens": (3,), "vocab": 600, "narrow": True, "temperature": 0.0},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_p": 0.8},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "min_p": 0.2, "top_p": 0.5, "top_k": 20, "temperature": 1.7},
     {"tokens": (2,), "vocab": 600, "scale": 2.0, "top_p": 0.9, "top_k": 50, "temperature": 0.3},
@@ -209,9 +218,11 @@ def _make(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    narrow: bool = False,
 ) -> Values:
     count, wide, device = tokens[0], draw.wide, draw.device
-    logits = (draw.scale * torch.randn(count, vocab + 3 * draw.sliced, device=device)).to(wide)[:, :vocab]
+    kind = draw.dtype if narrow else wide
+    logits = (draw.scale * torch.randn(count, vocab + 3 * draw.sliced, device=device)).to(kind)[:, :vocab]
 
     def full(value: float, kind: torch.dtype) -> Tensor:
         return torch.full((count,), value, dtype=kind, device=device)

@@ -21,7 +21,7 @@ def _top_kernel(logits_ptr, top_ptr, id_ptr, stride, V, CHUNK: tl.constexpr):
     """Maximum of one chunk of one row, and the first id that has it."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < V, other=float("-inf"))
+    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     top = tl.max(logits, 0)
     at = row * tl.num_programs(1) + chunk
     tl.store(top_ptr + at, top)
@@ -57,7 +57,7 @@ def _gumbel(ids, first, second):
 def _below(logits_ptr, V, top, temperature, ids):
     """How far each token lies below the highest, at this temperature; infinity past the end."""
     logits = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
-    return (top - logits) / temperature
+    return (top - logits.to(tl.float32)) / temperature
 
 
 @triton.jit
