@@ -83,17 +83,24 @@ def _with_pictures(text: dict[str, Any], kind: str, architecture: str) -> dict[s
     }
 
 
-_QWEN3_8B = PRESETS["Qwen3-0.6B"] | {
+PRESETS["Qwen3-8B"] = PRESETS["Qwen3-0.6B"] | {
     "hidden_size": 4096,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+PRESETS["Qwen3-235B-A22B"] = PRESETS["Qwen3-30B-A3B"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
 PRESETS["Qwen3-VL-30B-A3B"] = _with_pictures(
     PRESETS["Qwen3-30B-A3B"], "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"
 )
-PRESETS["Qwen3-VL-8B"] = _with_pictures(_QWEN3_8B, "qwen3_vl", "Qwen3VLForConditionalGeneration")
+PRESETS["Qwen3-VL-8B"] = _with_pictures(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
 
 
 def read_config(name: str) -> dict[str, Any]:
