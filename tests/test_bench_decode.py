@@ -17,7 +17,7 @@ from whorl.bench import classify, decode, decode_report, draft_sweep
 from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
 from whorl.bench.decode import parse_batches
 from whorl.bench.draft_sweep import parse_sweep
-from whorl.bench.random_config import PRESETS
+from whorl.bench.random_config import PRESETS, read_config
 from whorl.cli import app
 from whorl.engine import roofline
 from whorl.engine.roofline import num_values, prompt_flops, step_bytes
@@ -154,6 +154,22 @@ def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
     text = decode_report.render(document)
     for word in ("of roofline", "GB/s", "prefill   40 tokens", "transformers", "random weights"):
         assert word in text
+
+
+def test_random_weights_may_be_quantised(shape: str) -> None:
+    """Behind the name; a quarter of the bytes, and the embedding, the head and the norms as they are."""
+    plain, packed = (
+        json.loads(
+            run(
+                "--random-config", name, "--batch", "1", "--tokens", "2", "--repeats", "1", "--device", "cpu", "--json"
+            ).stdout
+        )
+        for name in (shape, f"{shape}:w4a16")
+    )
+    assert packed["header"]["weight_bytes"] < plain["header"]["weight_bytes"]
+    assert packed["decode"][0]["bytes_per_step"] < plain["decode"][0]["bytes_per_step"]
+    with pytest.raises(ValueError, match=r"--random-config Qwen3-0.6B:w3: not one of"):
+        read_config("Qwen3-0.6B:w3")
 
 
 def test_a_peer_that_fails_is_reported(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

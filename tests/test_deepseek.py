@@ -342,7 +342,7 @@ def test_prompts_through_the_passes(tmp_path: Path) -> None:
     found = []
     for sp in ("off", "on"):
         how: dict[str, Any] = {"tp": 2, "sp": sp, "device": "cpu", "dtype": torch.float32, "num_blocks": 40}
-        llm = LLM(paths["deepseek"], tokenizer=ByteTokenizer(), block_size=4, max_model_len=64, **how)  # type: ignore[arg-type]
+        llm = LLM(paths["deepseek"], tokenizer=ByteTokenizer(), block_size=4, max_model_len=80, **how)  # type: ignore[arg-type]
         logits, sequences = record(llm), [llm.add(PROMPT[:n], SAMPLED)[0] for n in (21, 7)]
         while llm.has_work:
             llm.step()

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from whorl.engine.weights.quantize import KEPT
+from whorl.nn.weights import SCHEMES, rounding_to
+
 PRESETS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -103,8 +106,23 @@ PRESETS["Qwen3-VL-30B-A3B"] = _with_pictures(
 PRESETS["Qwen3-VL-8B"] = _with_pictures(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
 
 
+_WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+
+
+def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
+    """With the `quantization_config` of published checkpoints: FP8 in blocks, as of Qwen3-*-FP8, or groups in 4 bits."""
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    if scheme != "fp8":
+        columns = {name: config[name] for name in _WIDTHS if name in config}
+        settings = rounding_to(scheme, columns).settings(list(KEPT))
+    return {**config, "quantization_config": settings}
+
+
 def read_config(name: str) -> dict[str, Any]:
-    """A preset, or the values of a config.json."""
+    """A preset, or the values of a config.json; behind either may stand how its weights are quantised, as ":w4a16"."""
+    plain, _, scheme = name.rpartition(":")
+    if plain and scheme in SCHEMES:
+        return _quantised(read_config(plain), scheme)
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name).expanduser()
