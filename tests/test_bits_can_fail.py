@@ -62,7 +62,7 @@ def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.
 
 @pytest.mark.gpu
 def test_a_product_and_a_sum_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contraction: of two products that are added one is rounded, and which one is written. The interpreter rounds both.
+    """Contraction: of two products that are added one is rounded; the interpreter rounds both.
 
     `fold` with its sides changed rounds the other. It is so little that few of many results show it in 16 bits.
     """

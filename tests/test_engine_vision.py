@@ -10,7 +10,8 @@ import torch
 from mock_model import Logits, MockModel, record
 from vision import END, IMAGE, START, expand, item
 
-from whorl.engine.encoder import Encoder
+from whorl.engine.encoder import Encoder, Job
+from whorl.engine.features import Features
 from whorl.engine.llm import LLM
 from whorl.engine.placing import Placed, Placement
 from whorl.engine.sequence import SamplingParams
@@ -209,6 +210,47 @@ def test_a_large_picture_does_not_hold_up_decoding(model: Any, monkeypatch: pyte
     assert ran == [1, 1, 1, 1]
     assert steps >= 4 + len(ids) // 4
     run(llm, [])
+
+
+def encoded(model: Any, jobs: list[Job], device: str) -> dict[int, torch.Tensor]:
+    features = Features(model.tower, device)
+    features.run(jobs)
+    return features._done
+
+
+def jobs_of(model: Any, grids: Sequence[tuple[int, int, int]]) -> list[Job]:
+    items = [item(i, grid, values=model.config.vision.patch_values) for i, grid in enumerate(grids)]
+    return [Job(number=i, layers=model.config.vision.depth, item=each) for i, each in enumerate(items)]
+
+
+def test_pictures_of_a_step_run_as_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that leaves their bits: up to so many patches at once; on a CPU one after the other."""
+    ran = []
+    advance = model.tower.advance
+    monkeypatch.setattr(model.tower, "advance", lambda e, layers: ran.append(e.num_patches) or advance(e, layers))
+    jobs = jobs_of(model, [(1, 4, 6), (1, 2, 2), (2, 4, 4), (1, 8, 8)])
+    alone = encoded(model, jobs, "cpu")
+    assert ran == [24, 4, 32, 64]
+    ran.clear()
+    monkeypatch.setattr("whorl.engine.features.runs_several", lambda device: True)
+    monkeypatch.setattr("whorl.engine.features.MOST_PATCHES", 64)
+    together = encoded(model, jobs, "cpu")
+    assert ran == [60, 64]
+    for number, features in alone.items():
+        torch.testing.assert_close(together[number], features, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_pictures_that_run_as_one_have_their_own_bits() -> None:
+    """Heads of 72 channels, as published, and sizes that fill no tile."""
+    vision = {"hidden_size": 288, "num_heads": 4, "intermediate_size": 600, "depth": 2, "deepstack_visual_indexes": [0]}
+    config = Qwen3VL.tiny()
+    config["vision_config"] |= vision
+    model = random_model(config, device="cuda", dtype=torch.bfloat16, max_length=512)
+    jobs = jobs_of(model, [(1, 14, 6), (1, 2, 2), (2, 14, 14), (1, 34, 18), (1, 64, 64)])
+    together = encoded(model, jobs, "cuda")
+    for job in jobs:
+        assert torch.equal(encoded(model, [job], "cuda")[job.number], together[job.number])
 
 
 def sequence(*items: Placed, length: int = 40, salt: str | None = None) -> Seq:

@@ -120,6 +120,10 @@ def test_several_pictures_at_once_are_each_by_itself(both: tuple[Any, Any]) -> N
         assert ours.tower.advance(encoding, 2) is None
         again = ours.tower.advance(encoding, 9)
         assert torch.equal(again, features)
+    joined = [ours.tower.begin(torch.from_numpy(each.patches), each.grid) for each in items]
+    assert ours.tower.advance_all(joined, 2) == [None] * 3
+    for mine, features in zip(ours.tower.advance_all(joined, 9), found, strict=True):
+        close(mine, features)
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -110,7 +110,7 @@ _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 
 
 def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
-    """With the `quantization_config` of published checkpoints: FP8 in blocks, as of Qwen3-*-FP8, or groups in 4 bits."""
+    """With the `quantization_config` of published checkpoints: FP8 in blocks, as Qwen3-*-FP8, or groups in 4 bits."""
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     if scheme != "fp8":
         columns = {name: config[name] for name in _WIDTHS if name in config}

@@ -1,9 +1,8 @@
 """Runs a batch: the caches, the forward calls, their logits and the tokens that these give.
 
-State lives on the device: each sequence's last token and its block table, by lane (lanes.py). The host sends a call's indices in
-one copy and waits for nothing, so it may prepare step n + 1 while step n runs; tokens that it has not read are taken
-from the lane. Decode calls are replayed as graphs, padded to a few sizes, where the device records them: `NO_GRAPHS` in
-whorl/device.py says where not, and why.
+State lives on the device, by lane (lanes.py). The host sends a call's indices in one copy and waits for nothing, so it
+may prepare step n + 1 while step n runs; tokens that it has not read are taken from the lane. Decode calls are replayed
+as graphs, padded to a few sizes, where the device records them: `NO_GRAPHS` in whorl/device.py says where not, and why.
 """
 
 import itertools
@@ -93,8 +92,7 @@ class Runner:
         """The tower's part of a step, before `run`."""
         assert self.features is not None, "only a model with a tower is given pictures"
         self.features.drop(work.dropped)
-        for job in work.jobs:
-            self.features.run(job)
+        self.features.run(work.jobs)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:

@@ -1,11 +1,12 @@
 """The vision tower of Qwen3-VL: patches of one picture or video to features of the text model's width.
 
-A picture runs by itself, whatever runs beside it, and may stop after any layer and go on later: a large one then never
-holds up those that decode. Every rank has the whole tower.
+A picture has the same features whatever runs beside it, and may stop after any layer and go on later: a large one then
+never holds up those that decode. Every rank has the whole tower.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,6 +218,24 @@ class Encoding:
     merged: list[Tensor] = field(default_factory=list)  # of deepstack, [N, text width] each
     layer: int = 0
 
+    @property
+    def num_patches(self) -> int:
+        return len(self.x)
+
+
+def join(encodings: Sequence[Encoding]) -> Encoding:
+    """Several that have run as many layers, one behind the other: frames see their own patches as before."""
+    ends = itertools.accumulate((each.num_patches for each in encodings), initial=0)
+    starts = [each.starts[:-1] + end for each, end in zip(encodings, ends, strict=False)]
+    total = encodings[0].starts.new_tensor([sum(each.num_patches for each in encodings)])
+    return Encoding(
+        torch.cat([each.x for each in encodings]),
+        torch.cat([each.rotary for each in encodings]),
+        torch.cat([*starts, total]),
+        [torch.cat(parts) for parts in zip(*(each.merged for each in encodings), strict=True)],
+        encodings[0].layer,
+    )
+
 
 class Tower(Module):
     def __init__(self, config: TowerConfig) -> None:
@@ -259,8 +278,29 @@ class Tower(Module):
             return None
         return torch.stack([self.merger(encoding.x), *encoding.merged])
 
+    @torch.inference_mode()
+    def advance_all(self, encodings: Sequence[Encoding], layers: int) -> list[Tensor | None]:
+        """As `advance` of each, with one launch for all of them; they have run as many layers.
+
+        What an encoding gives has the same bits only where a product's rows do not depend on each other.
+        """
+        if len(encodings) == 1:
+            return [self.advance(encodings[0], layers)]
+        joined, patches = join(encodings), [each.num_patches for each in encodings]
+        features = self.advance(joined, layers)
+        tokens = [count // self.config.spatial_merge_size**2 for count in patches]
+        if features is not None:
+            return list(features.split(tokens, 1))
+        merged = [each.split(tokens) for each in joined.merged]
+        for i, (encoding, x) in enumerate(zip(encodings, joined.x.split(patches), strict=True)):
+            encoding.x, encoding.layer, encoding.merged = x, joined.layer, [parts[i] for parts in merged]
+        return [None] * len(encodings)
+
     def encode(self, patches: Tensor, grid: Grid) -> Tensor:
         """All at once: features [1 + deepstack, N, text width]."""
-        features = self.advance(self.begin(patches, grid), self.config.depth)
-        assert features is not None
-        return features
+        return self.encode_all([(patches, grid)])[0]
+
+    def encode_all(self, pictures: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
+        """Patches and grid of each; see `advance_all`."""
+        found = self.advance_all([self.begin(*picture) for picture in pictures], self.config.depth)
+        return [features for features in found if features is not None]

@@ -87,7 +87,8 @@ def sample(
 ) -> Tensor:
     """One token id for each row.
 
-    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B] int; result: [B] int64.
+    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B]
+    int; result: [B] int64.
     Temperature 0 takes the highest logit, the lowest id on ties. Otherwise the softmax of logits / temperature is
     sampled among the tokens that pass, in this order: `top_k` (0: all) keeps those no lower than the k-th highest;
     `top_p` (1: all) keeps a token when those before it in falling order hold less than top_p of what is left, and
