@@ -12,6 +12,7 @@ from whorl.device import is_interpreting
 
 from . import linear_library
 from ._hopper import gluon_reason
+from ._launch_triton import launched
 from ._overlap_triton import follow, overlap
 from ._rows import ceil_div
 
@@ -30,6 +31,7 @@ def dot(a, b, total, WIDEN: tl.constexpr):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
+@launched
 @triton.jit
 def _few_kernel(
     x_ptr,
@@ -74,6 +76,7 @@ def _few_kernel(
     tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(rows < T)[None, :] & (columns < N)[:, None])
 
 
+@launched
 @triton.jit
 def _tile_kernel(
     x_ptr,

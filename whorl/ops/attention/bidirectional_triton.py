@@ -14,6 +14,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
+from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 from .cuts_triton import LOG2_E, cut_of, load_keys
@@ -30,6 +31,7 @@ def _load(ptr, keys, length, head, stride_t, stride_h, D: tl.constexpr, BLOCK_D:
     )
 
 
+@launched
 @triton.jit
 def _bidirectional_kernel(
     q_ptr,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._launch_triton import launched
 from .._overlap_triton import ask, begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
@@ -24,6 +25,7 @@ AHEAD = 32  # cuts on their way while one is folded
 CHANNELS = 32  # of a program that folds
 
 
+@launched
 @triton.jit
 def _decode_kernel(
     q_ptr,
@@ -155,6 +157,7 @@ def _fold_some(
     return top, total, out
 
 
+@launched
 @triton.jit
 def _fold_kernel(
     out_ptr,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._codes_triton import codes_of, magnitude, scale_of
 from .._formats import code_constants
+from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import power_of_2
 from ..linear_triton import unit_stride
@@ -15,6 +16,7 @@ from .decode_triton import decode
 from .prompt_triton import prompt
 
 
+@launched
 @triton.jit
 def _write_kv_kernel(
     k_ptr,
@@ -68,6 +70,7 @@ def _store_codes(
     tl.store(scale_ptr + scale_at, scale, mask=heads < HK)
 
 
+@launched
 @triton.jit
 def _write_codes_kernel(
     k_ptr,

@@ -9,12 +9,14 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
+from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from .cuts_triton import LN_2, Scales, add_mass, cut_of, fold, load_cut, weigh, weighted
 
 _HOPPER_QUERIES = 128
 
 
+@launched
 @triton.jit
 def _prompt_kernel(
     q_ptr,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._codes_triton import codes_of, magnitude, scale_of
 from .._formats import code_constants
+from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import row_sum
@@ -178,6 +179,7 @@ def _scale_places(slots_ptr, tokens, is_token, heads, HK: tl.constexpr, CACHE_BL
     return (slots // CACHE_BLOCK * HK + heads) * CACHE_BLOCK + slots % CACHE_BLOCK
 
 
+@launched
 @triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
@@ -24,6 +25,7 @@ def _activate(gate, up, dtype: tl.constexpr):
     return (gate / (1 + tl.exp(-gate)) * up).to(dtype)
 
 
+@launched
 @triton.jit
 def _gate_up_few_kernel(
     x_ptr,
@@ -68,6 +70,7 @@ def _gate_up_few_kernel(
     tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _down_few_kernel(
     hidden_ptr,
@@ -106,6 +109,7 @@ def _weigh(part, weight, y):
     return tl.fma(part.to(tl.float32), tl.full(part.shape, weight, tl.float32), y)
 
 
+@launched
 @triton.jit
 def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr):
     """The (token, slot) pairs of one expert, in order, behind those of the experts before it."""
@@ -136,6 +140,7 @@ def _tile_of(counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
     return expert, tl.sum(tl.where(before, counts, 0), 0) + row, row < count
 
 
+@launched
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
@@ -178,6 +183,7 @@ def _gate_up_kernel(
         tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _down_kernel(
     hidden_ptr,
@@ -216,6 +222,7 @@ def _down_kernel(
         tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _combine_kernel(parts_ptr, weights_ptr, y_ptr, C, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
     begin(OVERLAP)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..moe.experts_triton import _activate, _combine
@@ -35,6 +36,7 @@ def _scaled(total, scales_at, token_scales):
     return total.to(tl.float32) * tl.load(scales_at).to(tl.float32)[:, None] * token_scales[None, :]
 
 
+@launched
 @triton.jit
 def _int8_kernel(
     q_ptr,
@@ -65,6 +67,7 @@ def _int8_kernel(
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_token[None, :] & (rows < N)[:, None])
 
 
+@launched
 @triton.jit
 def _int8_experts_kernel(
     q_ptr,

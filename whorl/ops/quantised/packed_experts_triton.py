@@ -11,6 +11,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
+from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
@@ -37,6 +38,7 @@ def chosen(order_ptr, counts_ptr, E, SORTED: tl.constexpr, BLOCK_E: tl.constexpr
     return expert, pair, is_pair
 
 
+@launched
 @triton.jit
 def _packed_experts_kernel(
     x_ptr,

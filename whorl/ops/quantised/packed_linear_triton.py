@@ -11,6 +11,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
+from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
@@ -20,6 +21,7 @@ FEWEST = 8  # tokens of a kernel of their own
 FEW = 16  # tokens of the narrowest tile
 
 
+@launched
 @triton.jit
 def _packed_kernel(
     x_ptr,
