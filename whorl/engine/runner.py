@@ -134,7 +134,9 @@ class Runner:
             how: dict[str, Any] = {"is_decode": call.is_decode, "is_dense": call.is_dense}
             how |= {} if call.axes is None else self._shown(call)
             if self._states is not None:
-                how["states"] = self._states.new_zeros(call.size[0], self._states.shape[1]) if states is None else states
+                how["states"] = (
+                    self._states.new_zeros(call.size[0], self._states.shape[1]) if states is None else states
+                )
             hidden, logits, token_ids = self._compute(given, width, **how)
         else:
             if self._states is not None and states is not None:

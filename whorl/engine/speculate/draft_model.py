@@ -37,7 +37,7 @@ class _Mirror:
 
     @classmethod
     def of(cls, target: Seq) -> "_Mirror":
-        return cls(target, mirrored(target, target.token_ids[: target.prompt_len]), 0)
+        return cls(target, mirrored(target, target.token_ids[: target.prompt_len], target.contents), 0)
 
     def sync(self) -> None:
         """Take over what the target has. What was drafted and rejected is rolled back: computed tokens end before."""

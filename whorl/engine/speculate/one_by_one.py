@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whorl.engine.batch import Batch, Sample
+from whorl.engine.contents import Content
 from whorl.engine.runner import Result, Runner
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Chunk
@@ -128,10 +129,10 @@ class OneByOne:
             size //= 2
 
 
-def mirrored(target: Seq, prompt: Sequence[int]) -> Seq:
+def mirrored(target: Seq, prompt: Sequence[int], contents: Iterable[Content] = ()) -> Seq:
     """A sequence of a draft's own: what the target's request asks of sampling, and its seed."""
     params = replace(target.params, n=1, logprobs=None, prompt_logprobs=None, embed=False)
-    own = Seq(prompt, params, max_len=target.max_len, contents=target.contents, eos_ids=target.eos_ids)
+    own = Seq(prompt, params, max_len=target.max_len, contents=contents, eos_ids=target.eos_ids)
     own.seed = target.seed
     return own
 
