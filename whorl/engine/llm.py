@@ -170,7 +170,7 @@ class LLM:
     @property
     def _beside(self) -> Model | None:
         """A model that drafts from the target's hidden states, with caches in the same blocks."""
-        return self.proposer.model if self.proposer is not None and self.proposer.wants_hidden else None
+        return self.proposer.beside if self.proposer is not None and self.proposer.wants_hidden else None
 
     def step(self) -> list[Delta]:
         """One round of the engine; what it added, sequence by sequence.

@@ -85,7 +85,7 @@ class Runner:
         width = -(-max_len // block_size)
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         fresh = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
-        self._tables = fresh if beside is None else beside._tables
+        self._tables: Tensor = fresh if beside is None else beside._tables
         assert self._tables.shape == fresh.shape, "runners side by side have the same lanes and lengths"
         spare = max_num_seqs
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}

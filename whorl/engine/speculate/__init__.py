@@ -60,7 +60,7 @@ class Proposer(Protocol):
         return
 
     def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
-        """Where it wants hidden states: the target's blocks, and a runner of `beside`, for calls of up to `max_rows`."""
+        """Where it wants hidden states: the target's blocks, and a runner of `beside` for calls of `max_rows`."""
         return
 
     def observe(self, results: "List[Result]") -> None:

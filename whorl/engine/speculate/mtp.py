@@ -1,10 +1,10 @@
 """Multi-token prediction: the target's own further layer drafts, from the target's hidden states.
 
-Its cache lies in the target's blocks: slot t holds what token t's hidden state and token t + 1 give. So whatever happens
-to a sequence, a shared beginning, preemption, its end, happens to both caches at once. Every token that the target
-computes is computed here too: prompts at once, generated tokens with the next draft, or when their block is full. Where
-a block is shared, its last slot has been computed with the next token of whoever came first: a guess may be worse for
-it, and no output changes.
+Its cache lies in the target's blocks: slot t holds what token t's hidden state and token t + 1 give. So whatever
+happens to a sequence, a shared beginning, preemption, its end, happens to both caches at once. Every token that the
+target computes is computed here too: prompts at once, generated tokens with the next draft, or when their block is
+full. Where a block is shared, its last slot has been computed with the next token of whoever came first: a guess may be
+worse for it, and no output changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,9 +48,7 @@ class _Behind:
     def take(self, placed: Placed, hidden: Tensor) -> None:
         """hidden: of the target's tokens from `placed.chunk.start` on."""
         own = self.own
-        assert self.end == placed.chunk.start, (
-            f"{self.target!r}: {self.end} hidden states, {placed.chunk.start} expected"
-        )
+        assert self.end == placed.chunk.start, f"{self.target!r}: {self.end} of {placed.chunk.start} hidden states"
         own.lane, own.block_table = placed.lane, placed.block_table
         own.token_ids += self.target.token_ids[len(own.token_ids) + 1 :]
         self.states = hidden if self.states is None else torch.cat((self.states, hidden))
@@ -80,14 +78,14 @@ class MTP(Proposer):
     def __init__(self, path: str | Path | None = None, *, layer: Model | None = None, k: int = 1) -> None:
         if k < 1:
             raise ValueError(f"MTP: k is {k}, expected at least 1")
-        self.path, self.k, self.model = path, k, layer
+        self.path, self.k, self.beside = path, k, layer
         self._behind: dict[int, _Behind] = {}  # by the target's id
         self._pool: BlockPool | None = None
         self._guesses: OneByOne | None = None
 
     def load(self, path: str | Path | None, model: Any) -> None:
         count = getattr(getattr(model, "config", None), "num_nextn_predict_layers", 0)
-        if self.model is not None:
+        if self.beside is not None:
             return
         if not count:
             raise ValueError(
@@ -98,7 +96,7 @@ class MTP(Proposer):
             raise ValueError("MTP: the model was handed in: give the path of its checkpoint, or its layer")
         from whorl.engine.weights import load_prediction
 
-        self.model = load_prediction(path if self.path is None else self.path, model)
+        self.beside = load_prediction(path if self.path is None else self.path, model)
 
     def attach(self, pool: BlockPool, runner: Runner, *, max_rows: int) -> None:
         if self._guesses is not None:

@@ -87,8 +87,8 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
         model = _prediction(target, checkpoint.config)
         if not any(name.startswith(model.only) for name in checkpoint.sources):
             raise ValueError(
-                f"{checkpoint.path}: config.json says num_nextn_predict_layers, and the files hold no {model.only}*: the "
-                "layer of multi-token prediction was left out of this checkpoint"
+                f"{checkpoint.path}: config.json says num_nextn_predict_layers, and the files hold no {model.only}*: "
+                "the layer of multi-token prediction was left out of this checkpoint"
             )
         check_fit(model, checkpoint)
         unpack = _unpacks(model, _device(target))
