@@ -93,8 +93,8 @@ class LLM:
         own_path = path if model is None else None
         if speculate is not None and speculate.wants_hidden and Place.find(asked.tp).size > 1:
             raise ValueError(
-                f"{type(speculate).__name__}: it drafts from hidden states, which ranks do not hand it; {asked.tp} ranks "
-                "were asked for: say 1, or draft in another way"
+                f"{type(speculate).__name__}: it drafts from hidden states, which ranks do not hand it, and there are "
+                f"{Place.find(asked.tp).size} of them: take 1, or draft in another way"
             )
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, asked)

@@ -32,8 +32,8 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Who drafts. One that asks for the target's hidden states (`wants_hidden`) has a model `beside` the target's, which the
-    engine gives a runner of its own, with caches in the same blocks; it is then told of every step."""
+    """Who drafts. One that asks for the target's hidden states (`wants_hidden`) has a model `beside` the target's. The
+    engine gives it a runner of its own, with caches in the same blocks, and tells of every step."""
 
     k: int  # longest draft
     source: str = "draft"  # what drafted tokens are said to come from
@@ -56,7 +56,7 @@ class Proposer(Protocol):
         return
 
     def load(self, path: "str | Path | None", model: Any) -> None:
-        """Where it wants hidden states: have the model `beside` this one. path: of its files; None: it was handed in."""
+        """Where it wants hidden states: have the model `beside` this one. path: None: this was handed in."""
         return
 
     def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
