@@ -13,7 +13,7 @@ from click.testing import Result
 from mock_model import ByteTokenizer, MockModel
 from typer.testing import CliRunner
 
-from whorl.bench import classify, decode, decode_report, draft_sweep
+from whorl.bench import classify, decode, decode_report, draft_lengths, draft_sweep
 from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
 from whorl.bench.decode import parse_batches
 from whorl.bench.draft_sweep import parse_sweep
@@ -21,7 +21,9 @@ from whorl.bench.random_config import PRESETS, read_config
 from whorl.cli import app
 from whorl.engine import roofline
 from whorl.engine.roofline import num_values, prompt_flops, step_bytes
+from whorl.engine.runner import Runner
 from whorl.engine.weights import build, random_model
+from whorl.models.deepseek import DeepSeek
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -194,7 +196,58 @@ def test_verify(shape: str) -> None:
     )
 
 
+def test_draft_lengths(shape: str) -> None:
+    arguments = ["--random-config", shape, "--draft-lengths", "1,3", "--batch", "2", "--tokens", "3", "--repeats", "1"]
+    arguments += ["--context", "20"]
+    document = json.loads(run(*arguments, "--json").stdout)
+    rows = document["rows"]
+    assert [(row["batch"], row["context"], row["k"]) for row in rows] == [(2, 20, 0), (2, 20, 1), (2, 20, 3)]
+    assert rows[0]["times"] == 1.0
+    for row in rows[1:]:
+        assert row["times"] == row["seconds"] / rows[0]["seconds"]
+        assert row["break_even"] == draft_lengths.break_even(row["k"], row["times"])
+        assert row["mtp"] is None
+    rows[1] |= {"times": 1.4, "break_even": 0.4}
+    rows[1]["mtp"] = {"seconds": 0.002, "times": 2.4, "break_even": None}
+    text = draft_lengths.render(document)
+    assert "pays from acceptance" in text
+    cells = next(line.split() for line in text.splitlines() if line.split()[:3] == ["20", "2", "1"])
+    assert cells[4:] == ["1.40", "40%", "2.000", "2.40", "never"]
+
+
+def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that is timed checks a whole draft of every sequence, at every length of the sequence."""
+    rows: list[tuple[int, int]] = []
+    run_call = Runner.run_call
+
+    def recording(self: Runner, call: Any, *states: Any) -> Any:
+        rows.append(call.size[:2])
+        return run_call(self, call, *states)
+
+    monkeypatch.setattr(Runner, "run_call", recording)
+    settings = decode.Settings.resolve(random_config=shape, batch="2", num_tokens=6, repeats=1)
+    model = random_model(settings.config or {}, device="cpu", dtype=torch.float32)
+    draft_lengths._seconds(model, 97, 2, 16, settings, draft_lengths.Refused(4, 97))
+    decoding = [size for size in rows if size[0] <= 10]
+    assert len(decoding) >= 12
+    assert set(decoding) == {(10, 2)}
+
+
+def test_drafts_of_the_models_own_layer_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DeepSeek.tiny(num_nextn_predict_layers=1, num_hidden_layers=1) | {"dtype": "float32"}))
+    arguments = ["--random-config", str(path), "--draft-lengths", "2", "--tokens", "2", "--repeats", "1"]
+    document = json.loads(run(*arguments, "--json").stdout)
+    assert document["rows"][0]["mtp"] is None
+    assert document["rows"][1]["mtp"]["seconds"] > 0
+
+
 def test_break_even() -> None:
+    assert draft_lengths.break_even(1, 1.5) == 0.5
+    assert draft_lengths.break_even(2, 1.75) == pytest.approx(0.5, abs=1e-5)
+    assert draft_lengths.break_even(3, 4.0) == 1.0
+    assert draft_lengths.break_even(3, 4.1) is None
+    assert draft_lengths.break_even(8, 0.9) == 0.0
     assert draft_sweep._break_even(1, 1.0) == "-"
     assert draft_sweep._break_even(2, 1.5) == "50%"
     assert draft_sweep._break_even(4, 4.1) == "never"

@@ -20,8 +20,7 @@ from whorl.engine.sampler import Sampler, probabilities
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
-from whorl.engine.speculate import Draft, DraftLength
-from whorl.engine.speculate.draft_forward import Forward
+from whorl.engine.speculate import Draft, DraftLength, one_by_one
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.nn import KVCache, PagedKV, Step
 from whorl.ops.sample import _cut
@@ -197,15 +196,14 @@ def forget_rollback(patch: pytest.MonkeyPatch) -> None:
 
 def forget_a_row(patch: pytest.MonkeyPatch) -> None:
     """Only the newest token is computed, the one before it not."""
-    lay_out = Forward._lay_out
+    pending = one_by_one.pending
 
-    def wrong(self: Forward, spans: Any) -> Step:
-        step = lay_out(self, spans)
-        if any(span.length > 1 for span in spans):
-            step.slots[0] = -1
-        return step
+    def wrong(seq: Seq) -> Chunk:
+        if seq.num_computed >= seq.prompt_len:
+            seq.num_computed = seq.length - 1
+        return pending(seq)
 
-    patch.setattr(Forward, "_lay_out", wrong)
+    patch.setattr(one_by_one, "pending", wrong)
 
 
 @pytest.mark.parametrize("fault", [forget_rollback, forget_a_row], ids=lambda f: f.__name__)

@@ -285,7 +285,7 @@ ENGINE = ANY_ENGINE | {
 }
 DRAFTING = {
     *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),
-    *("--pld-loop-warn", "--draft-model", "--draft-k", "--draft-fixed"),
+    *("--pld-loop-warn", "--speculate", "--draft-model", "--draft-k", "--draft-fixed"),
 }
 TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
@@ -342,7 +342,7 @@ SURFACE = {
     "whorl bench decode": sorted(
         {
             *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
-            *("--classify", "--sweep", "--verify", "--seed", "--context", "--profile", "--first"),
+            *("--classify", "--sweep", "--draft-lengths", "--verify", "--seed", "--context", "--profile", "--first"),
         }
         | ANY_ENGINE
         | DRAFTING

@@ -2,7 +2,16 @@
 
 from collections.abc import Callable
 
-from whorl.bench import classify, decode, decode_peer, decode_profile, decode_report, draft_sweep, first_steps
+from whorl.bench import (
+    classify,
+    decode,
+    decode_peer,
+    decode_profile,
+    decode_report,
+    draft_lengths,
+    draft_sweep,
+    first_steps,
+)
 from whorl.bench.decode import Settings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.provenance import Document
@@ -19,7 +28,7 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
     mode = asked.mode
     settings = _settings(model, asked, engine, drafting)
     if mode == "classify":
-        make = _proposer(drafting, engine.device)
+        make = _proposer(drafting, engine.device, model)
 
         def compare() -> tuple[Document, str, bool]:
             document = classify.run(settings, make, is_fixed=drafting.draft_fixed)
@@ -34,6 +43,15 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
             return document, draft_sweep.render_sweep(document), all(row["equal"] for row in document["rows"])
 
         return try_all
+    if mode == "draft_lengths":
+        counts = decode.parse_counts(str(asked.draft_lengths), "--draft-lengths")
+        draft_lengths.check(settings, counts)
+
+        def time_drafts() -> tuple[Document, str, bool]:
+            document = draft_lengths.run(settings, counts)
+            return document, draft_lengths.render(document), True
+
+        return time_drafts
     if mode == "verify":
 
         def time_steps() -> tuple[Document, str, bool]:
@@ -81,7 +99,7 @@ def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, d
         model=model,
         random_config=asked.random_config,
         engine=engine.changed(device=device),
-        batch=asked.batch or ("1..8" if mode == "verify" else "1,8,64"),
+        batch=asked.batch or {"verify": "1..8", "draft_lengths": "1"}.get(mode or "", "1,8,64"),
         context=asked.context,
         num_tokens=asked.tokens or (64 if accelerator(device) is None else 128),
         prompt_tokens=asked.prompt_tokens,
@@ -90,16 +108,16 @@ def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, d
     )
 
 
-def _proposer(drafting: DraftOptions, device: str | None) -> Callable[[], Proposer]:
-    if drafting.draft_model is None:
-        if drafting.draft_k is not None:
-            raise ValueError("--draft-k needs --draft-model")
+def _proposer(drafting: DraftOptions, device: str | None, model: str | None) -> Callable[[], Proposer]:
+    drafting.check_methods(pld=False)
+    if drafting.draft_model is None and drafting.speculate in (None, "lookup"):
         return drafting.lookup
     if any(name.startswith("--pld-") for name in drafting.given()):
-        raise ValueError("--draft-model and --pld options: say one of them")
+        who = "--speculate" if drafting.draft_model is None else "--draft-model"
+        raise ValueError(f"{who} and --pld options: say one of them")
 
     def make() -> Proposer:
-        found = drafting.proposer(device)
+        found = drafting.proposer(device, model)
         assert found is not None
         return found
 

@@ -17,7 +17,7 @@ SET_BY_MEASUREMENT = {
     ),
     "use_prefix_cache": "every prompt is measured as a new one: the cache of prefixes is off",
 }
-MODES = ("classify", "sweep", "verify", "profile", "first")
+MODES = ("classify", "sweep", "draft_lengths", "verify", "profile", "first")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,11 @@ class DecodeOptions:
     peer: str | None = option(None, "transformers: time it in the same run.", metavar="NAME")
     classify: bool = option(False, "Speculation against plain decoding, with a verdict on every output.")
     sweep: str | None = option(None, "A table of prompt lookup over draft and match lengths.", metavar="k=..,ngram=..")
+    draft_lengths: str | None = option(
+        None,
+        "What a step costs by tokens drafted (1,2,3,4,8), and the acceptance from which that pays.",
+        metavar="N,N",
+    )
     verify: bool = option(False, "What a step costs by tokens checked in it.")
     profile: bool = option(False, "Where the time of a decode step goes, by part of a layer.")
     first: bool = option(False, "What a start takes, phase by phase, and steps of a mixed load right behind it.")
@@ -49,5 +54,6 @@ class DecodeOptions:
         """Which of the measurements that are not the plain one; ValueError where there are two."""
         modes = [mode for mode in MODES if getattr(self, mode)]
         if len(modes) > 1:
-            raise ValueError(f"bench decode: --{modes[0]} and --{modes[1]}: say one of them")
+            first, second = (mode.replace("_", "-") for mode in modes[:2])
+            raise ValueError(f"bench decode: --{first} and --{second}: say one of them")
         return modes[0] if modes else None

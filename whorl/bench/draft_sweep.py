@@ -7,6 +7,7 @@ from whorl.bench.classify import OK, Run, Subject, answer, classify
 from whorl.bench.columns import table
 from whorl.bench.decode import Settings, header, load
 from whorl.bench.decode_report import render_header
+from whorl.bench.draft_lengths import break_even, shown_share
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.engine.drafting import DraftOptions
@@ -121,8 +122,4 @@ def render_verify(document: Document) -> str:
 
 
 def _break_even(rows: int, cost: float) -> str:
-    """The share of drafted tokens, each given those before it, from which 1 + a + ... + a^(rows - 1) reaches it."""
-    if rows == 1:
-        return "-"
-    shares = (share / 100 for share in range(101))
-    return next((f"{a:.0%}" for a in shares if sum(a**i for i in range(rows)) >= cost), "never")
+    return "-" if rows == 1 else shown_share(break_even(rows - 1, cost))

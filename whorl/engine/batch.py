@@ -78,6 +78,15 @@ class Insert(NamedTuple):
     length: int
 
 
+class Placed(NamedTuple):
+    """Where a chunk's rows begin in a call, and the lane and the blocks that its sequence had then."""
+
+    chunk: Chunk
+    row: int
+    lane: int
+    block_table: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One forward call. `samples` and `scores` say what becomes of its rows.
@@ -94,6 +103,7 @@ class Call:
     score_rows: list[int] = field(default_factory=list)
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
 
     @property
     def size(self) -> Size:
@@ -138,6 +148,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     score_rows: list[int] = []
     tables = []
     shown: list[tuple[int, Chunk]] = []
+    placed = []
     for chunk in chunks:
         seq, first_row, start = chunk.sequence, len(tokens), chunk.start
         end = start + chunk.length + len(chunk.draft)
@@ -148,6 +159,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         starts.append(len(tokens))
         contexts.append(end)
         entry_lanes.append(seq.lane)
+        placed.append(Placed(chunk, first_row, seq.lane, seq.block_table))
         if seq.placement is not None:
             shown.append((first_row, chunk))
         if chunk.is_new:
@@ -178,7 +190,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         "sample_lanes": lane[sample_rows],
         **_sampling(samples),
     }
-    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows)
+    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows, placed=placed)
     if shown and not call.is_decode:
         call.axes = _axes(at, shown)
         call.inserts = [insert for row, chunk in shown for insert in _inserts(row, chunk)]

@@ -1,6 +1,7 @@
 """What commands take about speculation, and the proposer that it comes to. No torch here until one is made."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from whorl.fields import option
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
     from .speculate import Proposer
 
 LOOKUP, DRAFT = "Prompt lookup decoding", "Drafting"
+# Who drafts, by what --speculate takes: a module of `speculate` and its class. One more is a file there, a line here.
+METHODS = {
+    "lookup": "prompt_lookup:PromptLookup",
+    "mtp": "mtp:MTP",
+}
 _OF_LOOKUP = ("pld_k", "pld_ngram", "pld_min_hist", "pld_guard_distinct", "pld_guard_tail", "pld_loop_warn")
 
 
@@ -26,44 +32,69 @@ class DraftOptions:
         None, "Equal tokens after which their like is not drafted (6).", panel=LOOKUP, least=1
     )
     pld_loop_warn: int | None = option(None, "Equal tokens in a row to warn of (8).", panel=LOOKUP, least=1)
+    speculate: str | None = option(
+        None,
+        "lookup: the same as --pld. mtp: the model's own layer of multi-token prediction drafts.",
+        panel=DRAFT,
+        metavar="METHOD",
+    )
     draft_model: str | None = option(
         None, "A smaller model of the same tokenizer that drafts for this one.", panel=DRAFT, metavar="MODEL"
     )
-    draft_k: int | None = option(None, "Longest draft of --draft-model (4).", panel=DRAFT, least=1)
+    draft_k: int | None = option(
+        None, "Longest draft of --draft-model (4), or of --speculate mtp (1).", panel=DRAFT, least=1
+    )
     draft_fixed: bool = option(
         False, "Always draft the longest. Default: as much as pays, by measurement.", panel=DRAFT
     )
 
     def given(self) -> list[str]:
         """The options that say how to draft, as a command line spells them."""
-        names = [name for name in (*_OF_LOOKUP, "draft_model", "draft_k") if getattr(self, name) is not None]
+        who = (*_OF_LOOKUP, "speculate", "draft_model", "draft_k")
+        names = [name for name in who if getattr(self, name) is not None]
         names += [name for name in ("pld_no_guard", "draft_fixed") if getattr(self, name)]
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def check(self) -> None:
         """Refuse with ValueError what does not go together."""
-        if (lookup := [name for name in self.given() if name.startswith("--pld-")]) and not self.pld:
+        self.check_methods(self.pld)
+        if (lookup := [name for name in self.given() if name.startswith("--pld-")]) and not self.looks_up:
             raise ValueError(f"{lookup[0]} needs --pld")
         if self.pld_no_guard and (self.pld_guard_distinct is not None or self.pld_guard_tail is not None):
             raise ValueError("--pld-no-guard switches off what --pld-guard-distinct and --pld-guard-tail set")
-        if self.draft_model is not None and self.pld:
-            raise ValueError("--draft-model and --pld: say one of them")
-        if self.draft_model is None and self.draft_k is not None:
-            raise ValueError("--draft-k needs --draft-model")
-        if self.draft_fixed and self.draft_model is None and not self.pld:
-            raise ValueError("--draft-fixed needs --pld or --draft-model")
+        if self.draft_fixed and self.draft_model is None and self.speculate is None and not self.pld:
+            raise ValueError("--draft-fixed needs --pld or --draft-model, or --speculate")
+
+    def check_methods(self, pld: bool) -> None:
+        """Refuse two who draft, one that is not known, and a length for nobody. pld: whether that was asked for."""
+        if self.speculate is not None and self.speculate not in METHODS:
+            raise ValueError(f"--speculate {self.speculate}: expected one of {', '.join(METHODS)}")
+        given = {"--draft-model": self.draft_model, "--speculate": self.speculate, "--pld": pld or None}
+        asked = [name for name, value in given.items() if value is not None]
+        if len(asked) > 1:
+            raise ValueError(f"{asked[0]} and {asked[1]}: say one of them")
+        if self.draft_k is not None and self.draft_model is None and self.speculate in (None, "lookup"):
+            raise ValueError("--draft-k needs --draft-model or --speculate mtp")
+
+    @property
+    def looks_up(self) -> bool:
+        return self.pld or self.speculate == "lookup"
 
     @property
     def draft_length(self) -> Literal["fixed", "measured"]:
         return "fixed" if self.draft_fixed else "measured"
 
-    def proposer(self, device: str | None = None) -> "Proposer | None":
-        """device: of a draft model."""
+    def proposer(self, device: str | None = None, path: str | None = None) -> "Proposer | None":
+        """device: of a draft model. path: of the target, where the engine is handed it and not its path."""
         if self.draft_model is not None:
             from .speculate.draft_model import DraftModel
 
             return DraftModel(self.draft_model, k=self.draft_k or 4, device=device)
-        return self.lookup() if self.pld else None
+        if self.looks_up or self.speculate is None:
+            return self.lookup() if self.looks_up else None
+        module, _, name = METHODS[self.speculate].partition(":")
+        kind = getattr(import_module(f".speculate.{module}", __package__), name)
+        return kind(path, **({} if self.draft_k is None else {"k": self.draft_k}))  # type: ignore[no-any-return]
 
     def lookup(self, **changes: int) -> "Proposer":
         """Prompt lookup with these options. changes: other values of its own."""

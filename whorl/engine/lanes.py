@@ -9,12 +9,17 @@ from whorl.device import is_interpreting, lasting, unavailable
 
 
 class Lanes:
-    """Of up to `count` sequences with `width` blocks each. Lane `spare` belongs to rows that only fill a call up."""
+    """Of up to `count` sequences with `width` blocks each. Lane `spare` belongs to rows that only fill a call up.
 
-    def __init__(self, count: int, width: int, device: str) -> None:
+    beside: lanes of the same sizes, whose block tables are these, too.
+    """
+
+    def __init__(self, count: int, width: int, device: str, beside: "Lanes | None" = None) -> None:
         self.width, self.spare, self._device = width, count, device
         self.tokens = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+        fresh = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+        self.tables: Tensor = fresh if beside is None else beside.tables
+        assert self.tables.shape == fresh.shape, "runners side by side have the same lanes and lengths"
         self._is_fused = not is_interpreting() and unavailable("triton", torch.device(device).type) is None
 
     def admit(self, lane: int, blocks: list[int]) -> None:

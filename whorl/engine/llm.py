@@ -26,7 +26,7 @@ from .memory import memory_left, need_accelerator
 from .output import Delta, Output, shown_progress
 from .placing import Placement, place
 from .request_limits import check_request
-from .runner import Runner
+from .runner import Result, Runner
 from .sampler import Sampler, Token
 from .scheduler import Chunk, Scheduler
 from .sequence import Detokenizer, FinishReason, SamplingParams, Sequence
@@ -90,6 +90,12 @@ class LLM:
         if asked.memory_share is not None:
             need_accelerator(asked.memory_share, device)
         self._lead: Lead | None = None
+        own_path = path if model is None else None
+        if speculate is not None and speculate.wants_hidden and Place.find(asked.tp).size > 1:
+            raise ValueError(
+                f"{type(speculate).__name__}: it drafts from hidden states, which ranks do not hand it, and there are "
+                f"{Place.find(asked.tp).size} of them: take 1, or draft in another way"
+            )
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, asked)
         elif asked.tp not in (None, 1):
@@ -101,6 +107,7 @@ class LLM:
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
         if speculate is not None:
             speculate.check(model, tokenizer)
+            speculate.load(own_path, model)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         self._make_cache(asked, device)
         self._make_runner(asked, device)
@@ -115,7 +122,7 @@ class LLM:
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(asked.seed)
         self.run_ahead = device != HOST if asked.run_ahead is None else asked.run_ahead
-        self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]]]] = deque()
+        self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]], list[Result]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self.warmed: Warmed | None = None  # what has been warmed up
         if warm:
@@ -125,6 +132,8 @@ class LLM:
         """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
         model, num_blocks = self.model, asked.num_blocks
         self.cache_specs = specs = cache_specs(model, asked.kv_cache_dtype)
+        if (beside := self._beside) is not None:
+            specs = [*specs, *cache_specs(beside, asked.kv_cache_dtype)]
         block_size = cache_block_size(specs, device, asked.block_size)
         max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
         if num_blocks is None:
@@ -141,19 +150,27 @@ class LLM:
 
     def _make_runner(self, asked: EngineSettings, device: str) -> None:
         num_ranks = 1 if self._lead is None else self._lead.crew.size
-        self.runner = (Runner if self._lead is None else self._lead.runner)(
-            self.model,
-            num_blocks=self.pool.num_blocks,
-            block_size=self.pool.block_size,
-            max_len=self.max_model_len,
-            device=device,
-            use_graphs=asked.use_graphs,
-            max_num_seqs=asked.max_num_seqs,
-            max_rows=asked.step_tokens,
-            vocab_size=self.vocab_size,
-            kv_cache_dtype=asked.kv_cache_dtype,
-            sp=sequence_parallel.for_ranks(asked, num_ranks, device=device, model=self.model),
-        )
+        sizes: dict[str, Any] = {
+            "num_blocks": self.pool.num_blocks,
+            "block_size": self.pool.block_size,
+            "max_len": self.max_model_len,
+            "device": device,
+            "use_graphs": asked.use_graphs,
+            "max_num_seqs": asked.max_num_seqs,
+            "max_rows": asked.step_tokens,
+            "vocab_size": self.vocab_size,
+            "kv_cache_dtype": asked.kv_cache_dtype,
+        }
+        sp = sequence_parallel.for_ranks(asked, num_ranks, device=device, model=self.model)
+        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **sizes, sp=sp)
+        if (beside := self._beside) is not None and self.proposer is not None:
+            runner = Runner(beside, **sizes, beside=self.runner)
+            self.proposer.attach(self.pool, runner, max_rows=asked.step_tokens)
+
+    @property
+    def _beside(self) -> Model | None:
+        """A model that drafts from the target's hidden states, with caches in the same blocks."""
+        return self.proposer.beside if self.proposer is not None and self.proposer.wants_hidden else None
 
     def step(self) -> list[Delta]:
         """One round of the engine; what it added, sequence by sequence.
@@ -168,9 +185,12 @@ class LLM:
         if not self._flights:
             assert not self.has_work, f"nothing scheduled, and {self.stats()}"
             return []
-        batch, read = self._flights.popleft()
+        batch, read, results = self._flights.popleft()
         tokens = read()
-        return [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
+        found = [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
+        if self.proposer is not None:
+            self.proposer.observe(results)
+        return found
 
     # ---- requests
 
@@ -327,7 +347,9 @@ class LLM:
         batch = Batch(chunks)
         if self.proposer is not None:
             self._propose(self.proposer, batch)
-        self._flights.append((batch, self.sampler.start(self.runner.run(batch))))
+        results = self.runner.run(batch)
+        wanted = results if self._beside is not None else []
+        self._flights.append((batch, self.sampler.start(results), wanted))
         if num_filled := sum(chunk.length for chunk in chunks if not chunk.is_decode) + work.num_tokens:
             self._budget.observe(num_filled, time.perf_counter() - started)
         for chunk in chunks:
@@ -353,6 +375,8 @@ class LLM:
             # A draft takes free blocks; it preempts nobody.
             while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
                 token_ids.pop()
+            if not token_ids:
+                self.pool.shrink(chunk.sequence)  # a proposer may have needed blocks itself
             chunk.draft = token_ids
             chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
 

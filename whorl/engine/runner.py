@@ -8,8 +8,8 @@ as graphs, padded to a few sizes, where the device records them: `NO_GRAPHS` in 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step, recordable
 
-from .batch import Batch, Call, Sample, Score, Size, layout
+from .batch import Batch, Call, Placed, Sample, Score, Size, layout
 from .caches import cache_specs
 from .encoder import Work
 from .features import Features
 from .lanes import Lanes
+from .scheduler import Chunk
 from .sequence_parallel import PromptForward, Settings
 from .small_copy import start_copy
 
@@ -40,7 +41,7 @@ _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 class Result:
     """What became of a call, on the device: logits [S, V] and tokens [S] of its samples, hidden rows of its scores.
 
-    Those of a recorded call are written over by the next one.
+    hidden: [T, C] of all rows; placed: whose they are. Those of a recorded call are written over by the next one.
     """
 
     samples: list[Sample]
@@ -48,13 +49,16 @@ class Result:
     token_ids: Tensor
     scores: list[Score]
     scored: Tensor
+    hidden: Tensor | None = None
+    placed: list[Placed] = field(default_factory=list)
 
 
 class Runner:
     """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
 
     max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be. sp: the fields of
-    `sequence_parallel.Settings`, for one rank of several; None: prompts run as anything else.
+    `sequence_parallel.Settings`, for one rank of several; None: prompts run as anything else. beside: a runner of the
+    same sizes, whose lanes and block tables are these, too: this one's caches lie in the same blocks.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class Runner:
         vocab_size: int | None = None,
         kv_cache_dtype: str = "auto",
         sp: dict[str, Any] | None = None,
+        beside: "Runner | None" = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
         specs = cache_specs(model, kv_cache_dtype)
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in specs]
-        self.lanes = Lanes(max_num_seqs, -(-max_len // block_size), device)
+        others = None if beside is None else beside.lanes
+        self.lanes: Lanes = Lanes(max_num_seqs, -(-max_len // block_size), device, others)
         spare = self.lanes.spare
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
         self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
@@ -84,6 +90,9 @@ class Runner:
         self._use_graphs = wants_graphs(device, use_graphs) and recordable(model, use_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
         self._pool = graph_pool(device) if self._use_graphs else None
+        # Where recordings find the hidden states of another model.
+        channels = getattr(model, "state_size", 0)
+        self._states = torch.zeros(_GRAPH_ROWS[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
         self.features = None if tower is None else Features(tower, device)
         self.prompts = None if sp is None else PromptForward(model, device, Settings(**sp))
@@ -95,11 +104,20 @@ class Runner:
         self.features.run(work.jobs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[Result]:
-        return [self.run_call(call) for call in batch.calls(self.block_size, self.lanes.width)]
+    def run(self, batch: Batch, states: Mapping[Chunk, Tensor] | None = None) -> list[Result]:
+        """states: [rows, C] of each chunk, where the model takes another's hidden states."""
+        calls = batch.calls(self.block_size, self.lanes.width)
+        if states is None:
+            return [self.run_call(call) for call in calls]
+        return [self.run_call(call, torch.cat([states[each.chunk] for each in call.placed])) for call in calls]
+
+    def put(self, lanes: Sequence[int], token_ids: Tensor) -> None:
+        """Tokens that lanes go on with, where somebody else has chosen them."""
+        at = lasting(torch.tensor(lanes), self.device).to(self.device, non_blocking=True)
+        self.lanes.keep(at, token_ids)
 
     @torch.inference_mode()
-    def run_call(self, call: Call) -> Result:
+    def run_call(self, call: Call, states: Tensor | None = None) -> Result:
         for lane, blocks in call.tables:
             self.lanes.admit(lane, blocks)
         graph = self._graph(call)
@@ -109,12 +127,19 @@ class Runner:
             width = -(-call.num_keys // self.block_size)
             how: dict[str, Any] = {"is_decode": call.is_decode, "is_dense": call.is_dense}
             how |= {} if call.axes is None else self._shown(call)
+            if self._states is not None:
+                how["states"] = (
+                    self._states.new_zeros(call.size[0], self._states.shape[1]) if states is None else states
+                )
             hidden, logits, token_ids = self._compute(given, width, **how)
         else:
+            if self._states is not None and states is not None:
+                self._states[: len(states)].copy_(states)
             graph.replay()
             count = call.size[0]
             hidden, logits, token_ids = (out[:count] for out in graph.outputs)
-        return Result(call.samples, logits, token_ids, call.scores, hidden[call.score_rows] if call.scores else hidden)
+        scored = hidden[call.score_rows] if call.scores else hidden
+        return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
 
     def _shown(self, call: Call) -> dict[str, Any]:
         """What a call with pictures has beside its indices."""
@@ -135,10 +160,12 @@ class Runner:
         is_dense: bool,
         positions: Tensor | None = None,
         inserted: Inserted | None = None,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states of the rows, logits and tokens of the samples: everything that a graph records.
 
-        width: blocks of a lane that the call may read. positions: [A, T], where they have several axes.
+        width: blocks of a lane that the call may read. positions: [A, T], where they have several axes. states: of
+        another model.
         """
         token_ids, block_tables = self.lanes.read(given, width, is_decode=is_decode)
         step = Step(
@@ -150,6 +177,7 @@ class Runner:
             context_lens=given["context_lens"],
             max_position=min(width * self.block_size, self.max_len),
             inserted=inserted,
+            states=states,
         )
         hidden = self._forward(step, is_decode)
         if not len(given["seeds"]):  # in the middle of prompts; not every backend takes empty tensors
@@ -198,8 +226,10 @@ class Runner:
         given = self._inputs.send(self._blank(rows), (rows,) * 3, self._padding)
         graph, width = _Graph(rows), -(-keys // self.block_size)
 
+        states = None if self._states is None else self._states[:rows]
+
         def run() -> None:
-            graph.outputs = self._compute(given, width, is_decode=True, is_dense=True)
+            graph.outputs = self._compute(given, width, is_decode=True, is_dense=True, states=states)
 
         with ahead():
             run()  # kernels are compiled and chosen, and tables built, before recording
@@ -224,6 +254,20 @@ class Runner:
                 times.append(time.perf_counter() - start)
             found[count] = statistics.median(times[1:])  # the first one warms up
         return found
+
+    def warm_up(self, rows: int, keys: int) -> None:
+        """A decode call of so many rows and keys, recorded where calls are; nothing is written."""
+        call = self._blank(rows)
+        call.num_keys = keys
+        self.run_call(call)
+
+    def warm_up_prompt(self, length: int) -> None:
+        """A prompt of so many tokens, without its end; nothing is written."""
+        arrays = {name: np.full(count, self._padding.get(name, 0)) for name, _, _, count in layout((length, 1, 0))[0]}
+        arrays |= {"positions": np.arange(length), "query_starts": np.array([0, length])}
+        tokens = np.arange(length) * _STRIDE % self.vocab_size
+        arrays |= {"tokens": tokens, "context_lens": np.array([length])}
+        self.run_call(Call(False, arrays, num_keys=length, tables=[]))
 
     def _blank(self, rows: int) -> Call:
         """Sequences of one token in the spare lane, which write nothing."""

@@ -122,7 +122,8 @@ class SharedModel:
 class LeadRunner(Runner):
     crew: Crew
 
-    def run_call(self, call: Call) -> Result:
+    def run_call(self, call: Call, states: Tensor | None = None) -> Result:
+        assert states is None, "ranks share no model that takes the hidden states of another"
         with self.crew.together():
             arrays, tables = _pack(call)
             axes = np.zeros((0, 0), dtype=np.int64) if call.axes is None else np.ascontiguousarray(call.axes)

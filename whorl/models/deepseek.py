@@ -14,7 +14,8 @@ from torch.nn import Module
 
 from whorl import ops
 from whorl.models import llama
-from whorl.models.deepseek_v32 import NAMES, DeepSeekV32Config
+from whorl.models.deepseek_mtp import Prediction
+from whorl.models.deepseek_v32 import NAMES, DeepSeekV32Config, flat
 from whorl.nn import (
     ONE,
     Experts,
@@ -232,6 +233,17 @@ class DeepSeek(llama.Llama):
         first = config.num_hidden_layers
         # Layers of multi-token prediction come after the others.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
+
+    def prediction(self) -> Prediction:
+        """Its layer of multi-token prediction, without weights; ValueError: it has none."""
+        if not self.ignored_layers:
+            raise ValueError("the model has no layer of multi-token prediction: num_nextn_predict_layers is 0")
+        return Prediction(self)
+
+    @staticmethod
+    def flat_name(name: str, values: Mapping[str, Any]) -> str:
+        """A tensor of training by the name that `trained_names` knows. values: of a config.json."""
+        return flat(name, values["num_hidden_layers"])
 
     def logprobs(self, packed: Packed) -> NoReturn:
         raise ValueError("DeepSeek is trained by `whorl train`, whose checkpoints are served; it has no gradient here")

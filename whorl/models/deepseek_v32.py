@@ -274,6 +274,17 @@ NAMES = {
 }
 
 
+def flat(name: str, first: int) -> str:
+    """Layers of multi-token prediction are apart in training, and in `NAMES` the last ones; first: their number there.
+
+    mtp.0.block.X -> layers.61.X, mtp.0.norm.weight -> layers.61.mtp.norm.weight
+    """
+    found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
+    if not found:
+        return name
+    return f"layers.{first + int(found[1])}.{'' if found[2] else 'mtp.'}{found[3]}"
+
+
 def layer_of(name: str) -> int | None:
     """The number of the layer that a tensor of a Hugging Face file belongs to."""
     found = re.match(r"model\.layers\.(\d+)\.", name)

@@ -14,7 +14,8 @@ class Model(Protocol):
     """What the engine needs of a model.
 
     One that sees has more: a `tower` with `begin` and `advance`, which encode a picture layer by layer, and in `config`
-    the ids of its placeholders and the rule of its positions; `whorl.models.qwen3_vl` is the example.
+    the ids of its placeholders and the rule of its positions; `whorl.models.qwen3_vl` is the example. One that computes
+    from another's hidden states says by `state_size` how many channels these have; `whorl.models.deepseek_mtp` is it.
     """
 
     config: Any

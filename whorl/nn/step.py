@@ -39,3 +39,4 @@ class Step:
     context_lens: Tensor  # [B] int32: keys that the last query of each sequence sees, new tokens included
     max_position: int
     inserted: Inserted | None = None
+    states: Tensor | None = None  # [T, C]: hidden states of another model, for one that drafts from them

@@ -12,7 +12,13 @@ import numpy as np
 from whorl.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from whorl.engine.blocks import BlockPool
+    from whorl.engine.runner import Result, Runner
+    from whorl.nn import Model
 
 _REPEATS = 3  # timed calls for each number of rows
 
@@ -26,8 +32,13 @@ class Draft:
 
 
 class Proposer(Protocol):
+    """Who drafts. One that asks for the target's hidden states (`wants_hidden`) has a model `beside` the target's. The
+    engine gives it a runner of its own, with caches in the same blocks, and tells of every step."""
+
     k: int  # longest draft
     source: str = "draft"  # what drafted tokens are said to come from
+    wants_hidden: bool = False
+    beside: "Model | None" = None  # computes from them
 
     def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
         """A draft of up to `k` tokens behind each sequence's last token; empty where there is nothing to guess."""
@@ -42,6 +53,18 @@ class Proposer(Protocol):
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse a target that this proposer cannot draft for, with a ValueError."""
+        return
+
+    def load(self, path: "str | Path | None", model: Any) -> None:
+        """Where it wants hidden states: have the model `beside` this one. path: None: this was handed in."""
+        return
+
+    def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
+        """Where it wants hidden states: the target's blocks, and a runner of `beside` for calls of `max_rows`."""
+        return
+
+    def observe(self, results: "List[Result]") -> None:
+        """Where it wants hidden states: those of a step, whose tokens the sequences have by now."""
         return
 
 

@@ -4,32 +4,27 @@ Nothing here decides what is generated. A draft model that lags, runs out of blo
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from whorl.device import default_device, require
-from whorl.engine.batch import Sample
 from whorl.engine.blocks import BlockPool
 from whorl.engine.caches import block_size as cache_block_size
 from whorl.engine.caches import cache_memory, token_bytes
-from whorl.engine.sampler import Sampler
-from whorl.engine.scheduler import Chunk
+from whorl.engine.runner import Runner
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model
 
-from . import Draft, Proposer, measure_cost
-from .draft_forward import Forward, Span
+from . import Draft, Proposer
+from .one_by_one import OneByOne, mirrored
 
 if TYPE_CHECKING:
     from whorl.engine.llm import Tokenizer
 
 _SHARE = 8  # of the memory that a cache would take, this part is the draft's
-_COST_ROWS = (1, 4, 16, 64)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,15 +34,10 @@ class _Mirror:
     target: Seq
     own: Seq
     num_known: int  # tokens of `own` that are the target's
-    room: int = 0  # tokens to draft in this round
 
     @classmethod
     def of(cls, target: Seq) -> "_Mirror":
-        params = replace(target.params, n=1, logprobs=None, prompt_logprobs=None)
-        prompt = target.token_ids[: target.prompt_len]
-        own = Seq(prompt, params, max_len=target.max_len, contents=target.contents, eos_ids=target.eos_ids)
-        own.seed = target.seed
-        return cls(target, own, 0)
+        return cls(target, mirrored(target, target.token_ids[: target.prompt_len], target.contents), 0)
 
     def sync(self) -> None:
         """Take over what the target has. What was drafted and rejected is rolled back: computed tokens end before."""
@@ -60,18 +50,14 @@ class _Mirror:
         own.num_computed = min(own.num_computed, agreed, len(known) - 1)
         self.num_known = len(known)
 
-    @property
-    def is_short(self) -> bool:
-        """Whether one short call takes all that is pending."""
-        return self.own.num_pending <= Forward.max_rows
-
 
 class DraftModel(Proposer):
     """Drafts by running a small model, k tokens in k steps for all sequences at once.
 
     path: as `LLM` takes it; or hand in `model` and `tokenizer`. k: longest draft.
     num_blocks: of its cache; or memory, its bytes; or neither: an eighth of what a cache of its own would take. Where
-    it is full, sequences that are not drafting lose their blocks first, then some get no draft.
+    it is full, or more than `max_num_seqs` draft, sequences that are not drafting lose their blocks first, then some
+    get no draft.
     """
 
     def __init__(
@@ -86,16 +72,18 @@ class DraftModel(Proposer):
         block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | None = None,
+        max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         use_graphs: bool | None = None,
     ) -> None:
-        for name, value in (("k", k), ("max_num_batched_tokens", max_num_batched_tokens)):
+        sizes = {"k": k, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"DraftModel: {name} is {value}, expected at least 1")
         device = require(device or default_device())
         if model is None:
             model, tokenizer = _load(path, device, dtype)
-        self.k, self.model, self.tokenizer = k, model, tokenizer
+        self.k, self.model, self.tokenizer, self.max_num_seqs = k, model, tokenizer, max_num_seqs
         specs = model.cache_specs()
         block_size = cache_block_size(specs, device, block_size)
         if num_blocks is None:
@@ -103,17 +91,20 @@ class DraftModel(Proposer):
             num_blocks = memory // (block_size * token_bytes(specs))
         self.pool = BlockPool(num_blocks, block_size)
         self.max_len = min(model.max_length, num_blocks * block_size)
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        self._sampler = Sampler(model, self.vocab_size)
-        self._forward = Forward(
+        runner = Runner(
             model,
             num_blocks=num_blocks,
             block_size=block_size,
             max_len=self.max_len,
             device=device,
             use_graphs=use_graphs,
+            max_num_seqs=max_num_seqs,
+            max_rows=max(max_num_batched_tokens, max_num_seqs),
+            vocab_size=self.vocab_size,
         )
+        self._guesses = OneByOne(runner, max_rows=max_num_batched_tokens)
+        self._lanes = list(range(max_num_seqs))[::-1]  # free ones
         self._mirrors: dict[int, _Mirror] = {}  # by the target's id
 
     def check(self, model: Model, tokenizer: "Tokenizer | None") -> None:
@@ -122,15 +113,10 @@ class DraftModel(Proposer):
             raise ValueError(f"DraftModel: the tokenizers differ: {difference}. A draft model must share its target's")
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
-        return measure_cost(self._forward, _COST_ROWS, seconds)
+        return self._guesses.cost(seconds=seconds)
 
     def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
-        for rows in self._forward.graph_rows(max_num_seqs):
-            yield f"draft of {rows}", partial(self._forward.warm_up, rows)
-        size = min(self.max_num_batched_tokens, self.max_len)
-        while size:
-            yield f"draft model's prompt of {size}", partial(self._forward.warm_up_prompt, size)
-            size //= 2
+        return self._guesses.warm_up(min(max_num_seqs, self.max_num_seqs), self.k, self.max_len)
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:
@@ -140,21 +126,31 @@ class DraftModel(Proposer):
                 self._mirrors[seq.id] = _Mirror.of(seq)
         mirrors = [self._mirrors[seq.id] for seq in sequences]
         busy = {seq.id for seq in sequences}
+        rooms: dict[Seq, int] = {}
         for mirror in mirrors:
-            mirror.sync()
-            mirror.room = self._make_room(mirror, k, busy)
-        live = [mirror for mirror in mirrors if mirror.room > 0]
-        self._catch_up(live)
-        probs: dict[_Mirror, list[Tensor]] = {mirror: [] for mirror in mirrors}
-        for i in range(k):
-            self._step([mirror for mirror in live if mirror.room > i], probs)
-        return [_draft(mirror, probs[mirror]) for mirror in mirrors]
+            self._sync(mirror)
+            rooms[mirror.own] = self._make_room(mirror, k, busy)
+        rooms = {own: room for own, room in rooms.items() if room > 0}
+        self._guesses.catch_up(list(rooms))
+        drafts = self._guesses.draft(rooms)
+        return [drafts.get(mirror.own, Draft([])) for mirror in mirrors]
 
     # ---- the parts of a round
 
+    def _sync(self, mirror: _Mirror) -> None:
+        mirror.sync()
+        if mirror.own.block_table:
+            self.pool.publish(mirror.own)  # all that is computed now are the target's own tokens
+
+    def _release(self, mirror: _Mirror) -> None:
+        if mirror.own.block_table:
+            self._lanes.append(mirror.own.lane)
+            self.pool.release(mirror.own)
+
     def _forget_finished(self) -> None:
         for mirror in [m for m in self._mirrors.values() if m.target.is_finished]:
-            self.pool.release(mirror.own)
+            self._sync(mirror)
+            self._release(mirror)
             del self._mirrors[mirror.target.id]
 
     def _make_room(self, mirror: _Mirror, k: int, busy: set[int]) -> int:
@@ -164,47 +160,21 @@ class DraftModel(Proposer):
         if room < 1:
             return 0
         # The last token drafted is not computed and needs no slot.
-        while not ((own.block_table or self.pool.admit(own)) and self.pool.grow(own, length + room - 1)):
+        while not (self._admit(own) and self.pool.grow(own, length + room - 1)):
             idle = next((m for m in self._mirrors.values() if m.own.block_table and m.target.id not in busy), None)
             if idle is None:
-                self.pool.release(own)
+                self._release(mirror)
                 return 0
-            self.pool.release(idle.own)
+            self._release(idle)
         return room
 
-    def _catch_up(self, live: Sequence[_Mirror]) -> None:
-        """Compute prompts and whatever else one decode call cannot take, a budget of tokens at a time."""
-        while behind := [mirror.own for mirror in live if not mirror.is_short]:
-            budget, spans = self.max_num_batched_tokens, []
-            for own in behind:
-                length = min(own.num_pending - 1, budget)
-                if length > 0:
-                    spans.append(Span(own, length))
-                    budget -= length
-            self._forward(spans)
-            for span in spans:
-                span.sequence.num_computed += span.length
-                self.pool.publish(span.sequence)  # all of it the target's own tokens
-
-    def _step(self, live: Sequence[_Mirror], probs: dict[_Mirror, list[Tensor]]) -> None:
-        """One more token for each."""
-        if not live:
-            return
-        hidden = self._forward([Span(mirror.own, mirror.own.num_pending) for mirror in live])
-        samples = [Sample(Chunk(mirror.own, 1), 0, mirror.own.num_outputs) for mirror in live]
-        ids, drawn_from = self._sampler.draw(self.model.logits(hidden), samples)
-        for mirror, token_id, row in zip(live, ids.tolist(), drawn_from, strict=True):
-            own = mirror.own
-            own.num_computed = len(own.token_ids)
-            if own.num_computed == mirror.num_known:
-                self.pool.publish(own)
-            own.token_ids.append(token_id)
-            probs[mirror].append(row)
-
-
-def _draft(mirror: _Mirror, probs: list[Tensor]) -> Draft:
-    is_drawn = mirror.target.params.temperature > 0 and probs
-    return Draft(mirror.own.token_ids[mirror.num_known :], torch.stack(probs) if is_drawn else None)
+    def _admit(self, own: Seq) -> bool:
+        if own.block_table:
+            return True
+        if not self._lanes or not self.pool.admit(own):
+            return False
+        own.lane, own.is_new = self._lanes.pop(), True
+        return True
 
 
 def _difference(draft: DraftModel, model: Model, tokenizer: "Tokenizer | None") -> str | None:

@@ -7,6 +7,7 @@ small default model. No code that comes with a checkpoint runs; of pickles only 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ __all__ = [
     "check_fit",
     "fill",
     "load_model",
+    "load_prediction",
     "open_checkpoint",
     "random_model",
+    "random_prediction",
     "resolve",
     "rounded",
 ]
@@ -76,6 +79,44 @@ def load_model(
             check_fit(model, checkpoint)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
+
+
+def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: bool = True) -> Model:
+    """The layer of multi-token prediction of `target`, a model that was loaded from the same checkpoint."""
+    with open_checkpoint(resolve(path_or_id), device=_device(target)) as checkpoint:
+        model = _prediction(target, checkpoint.config)
+        if not any(name.startswith(model.only) for name in checkpoint.sources):
+            raise ValueError(
+                f"{checkpoint.path}: config.json says num_nextn_predict_layers, and the files hold no {model.only}*: "
+                "the layer of multi-token prediction was left out of this checkpoint"
+            )
+        check_fit(model, checkpoint)
+        unpack = _unpacks(model, _device(target))
+        fill(_allocated(model, _device(target)), checkpoint, progress=progress, unpack=unpack)
+    return model  # type: ignore[no-any-return]
+
+
+def random_prediction(target: Any, *, seed: int = 0) -> Model:
+    """The same with random weights."""
+    model = _allocated(_prediction(target, {}), _device(target))
+    generator = torch.Generator(_device(target)).manual_seed(seed)
+    for _, layer in weighted(model):
+        layer.randomize(generator)
+    return model  # type: ignore[no-any-return]
+
+
+def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
+    """On "meta"."""
+    found = formats.find(config)
+    with torch.device("meta"):
+        model = target.prediction()
+        hold(model, found, target.dtype)
+    model.ignored = (*model.ignored, *found.ignored)
+    return model.eval()
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device  # type: ignore[no-any-return]
 
 
 def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
@@ -164,7 +205,9 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
     model_class = models.find(config)
     with ExitStack() as stack:
         if (path / dcp.METADATA).is_file() and not any(path.glob("*.safetensors")):
-            sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None))
+            flat_name = getattr(model_class, "flat_name", None)
+            rename = str if flat_name is None else partial(flat_name, values=config)
+            sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
         yield _counted(Checkpoint(path=path, config=config, sources=sources))

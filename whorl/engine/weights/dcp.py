@@ -8,7 +8,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from whorl.nn import Index
 from .checkpoint import Source, some
 
 METADATA = ".metadata"
-# What lies beside the model: the optimizer and how far training has come; and layers that only training has.
-_BESIDE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.", "mtp.")
+# What lies beside the model: the optimizer and how far training has come.
+_BESIDE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
 _PARTS = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties"),
     *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -109,9 +109,9 @@ class _Pieces:
         return out
 
 
-def open_dcp(folder: Path, names: Mapping[str, str] | None) -> dict[str, Source]:
+def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[str], str] = str) -> dict[str, Source]:
     """names: those of training by Hugging Face's, {} standing for a layer, then for an expert; None: this model is not
-    trained here."""
+    trained here. rename: from a tensor's name in the files to one that `names` knows."""
     if names is None:
         raise ValueError(f"{folder}: a trainer's checkpoint of a model that is not trained here; export it first")
     metadata = _read_metadata(folder)
@@ -119,7 +119,7 @@ def open_dcp(folder: Path, names: Mapping[str, str] | None) -> dict[str, Source]
     sources: dict[str, Source] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks") and not name.startswith(_BESIDE):
-            sources |= dict(_sources(name, entry, known, pieces))
+            sources |= dict(_sources(rename(name), entry, known, pieces, name))
     if not sources:
         found = some(sorted({name.partition(".")[0] for name in metadata.state_dict_metadata}))
         raise ValueError(f"{folder}: the checkpoint holds no weights, only {found}")
@@ -135,18 +135,21 @@ def _patterns(names: Mapping[str, str]) -> dict[str, list[tuple["re.Pattern[str]
     return found
 
 
-def _sources(name: str, entry: Any, known: Mapping[str, Any], pieces: _Pieces) -> Iterator[tuple[str, Source]]:
+def _sources(
+    name: str, entry: Any, known: Mapping[str, Any], pieces: _Pieces, stored: str
+) -> Iterator[tuple[str, Source]]:
+    """stored: its name in the files."""
     shape = tuple(entry.size)
     for pattern, theirs in known["stacked"]:
         if match := pattern.fullmatch(name):
             for expert in range(shape[0]):
-                yield theirs.format(*match.groups(), expert), _source(name, entry, pieces, shape[1:], (expert,))
+                yield theirs.format(*match.groups(), expert), _source(stored, entry, pieces, shape[1:], (expert,))
             return
     for pattern, theirs in known["one"]:
         if match := pattern.fullmatch(name):
-            yield theirs.format(*match.groups()), _source(name, entry, pieces, shape, ())
+            yield theirs.format(*match.groups()), _source(stored, entry, pieces, shape, ())
             return
-    yield name, _source(name, entry, pieces, shape, ())  # whoever fits it to the model says that it is unknown
+    yield name, _source(stored, entry, pieces, shape, ())  # whoever fits it to the model says that it is unknown
 
 
 def _source(name: str, entry: Any, pieces: _Pieces, shape: tuple[int, ...], lead: tuple[int, ...]) -> Source:

@@ -25,8 +25,9 @@ def check_fit(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
-    layers = getattr(model, "ignored_layers", ())
-    return {n: s for n, s in checkpoint.sources.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
+    layers, only = getattr(model, "ignored_layers", ()), getattr(model, "only", "")
+    mine = {name: source for name, source in checkpoint.sources.items() if name.startswith(only)}
+    return {n: s for n, s in mine.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
-from whorl.models.deepseek_v32 import INDEXER, NAMES, PREDICTION_TIED, DeepSeekV32Config, layer_of
+from whorl.models.deepseek_v32 import INDEXER, NAMES, PREDICTION_TIED, DeepSeekV32Config, flat, layer_of
 from whorl.titan.served_files import copy_tokenizer
 
 from .args import DeepSeekV32Args
@@ -39,7 +39,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         first = self.model_args.n_layers
-        found = super().to_hf({_flat(name, first): value for name, value in state_dict.items()})
+        found = super().to_hf({flat(name, first): value for name, value in state_dict.items()})
         for layer in _layers_from(found, first):
             tied = {f"model.layers.{layer}.{theirs}": ours for theirs, ours in PREDICTION_TIED.items()}
             found |= {theirs: state_dict[ours] for theirs, ours in tied.items() if ours in state_dict}
@@ -82,14 +82,6 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
 def _layers_from(hf_state_dict: Mapping[str, Any], first: int) -> list[int]:
     return sorted({layer for name in hf_state_dict if (layer := layer_of(name)) is not None and layer >= first})
-
-
-def _flat(name: str, first: int) -> str:
-    """mtp.0.block.X -> layers.61.X, mtp.0.norm.weight -> layers.61.mtp.norm.weight"""
-    found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
-    if not found:
-        return name
-    return f"layers.{first + int(found[1])}.{'' if found[2] else 'mtp.'}{found[3]}"
 
 
 def _nested(name: str, first: int) -> str:

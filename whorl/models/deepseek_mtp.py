@@ -1,0 +1,94 @@
+"""DeepSeek's layer of multi-token prediction, as a model that drafts beside the one it belongs to.
+
+Row t takes the model's hidden state of token t, behind the final norm, and token t + 1; its own hidden state gives
+token t + 2. Embedding and head are the model's. Where it guesses further, its own state stands in for the model's: it
+goes through the same head.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleDict
+
+from whorl.models import llama
+from whorl.models.deepseek_v32 import PREDICTION_TIED
+from whorl.nn import ONE, LatentKV, PlainLinear, Ranks, RMSNorm, Step
+
+if TYPE_CHECKING:
+    from whorl.models.deepseek import DeepSeek
+
+
+class SharedHead(Module):
+    """The head is the model's own; the norm before it is not."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+
+
+class PredictionParts(Module):
+    """What the layer has beside those of any other, by its names in checkpoints. The product is never quantised."""
+
+    def __init__(self, layer: llama.Layer, size: int, eps: float) -> None:
+        super().__init__()
+        for name, module in layer.named_children():
+            self.add_module(name, module)
+        self.block = (layer,)  # in a tuple: its parts have their names above
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = PlainLinear(2 * size, size)
+        self.shared_head = SharedHead(size, eps)
+
+
+class Decoder(Module):
+    def __init__(self, number: int, parts: PredictionParts) -> None:
+        super().__init__()
+        self.layers = ModuleDict({str(number): parts})
+
+
+class Prediction(Module):
+    """The first layer of multi-token prediction of a model; further ones, which nobody publishes, are left aside."""
+
+    def __init__(self, target: "DeepSeek", ranks: Ranks = ONE) -> None:
+        super().__init__()
+        config: Any = target.config
+        number, size, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
+        self._target = (target,)  # in a tuple: its weights are not this one's
+        self.config, self.dtype, self.vocab_size = config, target.dtype, target.vocab_size
+        self.max_length, self.state_size = target.max_length, size
+        self.model = Decoder(number, PredictionParts(target.layer_class(config, number, ranks), size, eps))
+        self.only = f"model.layers.{number}."  # of a checkpoint's tensors
+        self.ignored = (*target.ignored, *(f"{number}.{name}" for name in PREDICTION_TIED))
+        waits = getattr(target, "waits", None)
+        if waits is not None:
+            self.waits = waits
+
+    @property
+    def parts(self) -> PredictionParts:
+        (found,) = self.model.layers.values()
+        assert isinstance(found, PredictionParts)
+        return found
+
+    def cache_specs(self) -> list[LatentKV]:
+        return [self.parts.self_attn.cache_spec(self.dtype)]  # type: ignore[union-attr,operator,list-item]
+
+    def attention_flops(self, num_tokens: int) -> float:
+        return self.parts.self_attn.flops(num_tokens)  # type: ignore[union-attr,operator,no-any-return]
+
+    def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
+        assert step.states is not None, "it computes from hidden states"
+        (target,), parts = self._target, self.parts
+        rotary = target.rope.rows(step)
+        (layer,) = parts.block
+
+        def mix(attention: Any, given: Tensor) -> Tensor:
+            return attention.mix(given, rotary, step, caches[0])  # type: ignore[no-any-return]
+
+        embedded = target.decoder.embed_tokens(step.token_ids)
+        normed = parts.enorm(embedded, None)[0], parts.hnorm(step.states, None)[0]
+        x, residual = layer(parts.eh_proj(torch.cat(normed, -1)), None, mix)
+        return parts.shared_head.norm(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._target[0].logits(hidden)
