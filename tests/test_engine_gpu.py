@@ -98,11 +98,12 @@ def test_logits_do_not_depend_on_how_they_are_computed(num_experts: int, max_num
     for name in PROPOSERS:
         for use_graphs in (False, True):
             options = {"max_num_seqs": max_num_seqs, "use_graphs": use_graphs, "max_num_batched_tokens": 64}
+            options |= {"prompt_graphs": 64}
             got, found, llm = run(model, chosen, speculate=proposer(name, num_experts, plain), **options)
             # A draft model keeps the distribution of what is sampled, not the draws.
             wrong = differing(plain, expected, got, found, is_greedy=name == "draft_model")
             assert not wrong, f"{name}, graphs {use_graphs}"
-            assert bool(llm.runner._graphs) == use_graphs
+            assert bool(llm.runner._graphs) == bool(llm.runner._prompt_graphs) == use_graphs
             if name != "none":
                 assert 0 < llm.num_accepted < llm.num_drafted, f"{name}: nothing was accepted, or nothing rejected"
 

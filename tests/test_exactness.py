@@ -60,7 +60,7 @@ def setting(name: str) -> Setting:
     return _SETTINGS[name]
 
 
-def random_engine(rng: random.Random, given: Setting) -> LLM:
+def random_engine(rng: random.Random, given: Setting, **options: Any) -> LLM:
     seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
     texts = [seq.token_ids for seq, _ in given.plain]
     proposer = rng.choice(
@@ -78,13 +78,14 @@ def random_engine(rng: random.Random, given: Setting) -> LLM:
         speculate=proposer,
         run_ahead=rng.random() < 0.7,
         draft_length=DraftLength({1: 1.0, 8: 1.3, 64: 4.0}) if rng.random() < 0.3 else "fixed",
+        **options,
     )
 
 
-def check(name: str, seed: int) -> tuple[LLM, Counter[str]]:
+def check(name: str, seed: int, **options: Any) -> tuple[LLM, Counter[str]]:
     """One random schedule; what it went through."""
     rng, given = random.Random(seed), setting(name)
-    llm = random_engine(rng, given)
+    llm = random_engine(rng, given, **options)
     found = record(llm)
     for index, seq in run_at_random(rng, llm, given.requests):
         compare(*given.plain[index], seq, found.get(seq.id, {}))
@@ -113,10 +114,13 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
     setting(name)
     monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
     monkeypatch.setattr(runner, "record_graph", record_graph)
-    sizes = set()
+    sizes, prompts = set(), set()
     for seed in range(6 if name == "mock" else 2):
-        sizes |= check(name, seed)[0].runner._graphs.keys()
+        found = check(name, seed, prompt_graphs=64)[0].runner
+        sizes |= found._graphs.keys()
+        prompts |= found._prompt_graphs.keys()
     assert len(sizes) > 3
+    assert {16, 32} <= prompts if name == "mock" else prompts == {16}
 
 
 @pytest.mark.slow

@@ -147,12 +147,14 @@ def test_after_a_full_warm_up_nothing_is_recorded(
 ) -> None:
     monkeypatch.setattr(runner_module, "_GRAPH_KEYS", 8)
     options = {"speculate": PromptLookup(k=3, min_hist=1, guard=False), "draft_length": "fixed"} if drafting else {}
+    options |= {"prompt_graphs": 32}
     llm = engine(warmup="full", **options)
-    recorded = dict(llm.runner._graphs)
+    recorded, prompts = dict(llm.runner._graphs), dict(llm.runner._prompt_graphs)
+    assert prompts.keys() == {16, 32}
     assert {keys for _, keys in recorded} == {8, 32, 90}
     assert {rows for rows, _ in recorded} == ({1, 2, 4, 8, 16, 32} if drafting else {1, 2, 4, 8})
     run_load(llm)
-    assert llm.runner._graphs == recorded
+    assert (llm.runner._graphs, llm.runner._prompt_graphs) == (recorded, prompts)
     cold = engine(**options)
     run_load(cold)
     assert len(cold.runner._graphs) > 1, "the load would have recorded"

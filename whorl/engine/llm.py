@@ -156,6 +156,7 @@ class LLM:
             "max_len": self.max_model_len,
             "device": device,
             "use_graphs": asked.use_graphs,
+            "prompt_graphs": asked.prompt_graphs,
             "max_num_seqs": asked.max_num_seqs,
             "max_rows": asked.step_tokens,
             "vocab_size": self.vocab_size,

@@ -32,6 +32,8 @@ from .small_copy import start_copy
 
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # of the shortest recording; longer ones see four times as many each
+_PROMPT_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # calls with prompts are padded to these where they are recorded
+_PROMPTS = 16  # sequences of such a call
 _NUM_STAGES = 4  # two calls a step, and the host is at most one step ahead
 _STRIDE = 7919  # between the ids of tokens that only cost time
 _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
@@ -56,9 +58,10 @@ class Result:
 class Runner:
     """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
 
-    max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be. sp: the fields of
-    `sequence_parallel.Settings`, for one rank of several; None: prompts run as anything else. beside: a runner of the
-    same sizes, whose lanes and block tables are these, too: this one's caches lie in the same blocks.
+    max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be. prompt_graphs: tokens of
+    prompts up to which a call is recorded, too. sp: the fields of `sequence_parallel.Settings`, for one rank of many;
+    None: prompts run as anything else. beside: a runner of the same sizes, whose lanes and block tables are these, too:
+    this one's caches lie in the same blocks.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Runner:
         max_len: int,
         device: str,
         use_graphs: bool | None = None,
+        prompt_graphs: int = 0,
         max_num_seqs: int = 64,
         max_rows: int = 2048,
         vocab_size: int | None = None,
@@ -88,8 +92,11 @@ class Runner:
         self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
         self._inputs = _Inputs(max(max_rows, _GRAPH_ROWS[-1]), device)
         self._use_graphs = wants_graphs(device, use_graphs) and recordable(model, use_graphs)
-        self._graphs: dict[tuple[int, int], _Graph | None] = {}
-        self._pool = graph_pool(device) if self._use_graphs else None
+        self._graphs: dict[tuple[int, int], _Graph | None] = {}  # of decoding, by rows and keys
+        self._prompt_graphs: dict[int, _Graph | None] = {}  # by rows
+        # What a graph returned holds until the next one of its pool is replayed, and a step has a call of each kind.
+        self._pool, self._prompt_pool = (graph_pool(device) if self._use_graphs else None for _ in range(2))
+        self._most_recorded = min(prompt_graphs, self._inputs.max_rows)
         # Where recordings find the hidden states of another model.
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(_GRAPH_ROWS[-1], channels, dtype=model.dtype, device=device) if channels else None
@@ -121,7 +128,7 @@ class Runner:
         for lane, blocks in call.tables:
             self.lanes.admit(lane, blocks)
         graph = self._graph(call)
-        size = call.size if graph is None else (graph.rows,) * 3
+        size = call.size if graph is None else graph.size
         given = self._inputs.send(call, size, self._padding)
         if graph is None:
             width = -(-call.num_keys // self.block_size)
@@ -136,8 +143,9 @@ class Runner:
             if self._states is not None and states is not None:
                 self._states[: len(states)].copy_(states)
             graph.replay()
-            count = call.size[0]
-            hidden, logits, token_ids = (out[:count] for out in graph.outputs)
+            hidden, logits, token_ids = graph.outputs
+            num_rows, _, num_samples = call.size
+            hidden, logits, token_ids = hidden[:num_rows], logits[:num_samples], token_ids[:num_samples]
         scored = hidden[call.score_rows] if call.scores else hidden
         return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
 
@@ -196,16 +204,32 @@ class Runner:
         return self.model.forward(step, self.caches)
 
     def _graph(self, call: Call) -> "_Graph | None":
-        """The recording that fits a call; None where there is none or the call is not plain decoding."""
-        if not self._use_graphs or not call.is_decode or not call.is_dense:
+        """The recording that fits a call; None where there is none."""
+        if not self._use_graphs:
+            return None
+        if not call.is_decode:
+            return self._prompt_graph(call)
+        if not call.is_dense:
             return None
         rows = next((size for size in _GRAPH_ROWS if size >= call.size[0]), None)
         if rows is None or rows > self._inputs.max_rows:
             return None
         key = rows, next((keys for keys in self._graph_keys() if keys >= call.num_keys), self.max_len)
         if key not in self._graphs:
-            self._graphs[key] = self._record(*key)
+            with ahead():
+                self._graphs[key] = self._record(self._blank(rows), (rows,) * 3, key[1], self._pool)
         return self._graphs[key]
+
+    def _prompt_graph(self, call: Call) -> "_Graph | None":
+        is_plain = call.axes is None and self.prompts is None and self._states is None
+        rows = next((size for size in _PROMPT_ROWS if call.size[0] <= size <= self._most_recorded), None)
+        if not is_plain or rows is None or max(call.size[1:]) > _PROMPTS:
+            return None
+        if rows not in self._prompt_graphs:
+            size = rows, _PROMPTS, _PROMPTS
+            length = min(rows, self.max_len)
+            self._prompt_graphs[rows] = self._record(self._blank_prompt(length), size, self.max_len, self._prompt_pool)
+        return self._prompt_graphs[rows]
 
     def _graph_keys(self) -> list[int]:
         """Lengths that are recorded, up to the longest sequence."""
@@ -222,19 +246,19 @@ class Runner:
         rows = [size for size in _GRAPH_ROWS if size <= min(last, self._inputs.max_rows)]
         return [(count, keys) for keys in self._graph_keys() for count in rows]
 
-    def _record(self, rows: int, keys: int) -> "_Graph | None":
-        given = self._inputs.send(self._blank(rows), (rows,) * 3, self._padding)
-        graph, width = _Graph(rows), -(-keys // self.block_size)
-
-        states = None if self._states is None else self._states[:rows]
+    def _record(self, blank: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
+        """A call of this size, laid out as `blank`, which writes nothing."""
+        given = self._inputs.send(blank, size, self._padding)
+        graph, width = _Graph(size), -(-keys // self.block_size)
+        states = None if self._states is None else self._states[: size[0]]
+        how: dict[str, Any] = {"is_decode": blank.is_decode, "is_dense": blank.is_decode, "states": states}
 
         def run() -> None:
-            graph.outputs = self._compute(given, width, is_decode=True, is_dense=True, states=states)
+            graph.outputs = self._compute(given, width, **how)
 
-        with ahead():
-            run()  # kernels are compiled and chosen, and tables built, before recording
-            synchronize(self.device)
-            replay = record_graph(self.device, run, pool=self._pool)
+        run()  # kernels are compiled and chosen, and tables built, before recording
+        synchronize(self.device)
+        replay = record_graph(self.device, run, pool=pool)
         if replay is None:
             return None
         graph.replay = replay
@@ -263,11 +287,15 @@ class Runner:
 
     def warm_up_prompt(self, length: int) -> None:
         """A prompt of so many tokens, without its end; nothing is written."""
+        self.run_call(self._blank_prompt(length))
+
+    def _blank_prompt(self, length: int) -> Call:
+        """One in the spare lane, which writes nothing and gives no token."""
         arrays = {name: np.full(count, self._padding.get(name, 0)) for name, _, _, count in layout((length, 1, 0))[0]}
         arrays |= {"positions": np.arange(length), "query_starts": np.array([0, length])}
         tokens = np.arange(length) * _STRIDE % self.vocab_size
         arrays |= {"tokens": tokens, "context_lens": np.array([length])}
-        self.run_call(Call(False, arrays, num_keys=length, tables=[]))
+        return Call(False, arrays, num_keys=length, tables=[])
 
     def _blank(self, rows: int) -> Call:
         """Sequences of one token in the spare lane, which write nothing."""
@@ -280,13 +308,13 @@ class Runner:
 
 
 class _Graph:
-    """A recorded decode call of `rows` rows. Rows past the last sequence write no keys and attend to nothing."""
+    """A recorded call of this size. Rows past the last sequence write no keys and attend to nothing."""
 
     replay: Callable[[], None]
     outputs: tuple[Tensor, Tensor, Tensor]  # of the recording; every replay writes them
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, size: Size) -> None:
+        self.size = size
 
 
 class _Inputs:
@@ -343,5 +371,6 @@ class _Stage:
 
 
 def _is_common(size: Size) -> bool:
-    """Plain decoding. Prompts and drafts have any size: what was made for theirs is not kept."""
-    return size[0] == size[1] == size[2] <= _GRAPH_ROWS[-1]
+    """That of a recording. Other prompts and drafts have any size: what was made for theirs is not kept."""
+    is_decoding = size[0] == size[1] == size[2] <= _GRAPH_ROWS[-1]
+    return is_decoding or (size[0] in _PROMPT_ROWS and size[1:] == (_PROMPTS, _PROMPTS))

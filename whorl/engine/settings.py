@@ -139,6 +139,13 @@ class EngineSettings:
         vllm=("--no-enforce-eager/--enforce-eager",),
         panel=SWITCHES,
     )
+    prompt_graphs: int = option(
+        0,
+        "Record steps with prompts of up to so many tokens, too: the host's part of short ones is then small. 0: none. "
+        "Not measured on a GPU yet.",
+        panel=SWITCHES,
+        least=0,
+    )
     run_ahead: bool | None = option(
         None,
         "Launch a step before the last one's tokens are read. Default: on accelerators.",
