@@ -275,8 +275,7 @@ def test_operators() -> None:
 
 # Of EngineSettings; bench decode sizes its engines itself.
 ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
-ANY_ENGINE |= {"--prompt-graphs"}
-ANY_ENGINE |= {"--warmup", "--kv-cache-dtype"}
+ANY_ENGINE |= {"--warmup", "--kv-cache-dtype", "--prompt-graphs"}
 ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
