@@ -2,12 +2,14 @@
 they can, and meet errors."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from client_environments import found, run
-from serving import Served, serving, told, wait_until
+from serving import MODEL, Served, byte_tokenizer, serving, told, wait_until
 
 from whorl.engine.llm import LLM
 from whorl.serve.settings import DEFAULT_NAME
@@ -117,6 +119,35 @@ def test_schemathesis_finds_nothing_that_does_not_conform(served: Served, tmp_pa
     wait_until(served.is_idle)
 
 
+def test_guidellm_loads_the_server(served: Served, tmp_path: Path) -> None:
+    """Requests that stream, several at once; and a key that is refused."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text(byte_tokenizer().to_json())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+    def load(key: str) -> Any:
+        report = tmp_path / f"{key}.json"
+        options = [
+            *("--backend", f"kind=openai_http,target={served.url},model={MODEL},api_key={key}"),
+            *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"),
+            *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16"),
+            *("--output", f"kind=json,path={report}", "--disable-progress"),
+        ]
+        done = run("guidellm", "guidellm", "run", *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        (benchmark,) = json.loads(report.read_text())["benchmarks"]
+        return benchmark["requests"]
+
+    good, bad = load("sk-test"), load("wrong")
+    assert (len(good["successful"]), len(good["errored"])) == (6, 0)
+    assert {each["output_metrics"]["text_tokens"] for each in good["successful"]} == {16}
+    assert (len(bad["successful"]), len(bad["errored"])) == (0, 6)
+    assert all("401" in json.dumps(each) for each in bad["errored"])
+    wait_until(served.is_idle)
+
+
 QUESTIONS = [
     ("The capital of France is", ["London", "Paris", "Rome"], 1),
     ("Two plus two is", ["four", "seven", "blue"], 0),
@@ -142,12 +173,19 @@ def test_lm_eval_scores_as_transformers_does(real: Served, tmp_path: Path) -> No
     lines = [json.dumps({"question": q, "choices": choices, "answer": a}) for q, choices, a in QUESTIONS]
     (tmp_path / "quiz.jsonl").write_text("\n".join(lines))
     (tmp_path / "quiz.yaml").write_text(TASK.replace("DATA", str(tmp_path / "quiz.jsonl")))
-    where = f"model={DEFAULT_NAME},base_url={real.url}/v1/completions,tokenizer_backend=remote,num_concurrent=2"
-    options = [
-        *("--model", "local-completions", "--model_args", where, "--tasks", "quiz", "--batch_size", "2"),
-        *("--include_path", str(tmp_path), "--output_path", str(tmp_path), "--log_samples"),
-    ]
-    done = run("lm-eval", "lm_eval", *options, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+
+    def score(model: str) -> "subprocess.CompletedProcess[str]":
+        where = f"model={model},base_url={real.url}/v1/completions,tokenizer_backend=remote,num_concurrent=2"
+        options = [
+            *("--model", "local-completions", "--model_args", f"{where},max_retries=1", "--tasks", "quiz"),
+            *("--batch_size", "2", "--include_path", str(tmp_path), "--output_path", str(tmp_path), "--log_samples"),
+        ]
+        return run("lm-eval", "lm_eval", *options, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+
+    refused = score("gpt-9")
+    assert refused.returncode != 0
+    assert "the model 'gpt-9' is not here" in refused.stdout + refused.stderr
+    done = score(DEFAULT_NAME)
     assert done.returncode == 0, done.stderr[-4000:]
     (samples,) = tmp_path.rglob("samples_quiz_*.jsonl")
     rows = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
