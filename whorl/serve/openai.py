@@ -148,8 +148,10 @@ def _add_routes(app: "FastAPI", service: Any) -> None:
 
 
 def _streamed(model: Any) -> dict[str, Any]:
-    """An answer that comes whole, or with `stream` as events."""
-    return {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    """An answer that comes whole, or with `stream` as events; the schema of those is that of one event."""
+    lines = {"event": {"type": "string"}, "data": {"type": "string"}}
+    event = {"type": "object", "properties": lines, "required": ["data"]}
+    return {"model": model, "content": {"text/event-stream": {"schema": event}}}
 
 
 def prepare(
