@@ -174,9 +174,9 @@ class Chat:
         self._last: Sequence | None = None
         self._num_again = 0  # how often the last message was answered again
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/reset": (self._reset, "forget the conversation"),
             "/regenerate": (self._regenerate, "answer the last message again"),
             "/set": (self._set, "NAME VALUE: how the next answers are sampled; without: how they are"),
-            "/reset": (self._reset, "forget the conversation"),
             "/system": (self._system, "TEXT: set the system message, and forget the conversation; without TEXT: none"),
             "/think": (self._think, "on, off or auto: whether the model thinks first, if it can"),
             "/image": (lambda file: self._attach("image", file), "FILE: a picture that goes with the next message"),
