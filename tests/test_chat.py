@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from whorl.chat import command
 from whorl.chat import terminal as chat_module
 from whorl.chat.conversation import Conversation
-from whorl.chat.terminal import Chat, Screen, describe
+from whorl.chat.loop import Chat
+from whorl.chat.terminal import Screen, describe
 from whorl.cli import app
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.tokenizer import Tokenizer

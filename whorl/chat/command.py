@@ -77,8 +77,9 @@ def prepare(options: Options) -> Callable[[], int]:
     gives the exit code, 0, or 130 after Ctrl-C."""
     from .attachments import Attachments
     from .conversation import Conversation
+    from .loop import Chat
     from .schema import allow_by, read_schema
-    from .terminal import Chat, Screen
+    from .terminal import Screen
 
     options.check()
     asked = _read_asked(options)

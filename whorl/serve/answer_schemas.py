@@ -62,7 +62,7 @@ class Call(Answer):
     function: CalledFunction
 
 
-class ChatMessage(Answer):
+class ChatAnswer(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -72,7 +72,7 @@ class ChatMessage(Answer):
 
 class ChatChoice(Answer):
     index: int
-    message: ChatMessage
+    message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_details: dict[str, Any] = {}
