@@ -8,7 +8,7 @@ from collections.abc import Iterator
 # reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every run makes its trials itself, and leaves nothing in anybody's home.
-os.environ["WHORL_CACHE_DIR"] = ""
+os.environ["WHORL_CACHE_DIR"] = os.environ["WHORL_STATE_DIR"] = ""
 
 import pytest
 import torch

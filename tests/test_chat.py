@@ -3,19 +3,15 @@
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_session import Session
 from default_model import Scripted, mock_llm
 from default_model import tokenizer as smollm2
 from tokenizers import Tokenizer as Backend
@@ -24,7 +20,8 @@ from typer.testing import CliRunner
 from whorl.chat import command
 from whorl.chat import terminal as chat_module
 from whorl.chat.conversation import Conversation
-from whorl.chat.terminal import Chat, Screen, describe
+from whorl.chat.loop import Chat
+from whorl.chat.terminal import Screen, describe
 from whorl.cli import app
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.tokenizer import Tokenizer
@@ -368,43 +365,12 @@ app()
 """
 
 
-class Session:
-    """`whorl chat` in a pseudo-terminal of its own."""
-
-    def __init__(self, *python: str) -> None:
-        self._master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).parents[1]
-        arguments = [sys.executable, *python, "chat", "--temperature", "0", "--max-tokens", "60"]
-        self.process = subprocess.Popen(arguments, cwd=root, env=environment, preexec_fn=lambda: os.login_tty(slave))
-        os.close(slave)
-        self.shown = ""
-
-    def until(self, text: str, seconds: float = 90) -> str:
-        """What is shown up to and with `text`."""
-        deadline = time.monotonic() + seconds
-        while text not in self.shown:
-            assert select.select([self._master], [], [], max(0, deadline - time.monotonic()))[0], self.shown
-            self.shown += os.read(self._master, 4096).decode(errors="replace")
-        before, mark, self.shown = self.shown.partition(text)
-        return before + mark
-
-    def send(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 @pytest.mark.parametrize(
     "python", [("-c", SCRIPTED), pytest.param(("-m", "whorl.cli"), marks=pytest.mark.slow)], ids=["scripted", "real"]
 )
 def test_in_a_terminal(python: tuple[str, str], tmp_path: Path) -> None:
     """The flow of a chat: a question, another that needs the first, Ctrl-C, the commands, an old line, Ctrl-D."""
-    session = Session(*python)
+    session = Session(*python, state=tmp_path / "state")
     try:
         follow(session, tmp_path / "chat.json")
     finally:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from whorl.chat import command
 from whorl.chat.attachments import Attachments
 from whorl.chat.conversation import Conversation
-from whorl.chat.terminal import Chat, Screen
+from whorl.chat.loop import Chat
+from whorl.chat.terminal import Screen
 from whorl.cli import app
 from whorl.engine.sequence import SamplingParams
 from whorl.media import Processor

@@ -264,7 +264,7 @@ def test_errors_are_told_as_the_server_words_them(page: Any, served: Served) -> 
     page.fill("[data-setting=max_tokens]", "5000")
     say(page, "hello")
     shown = page.text_content("article.assistant .error")
-    assert "5000 more are asked for; this model's sequences have up to 1024. Shorten one of them." in shown
+    assert "5000 more are asked for; this model's maximum context length is 1024 tokens. Shorten one of them." in shown
     assert "(request " in shown
     page.fill("[data-setting=max_tokens]", "")
     with page.expect_request(CHAT) as request:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from serving import ALPHABET, Served, byte_tokenizer, serving, told, wait_until
 
 from whorl import ops
-from whorl.engine import adjust
+from whorl.engine import adjust, grammar_masks
 from whorl.engine.batch import Sample
 from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Chunk
@@ -128,8 +128,8 @@ def test_a_schema_that_is_given_up_ends_with_an_error(
     if fault == "limit":
         monkeypatch.setattr(llguidance, "LLMatcher", Limited)
     else:
-        monkeypatch.setattr(grammar, "_FREE_SECONDS", 0.0)
-        monkeypatch.setattr(grammar, "_TOKEN_SECONDS", 0.0)
+        monkeypatch.setattr(grammar_masks, "_FREE_SECONDS", 0.0)
+        monkeypatch.setattr(grammar_masks, "_TOKEN_SECONDS", 0.0)
     response = served.http.post(CHAT, json=shaped(WIDE, n=2))
     assert response.status_code == 400
     error = response.json()["error"]

@@ -289,9 +289,12 @@ DRAFTING = {
 }
 TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
-    *("--system", "--think", "--no-think", "--reset", "--no-stream"),
+    *("--system", "--think", "--no-think", "--reset", "--no-stream", "--stop", "--when-full"),
 }
 PROMPT = {
+    "--prompts",
+    "--samples",
+    "--schema",
     "--prompt",
     "-p",
     "--prompt-file",

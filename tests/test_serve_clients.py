@@ -1,15 +1,11 @@
-"""Programs that others wrote against the server: the openai client, lm-eval and schemathesis; and the real model."""
+"""The openai client against the server, and the real model. Programs with requirements of their own: `test_clients`."""
 
 import asyncio
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -221,90 +217,3 @@ def test_two_hundred_streams_some_of_which_leave(real: Served) -> None:
     assert len(ends) == 200
     assert ends.count("done") > 20
     assert real.http.get("/health").status_code == 200
-
-
-# ---- lm-eval and schemathesis
-
-
-@pytest.mark.slow
-def test_schemathesis_finds_no_server_error(served: Served, tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
-    command = [
-        *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{served.url}/openapi.json"),
-        *("--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--header"),
-        *("Authorization: Bearer sk-test", "--request-timeout", "30", "--phases", "examples,coverage,fuzzing"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    wait_until(served.is_idle)
-
-
-QUESTIONS = [
-    ("The capital of France is", ["London", "Paris", "Rome"], 1),
-    ("Two plus two is", ["four", "seven", "blue"], 0),
-    ("Water freezes into", ["stone", "fire", "ice"], 2),
-    ("The opposite of hot is", ["warm", "cold", "tall"], 1),
-    ("The sun rises in the", ["east", "kitchen", "north"], 0),
-    ("A baby dog is called a", ["kitten", "calf", "puppy"], 2),
-]
-TASK = """
-task: quiz
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc}]
-"""
-
-
-@pytest.mark.slow
-def test_lm_eval_scores_as_transformers_does(real: Served, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    pytest.importorskip("accelerate")  # transformers reads GGUF files by it
-    lines = [json.dumps({"question": q, "choices": choices, "answer": a}) for q, choices, a in QUESTIONS]
-    (tmp_path / "quiz.jsonl").write_text("\n".join(lines))
-    (tmp_path / "quiz.yaml").write_text(TASK.replace("DATA", str(tmp_path / "quiz.jsonl")))
-    where = f"model={DEFAULT_NAME},base_url={real.url}/v1/completions,tokenizer_backend=remote,num_concurrent=2"
-    command = [
-        *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "quiz", "--batch_size", "2"),
-        *("--include_path", str(tmp_path), "--model_args", where, "--output_path", str(tmp_path), "--log_samples"),
-    ]
-    settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (samples,) = tmp_path.rglob("samples_quiz_*.jsonl")
-    found = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    scores = [[float(score) for score, _ in sample["filtered_resps"]] for sample in found]
-    expected = by_transformers(real)
-    assert len(scores) == len(QUESTIONS)
-    for ours, theirs in zip(scores, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=0.02)
-
-    def accuracy(of: list[list[float]]) -> float:
-        return sum(max(range(3), key=row.__getitem__) == q[2] for row, q in zip(of, QUESTIONS, strict=True)) / len(of)
-
-    assert accuracy(scores) == accuracy(expected) == sum(sample["acc"] for sample in found) / len(found)
-
-
-def by_transformers(real: Served) -> list[list[float]]:
-    """Log-probabilities of each question's choices."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from whorl.engine.weights import resolve
-
-    file = Path(resolve(None))
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    tokenizer = real.llm.tokenizer
-    assert tokenizer is not None
-
-    def score(question: str, choice: str) -> float:
-        start, ids = len(tokenizer.encode(question)), tokenizer.encode(f"{question} {choice}")
-        with torch.inference_mode():
-            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        return sum(float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids)))
-
-    return [[score(question, choice) for choice in choices] for question, choices, _ in QUESTIONS]

@@ -216,7 +216,9 @@ def test_more_tokens_than_the_model_has(served: Served) -> None:
     with seeing(llm=small, max_queue=4) as running:
         response = ask(running, *pictures, TEXT)
         assert response.status_code == 400
-        assert "tokens or more; this model's sequences have up to 150" in response.json()["error"]["message"]
+        assert (
+            "tokens or more; this model's maximum context length is 150 tokens" in response.json()["error"]["message"]
+        )
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
 

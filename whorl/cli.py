@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from whorl.bench.command import bench
-from whorl.chat.options import ChatOptions, MediaOptions, SamplingOptions
+from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
@@ -118,6 +118,7 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **given: 
 @app.command(cls=PastedCommand, epilog=PASTED)
 @spread
 def generate(
+    context: typer.Context,
     model: Model = None,
     prompt: Annotated[
         str | None,
@@ -129,6 +130,7 @@ def generate(
     ] = None,
     as_json: Json = False,
     *,
+    answers: AnswerOptions,
     media: MediaOptions,
     sampling: SamplingOptions,
     chat: ChatOptions,
@@ -141,8 +143,18 @@ def generate(
     with asking():
         from whorl.chat.command import read_prompt
 
-        text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive)
-    given = {"prompt": text, "sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
+        text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive and answers.prompts is None)
+    source = context.get_parameter_source("max_num_seqs")
+    if answers.are_many and source is not None and source.name == "DEFAULT":
+        engine = engine.changed(max_num_seqs=AT_ONCE)
+    given = {
+        "prompt": text,
+        "answers": answers,
+        "sampling": sampling,
+        "chat": chat,
+        "engine": engine,
+        "drafting": drafting,
+    }
     _run_model("generate", model, model_dir, media=media, report=report, as_json=as_json, **given)
 
 

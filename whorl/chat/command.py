@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 
-from .options import ChatOptions, MediaOptions, SamplingOptions
+from .options import AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
 from .text_streams import as_argument, prepare_streams, read_stdin
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .attachments import Attachment, Attachments
     from .conversation import Conversation
+    from .many import Asked
 
 DEFAULT_TOKENS = 256  # of `whorl generate`: a base model may never stop by itself
 
@@ -35,6 +36,7 @@ class Options:
     chat: ChatOptions = field(default_factory=ChatOptions)
     drafting: DraftOptions = field(default_factory=DraftOptions)
     media: MediaOptions = field(default_factory=MediaOptions)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
     report: bool = False
     as_json: bool = False
 
@@ -42,10 +44,13 @@ class Options:
         """What contradicts itself or cannot be done is refused before anything is loaded."""
         self.drafting.check()
         chat = self.chat
-        if self.prompt is None and not chat.interactive:
+        has_prompt = self.prompt is not None or self.answers.prompts is not None
+        if not has_prompt and not chat.interactive:
             raise ValueError(
-                "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive, or pipe a text in"
+                "nothing to complete: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive, or pipe "
+                "a text in"
             )
+        self._check_answers()
         if self.prompt is not None and chat.interactive:
             raise ValueError("--prompt and --interactive: say one of them")
         if not chat.chat and (chat.system is not None or chat.think is not None):
@@ -57,15 +62,28 @@ class Options:
         if self.as_json and chat.interactive:
             raise ValueError("--json is for one answer, not for --interactive")
 
+    def _check_answers(self) -> None:
+        answers = self.answers
+        if answers.prompts is not None and self.prompt is not None:
+            raise ValueError("--prompt and --prompts: say one of them")
+        if self.chat.interactive and (answers.are_many or answers.schema is not None):
+            raise ValueError("--prompts, --samples and --schema are not for --interactive")
+        if answers.prompts is not None and (self.media.images or self.media.videos):
+            raise ValueError("--image and --video go with one prompt, not with --prompts")
+
 
 def prepare(options: Options) -> Callable[[], int]:
     """Load the model and take the prompt in, refusing with ValueError what cannot be done. The rest is the work: it
     gives the exit code, 0, or 130 after Ctrl-C."""
     from .attachments import Attachments
     from .conversation import Conversation
-    from .terminal import Chat, Screen
+    from .loop import Chat
+    from .schema import allow_by, read_schema
+    from .terminal import Screen
 
     options.check()
+    asked = _read_asked(options)
+    schema = None if options.answers.schema is None else read_schema(options.answers.schema)
     attachments = Attachments(options.model)
     attached = _attached(options.media, attachments)  # before minutes of loading
     chat = options.chat
@@ -80,10 +98,20 @@ def prepare(options: Options) -> Callable[[], int]:
         print(describe(llm.sp_report), file=sys.stderr)
     params = sampling(options, llm)
     conversation = Conversation(
-        llm, system=system, is_chat=chat.chat, has_memory=not chat.reset, enable_thinking=chat.think
+        llm,
+        system=system,
+        is_chat=chat.chat,
+        has_memory=chat.interactive and not chat.reset,
+        enable_thinking=chat.think,
+        allow=None if schema is None else allow_by(schema, llm),
     )
+    fit = options.sampling.max_tokens is None
+    if asked:
+        from . import many
+
+        many.queue(conversation, asked, params, fit=fit, attached=attached)
+        return lambda: many.run(conversation, asked)
     if options.prompt is not None:
-        fit = options.sampling.max_tokens is None
         seq = conversation.ask(options.prompt, params, fit=fit, attached=attached)
         return lambda: _answer_once(options, conversation, seq)
     if chat.chat:
@@ -98,7 +126,18 @@ def prepare(options: Options) -> Callable[[], int]:
         is_streaming=not chat.no_stream,
         attachments=attachments,
         attached=attached,
+        when_full=chat.when_full,
     ).run
+
+
+def _read_asked(options: Options) -> "list[Asked]":
+    """The prompts whose answers are JSON lines; none where there is one answer."""
+    from . import many
+
+    if options.answers.prompts is not None:
+        return many.read_prompts(options.answers.prompts)
+    assert options.prompt is not None or options.answers.samples == 1
+    return [many.Asked(options.prompt)] if options.answers.samples > 1 and options.prompt is not None else []
 
 
 def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachment]":
@@ -123,22 +162,27 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     if isinstance(llm.tokenizer, Tokenizer):
         advised |= llm.tokenizer.sampling
     asked, chat = options.sampling, options.chat
-    named = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given = {name: value for name, value in named.items() if value is not None}
+    numbers = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    named = {"stop": asked.stop, "n": options.answers.samples}
     max_tokens = asked.max_tokens or (None if chat.interactive and chat.chat else DEFAULT_TOKENS)
-    return SamplingParams(max_tokens=max_tokens, seed=asked.seed or None, **(advised | given))
+    return SamplingParams(max_tokens=max_tokens, seed=asked.seed or None, **(advised | given | named))
 
 
 def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence") -> int:
     from whorl.engine.sequence import FinishReason
 
+    from .many import document
     from .terminal import Answer, Screen, describe, stream
 
     answer = Answer(Screen(), conversation)
     is_live = not options.chat.no_stream and not options.as_json
     stream(conversation.llm, seq, answer.add if is_live else lambda text: None)
+    if seq.error is not None:
+        print(f"whorl: {seq.error}", file=sys.stderr)
+        return 1
     if options.as_json:
-        print(json.dumps(_document(seq), indent=2))
+        print(json.dumps(document(seq), indent=2))
         return 0
     if not is_live:
         answer.add(seq.text.value)
@@ -146,21 +190,6 @@ def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence"
     if sys.stderr.isatty():
         Screen(sys.stderr).note(describe(seq))
     return 130 if seq.finish_reason is FinishReason.ABORT else 0
-
-
-def _document(seq: "Sequence") -> dict[str, Any]:
-    timings = seq.timings
-    return {
-        "text": seq.text.value,
-        "token_ids": seq.output_ids,
-        "finish_reason": str(seq.finish_reason),
-        "prompt_tokens": seq.prompt_len,
-        "completion_tokens": seq.num_outputs,
-        "time_to_first_token": timings.time_to_first_token,
-        "tokens_per_second": timings.tokens_per_second,
-        "drafted_tokens": seq.num_drafted,
-        "accepted_tokens": seq.num_accepted,
-    }
 
 
 def read_prompt(prompt: str | None, file: str | None, *, or_pipe: bool = False) -> str | None:

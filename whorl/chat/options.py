@@ -1,10 +1,12 @@
 """What `whorl generate` and `whorl chat` take about the text they make. No torch here."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from whorl.fields import option
 
-SAMPLING, CHAT, MEDIA = "Sampling", "Chat", "Pictures"
+AT_ONCE = 16  # sequences that run together where there are many prompts, and nothing else is said
+SAMPLING, CHAT, MEDIA, ANSWERS = "Sampling", "Chat", "Pictures", "Answers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,9 @@ class SamplingOptions:
     seed: int = option(
         0, "The same seed, the same text; 0: another one each time.", "--seed", "-s", vllm=("--seed",), panel=SAMPLING
     )
+    stop: tuple[str, ...] = option(
+        (), "An answer ends before this text; may be repeated.", panel=SAMPLING, metavar="TEXT"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,34 @@ class ChatOptions:
         False, "Read prompts line by line; with --chat a conversation.", "--interactive", "-i", panel=CHAT
     )
     reset: bool = option(False, "No memory: each message is the first.", panel=CHAT)
+    when_full: Literal["ask", "drop", "stop"] = option(
+        "ask",
+        "What a message does that finds the context full: drop the oldest turns, stop there, or ask; without a "
+        "terminal ask is stop.",
+        panel=CHAT,
+    )
     no_stream: bool = option(False, "Print an answer when it is whole.", panel=CHAT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """Several answers at once, and what they must look like."""
+
+    prompts: str | None = option(
+        None,
+        "Many prompts, a line each; .jsonl: JSON strings, or objects with prompt; -: standard input. Answers are JSON "
+        "lines.",
+        panel=ANSWERS,
+        metavar="FILE",
+    )
+    samples: int = option(1, "Answers to each prompt; several are JSON lines.", panel=ANSWERS, least=1)
+    schema: str | None = option(
+        None, "Answers are JSON of this schema: a file, or the schema itself.", panel=ANSWERS, metavar="SCHEMA"
+    )
+
+    @property
+    def are_many(self) -> bool:
+        return self.prompts is not None or self.samples > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,5 +123,5 @@ class _Room:
             self._taken += count
             if self._taken > self._most:
                 what = f"the pictures and videos have {self._taken} tokens or more"
-                limit = f"this model's sequences have up to {self._most}"
+                limit = f"this model's maximum context length is {self._most} tokens"
                 raise ApiError(400, f"{what}; {limit}. Send fewer or smaller ones.", code="context_length_exceeded")

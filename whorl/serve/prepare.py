@@ -275,7 +275,7 @@ class Preparer:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if len(ids) + asked > self.max_model_len:
             what = f"the prompt has {len(ids)} tokens and {asked} more are asked for"
-            limit = f"this model's sequences have up to {self.max_model_len}"
+            limit = f"this model's maximum context length is {self.max_model_len} tokens"
             raise ApiError(400, f"{what}; {limit}. Shorten one of them.", code="context_length_exceeded")
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.call_forms import CallReader, JsonCalls, TaggedCalls
+from whorl.engine.json_layout import json_layout
 
 from .gate import ApiError
-from .json_layout import json_layout
 from .schema_parts import NamedTool, Tool
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from whorl.engine.grammar_masks import native_tokenizer
 from whorl.engine.reply_parser import THINK
 from whorl.engine.tokenizer import Tokenizer
 
@@ -151,12 +152,6 @@ def _check(matcher: "LLMatcher", what: str) -> None:
         if reason.startswith("NoExtension"):
             reason = "no text is valid"
         raise Refused(f"{what} cannot be followed: {reason}", "schema")
-
-
-def native_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))
 
 
 class Limits:

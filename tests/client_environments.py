@@ -1,0 +1,101 @@
+"""A virtual environment for each program that the server is tried with: their requirements contradict each other's."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = Path(__file__).parent / "clients"
+FOLDER = ROOT / ".cache" / "clients"
+REQUIREMENTS = {
+    "litellm": ("litellm==1.99.4",),
+    "langchain-openai": ("langchain-openai==1.7.3",),
+    "instructor": ("instructor==1.17.0",),
+    "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.66.0",),
+    "llm": ("llm==0.36",),
+    "lm-eval": ("lm-eval[api]==0.4.13",),
+    "guidellm": ("guidellm==0.8.1", "torch==2.13.0"),
+    "schemathesis": ("schemathesis==4.32.5",),
+}
+# What pip says where the index cannot be reached; any other failure is one of the requirements.
+_OFFLINE = ("after connection broken by", "Could not fetch URL", "Network is unreachable", "Temporary failure in name")
+# Programs ask nobody but the server, and report to nobody.
+_ALONE = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGCHAIN_TRACING_V2": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def environment(name: str) -> Path:
+    """The folder of a program's commands, among them python. It is made once, and again where its requirements change;
+    the test is skipped where nothing can be downloaded."""
+    folder = FOLDER / name
+    stamp = folder / "requirements.json"
+    wanted = json.dumps([sys.version.split()[0], *REQUIREMENTS[name]])
+    with _locked(FOLDER / f"{name}.lock"):
+        if not stamp.exists() or stamp.read_text() != wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, REQUIREMENTS[name])
+            stamp.write_text(wanted)
+    return folder / "bin"
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Tests run in several processes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, requirements: tuple[str, ...]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--retries", "2", "-q"]
+    done = subprocess.run([*pip, *requirements], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    shutil.rmtree(folder)
+    if any(sign in done.stderr for sign in _OFFLINE):
+        pytest.skip(f"the package index cannot be reached, and {' '.join(requirements)} is not installed")
+    pytest.fail(f"pip install {' '.join(requirements)}:\n{done.stderr[-3000:]}")
+
+
+def run(name: str, *command: str, seconds: float = 900, **more: Any) -> "subprocess.CompletedProcess[str]":
+    """A command of the program, in its environment. more: variables of the process's environment."""
+    folder = environment(name)
+    hidden = {"PYTHONPATH", "TRITON_INTERPRET", "VIRTUAL_ENV"}
+    variables = {key: value for key, value in os.environ.items() if key not in hidden} | _ALONE
+    cwd = more.pop("cwd", None)
+    first, *rest = command
+    return subprocess.run(
+        [str(folder / first), *rest],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=variables | more,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def found(name: str, url: str, **more: Any) -> dict[str, Any]:
+    """What the program's script in `clients` found at a server: the JSON in the last line that it prints."""
+    done = run(name, "python", str(PROGRAMS / f"use_{name.replace('-', '_')}.py"), url, **more)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

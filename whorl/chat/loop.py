@@ -1,0 +1,231 @@
+"""The loop of a chat: read a message, stream the answer, remember both. Ctrl-C stops an answer, Ctrl-D the chat."""
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import replace
+from typing import Literal
+
+from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
+
+from . import saved, set_command
+from .attachments import Attachment, Attachments
+from .conversation import Conversation
+from .keyboard import Keyboard, history_file
+from .terminal import Answer, Screen, describe, describe_limit, stream
+from .text_streams import as_text
+
+_BLOCK = '"""'
+_ROOM = 256  # tokens that an answer should have, where the context is so large
+WhenFull = Literal["ask", "drop", "stop"]
+_WHEN_FULL: tuple[WhenFull, ...] = ("ask", "drop", "stop")
+
+
+class Chat:
+    """The loop. Lines that start with / are commands."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        *,
+        screen: Screen | None = None,
+        read: Callable[[str], str] | None = None,
+        is_streaming: bool = True,
+        attachments: Attachments | None = None,
+        attached: List[Attachment] = (),
+        when_full: WhenFull = "ask",
+    ) -> None:
+        self.conversation, self.params = conversation, params
+        self._attachments, self._attached = attachments or Attachments(None), list(attached)
+        self._screen, self._is_streaming, self._when_full = screen or Screen(), is_streaming, when_full
+        # A question to somebody who is not there would take the next line of a pipe for its answer.
+        self._can_ask = self._screen.is_terminal and (read is not None or sys.stdin.isatty())
+        self._read = read or Keyboard(history_file()).read
+        self._last: Sequence | None = None
+        self._num_again = 0  # how often the last message was answered again
+        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/reset": (self._reset, "forget the conversation"),
+            "/regenerate": (self._regenerate, "answer the last message again"),
+            "/set": (self._set, "NAME VALUE: how the next answers are sampled; without: how they are"),
+            "/system": (self._system, "TEXT: set the system message, and forget the conversation; without TEXT: none"),
+            "/think": (self._think, "on, off or auto: whether the model thinks first, if it can"),
+            "/image": (lambda file: self._attach("image", file), "FILE: a picture that goes with the next message"),
+            "/video": (lambda file: self._attach("video", file), "FILE: a video, or a folder of its frames, likewise"),
+            "/save": (self._save, "FILE: write the conversation to a new file: .json, or text"),
+            "/load": (self._load, "FILE: go on with a conversation that was saved as .json"),
+            "/stats": (self._stats, "what the last answer took"),
+            "/help": (self._help, "this list"),
+            "/exit": (self._exit, "end the chat, as Ctrl-D does"),
+        }
+
+    def run(self) -> int:
+        while True:
+            try:
+                line = as_text(self._read_message(), "not sent: it")
+                if line.startswith("/") and "\n" not in line:  # several lines are a message, a path in the first or not
+                    self._command(line)
+                elif line.strip():
+                    self.answer(line)
+            except KeyboardInterrupt:
+                self._screen.note("(Ctrl-D ends the chat)")
+            except EOFError:
+                self._screen.end_line()
+                return 0
+            except (ValueError, OSError) as error:
+                self._screen.note(f"whorl: {error}")
+
+    def answer(self, text: str) -> None:
+        self._make_room(text)
+        self._num_again = 0
+        self._answer(text, self._attached, self.params)
+        self._attached = []
+
+    def _answer(self, text: str, attached: List[Attachment], params: SamplingParams) -> None:
+        seq = self.conversation.ask(text, params, fit=True, attached=attached)
+        shown = Answer(self._screen, self.conversation)
+        late: list[str] = []
+        stream(self.conversation.llm, seq, shown.add if self._is_streaming else late.append)
+        shown.add("".join(late))
+        shown.finish()
+        self.conversation.record(seq)
+        self._last = seq
+        if seq.finish_reason is FinishReason.ABORT:
+            self._screen.note("[stopped]")
+        elif seq.finish_reason is FinishReason.LENGTH:
+            is_full = len(seq.token_ids) >= self.conversation.llm.max_model_len
+            why = f": the context of {self.conversation.llm.max_model_len} tokens is full" if is_full else ""
+            self._screen.note(f"[cut off after {seq.num_outputs} tokens{why}]")
+
+    def _make_room(self, text: str) -> None:
+        """Where the conversation has grown too long for its context, drop the oldest turns, or refuse the message."""
+        limit = self.conversation.llm.max_model_len
+        room = min(self.params.max_tokens or _ROOM, _ROOM, limit // 8)
+        if not (turns := self.conversation.overflow(text, self._attached, room)):
+            return
+        what = f"the conversation no longer fits into the context of {limit} tokens"
+        oldest = "the oldest turn" if turns == 1 else f"the oldest {turns} turns"
+        drops = self._when_full == "drop"
+        if self._when_full == "ask" and self._can_ask:
+            self._screen.note(f"({what})")
+            drops = self._read(f"Drop {oldest} and go on? [y/N] ").strip().lower() in ("y", "yes")
+        if not drops:
+            raise ValueError(
+                f"not sent: {what}. /set when_full drop forgets {oldest} and goes on, from now on without asking; "
+                "/reset forgets all; /save FILE keeps it"
+            )
+        self.conversation.drop(turns)
+        self._screen.note(f"({oldest} dropped: {what})")
+
+    def _regenerate(self, argument: str) -> None:
+        conversation, params = self.conversation, self.params
+        before = list(conversation.messages)
+        text, attached = conversation.take_back()
+        self._num_again += 1
+        if params.temperature == 0:
+            self._screen.note("(temperature is 0, so the answer is the same: /set temperature 0.7 for others)")
+        elif params.seed is not None:
+            params = replace(params, seed=params.seed + self._num_again)
+        try:
+            self._answer(text, attached, params)
+        except ValueError:
+            conversation.give_back(before, attached)
+            raise
+
+    def _set(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
+        if name.replace("-", "_") == "when_full":
+            self._when_full = _when_full(value.strip())
+            self._screen.note(f"(when_full: {self._when_full})")
+        elif argument:
+            self.params = set_command.change(self.params, argument)
+            self._screen.note("(set)")
+        else:
+            for line in [*set_command.describe(self.params), f"{'when_full':18} {self._when_full}"]:
+                self._screen.note(line)
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            raise ValueError("/load: expected a file name")
+        if not self.conversation.is_chat:
+            raise ValueError("/load needs a chat template: start with --chat")
+        count = saved.load(self.conversation, argument)
+        self._attached = []
+        is_open = bool(self.conversation.messages) and self.conversation.messages[-1]["role"] == "user"
+        more = "; the last has no answer: /regenerate answers it" if is_open else ""
+        self._screen.note(f"({count} messages read{more})")
+
+    def _read_message(self) -> str:
+        """A line, or the lines between two lines of three quotes."""
+        line = self._read("> ")
+        if line.strip() != _BLOCK:
+            return line
+        lines: list[str] = []
+        while (line := self._read("... ")).strip() != _BLOCK:
+            lines.append(line)
+        return "\n".join(lines)
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name not in self._commands:
+            raise ValueError(f"{name} is not a command. Has: {', '.join(self._commands)}. A space in front sends it")
+        self._commands[name][0](argument.strip())
+
+    def _reset(self, argument: str) -> None:
+        self.conversation.forget()
+        self._attached = []
+        self._screen.note("(conversation forgotten)")
+
+    def _system(self, argument: str) -> None:
+        if not self.conversation.is_chat:
+            raise ValueError("/system needs a chat template: start with --chat")
+        self.conversation.forget()
+        self.conversation.system = argument or None
+        self._screen.note("(system message set, conversation forgotten)" if argument else "(no system message)")
+
+    def _think(self, argument: str) -> None:
+        choices = {"on": True, "off": False, "auto": None}
+        if argument not in choices:
+            raise ValueError(f"/think {argument}: expected on, off or auto")
+        self.conversation.enable_thinking = choices[argument]
+        self._screen.note(f"(thinking: {argument})")
+
+    def _attach(self, kind: Literal["image", "video"], file: str) -> None:
+        if not file:
+            raise ValueError(f"/{kind}: expected a file name")
+        if not self.conversation.is_chat:
+            raise ValueError(f"/{kind} needs a chat template: start with --chat")
+        found = self._attachments.read(kind, file)
+        self._attached.append(found)
+        self._screen.note(f"({found.name}, {found.num_tokens} tokens, goes with the next message)")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            raise ValueError("/save: expected a file name")
+        path, count = saved.save(self.conversation, argument)
+        self._screen.note(f"({count} messages written to {path})")
+
+    def _stats(self, argument: str) -> None:
+        if self._last is None:
+            self._screen.note("no answer yet")
+            return
+        self._screen.note(describe(self._last))
+        if limit := describe_limit(self.conversation.llm, self._last):
+            self._screen.note(limit)
+
+    def _help(self, argument: str) -> None:
+        for name, (_, text) in self._commands.items():
+            self._screen.note(f"{name:12} {text}")
+        self._screen.note(
+            f"Several lines: paste them, or put a line of {_BLOCK} before and behind. Ctrl-C stops an answer."
+        )
+
+    def _exit(self, argument: str) -> None:
+        raise EOFError
+
+
+def _when_full(value: str) -> WhenFull:
+    for known in _WHEN_FULL:
+        if value == known:
+            return known
+    raise ValueError(f"/set when_full {value}: expected {', '.join(_WHEN_FULL)}")

@@ -1,0 +1,311 @@
+"""What clients are answered, for `/openapi.json`. Answers are made elsewhere, and are not held against this when they
+are sent: the tests do that."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Every field is there unless it has a default, and there are no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+# ---- counts
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+class OutputTokens(Answer):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: OutputTokens
+
+
+# ---- chat and completions
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+
+
+class Call(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatAnswer(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[Call] = []
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_details: dict[str, Any] = {}
+
+
+class _Generated(Answer):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class ChatCompletion(_Generated):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionLogprobs(Answer):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Generated):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+# ---- responses
+
+
+class OutputPart(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningPart(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _OutputItem(Answer):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(_OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputPart]
+
+
+class OutputReasoning(_OutputItem):
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningPart]
+    encrypted_content: None
+
+
+class OutputCall(_OutputItem):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(Answer):
+    """Beside what was made, what was asked, as OpenAI's has it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    usage: ResponseUsage
+    metadata: dict[str, Any]
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+
+
+class InputTokens(Answer):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+# ---- messages
+
+
+class TextOut(Answer):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingOut(Answer):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseOut(Answer):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Answer):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextOut | ThinkingOut | ToolUseOut]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(Answer):
+    input_tokens: int
+
+
+# ---- embeddings, tokens, models
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="a string with encoding_format base64")
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Answer):
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class IdLogprobs(Answer):
+    content: list[TokenLogprob]
+
+
+class IdChoice(Answer):
+    index: int
+    token_ids: list[int]
+    logprobs: IdLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class PromptLogprob(Answer):
+    logprob: float
+
+
+class GeneratedIds(Answer):
+    request_id: str
+    model: str
+    choices: list[IdChoice]
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
+    usage: Usage
+
+
+class Tokens(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = []
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(Answer):
+    status: Literal["ok"]
