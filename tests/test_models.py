@@ -16,6 +16,8 @@ from whorl import nn
 from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.llama import Llama, LlamaConfig
+from whorl.models.mistral import Mistral
+from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
 from whorl.nn import Step
 
@@ -85,6 +87,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-bias": Llama.tiny(attention_bias=True, mlp_bias=True),
     "llama-one-kv-head": Llama.tiny(num_key_value_heads=1, head_dim=16),
     "llama-no-gqa": Llama.tiny(num_key_value_heads=4, rms_norm_eps=1e-3),
+    "qwen2": Qwen2.tiny(),
+    "qwen2-tied": Qwen2.tiny(tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen2-window": Qwen2.tiny(use_sliding_window=True, sliding_window=9, max_window_layers=1, num_hidden_layers=3),
+    "mistral": Mistral.tiny(num_key_value_heads=4),
+    "mistral-tied": Mistral.tiny(tie_word_embeddings=True, head_dim=16, sliding_window=5),
+    "mistral-no-window": Mistral.tiny(sliding_window=None, rope_parameters={"rope_theta": 1e6}),
     "qwen3": Qwen3.tiny(),
     "qwen3-tied-bias": Qwen3.tiny(tie_word_embeddings=True, attention_bias=True),
     "qwen3-yarn": Qwen3.tiny(rope_parameters={"rope_theta": 1e6, **ROPES["yarn"]}),

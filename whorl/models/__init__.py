@@ -8,6 +8,8 @@ ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "whorl.models.deepseek:DeepSeek",
     "DeepseekV3ForCausalLM": "whorl.models.deepseek:DeepSeek",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
+    "MistralForCausalLM": "whorl.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3VLForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",

@@ -73,6 +73,11 @@ class LlamaConfig:
             "mlp_bias": flag(values, "mlp_bias"),
         }
 
+    @property
+    def output_bias(self) -> bool:
+        """Of attention; queries, keys and values have `attention_bias`."""
+        return self.attention_bias
+
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees; None: all."""
         return None
@@ -102,7 +107,7 @@ class Attention(Normed):
             parts=(q, kv, kv),
             ranks=ranks,
         )
-        self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", parts=(q,), ranks=ranks)
+        self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
         self.layer = layer
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)

@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
+from whorl.models.windows import by_layer
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 
 
@@ -35,24 +36,11 @@ class Qwen3Config(llama.LlamaConfig):
         if not is_sparse:
             values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
         experts = _experts(values) if is_sparse else None
-        return llama.LlamaConfig.read(values) | {"windows": _windows(values, is_sparse), "experts": experts}
+        seen = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
+        return llama.LlamaConfig.read(values) | {"windows": seen, "experts": experts}
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
-
-
-def _windows(values: Mapping[str, Any], is_sparse: bool) -> tuple[int | None, ...]:
-    """Layers from max_window_layers on have the window, or those layer_types names; the sparse model's all have it."""
-    layers = count(values, "num_hidden_layers")
-    if not flag(values, "use_sliding_window") or not values.get("sliding_window"):
-        return (None,) * layers
-    size = count(values, "sliding_window")
-    first = 0 if is_sparse else values.get("max_window_layers", 28)
-    kinds = None if is_sparse else values.get("layer_types")
-    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types is {kinds}, expected {layers} of sliding_attention, full_attention")
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
