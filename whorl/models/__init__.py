@@ -7,6 +7,7 @@ from typing import Any
 ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "whorl.models.deepseek:DeepSeek",
     "DeepseekV3ForCausalLM": "whorl.models.deepseek:DeepSeek",
+    "Gemma3ForCausalLM": "whorl.models.gemma3:Gemma3",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "MistralForCausalLM": "whorl.models.mistral:Mistral",
     "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",

@@ -55,10 +55,15 @@ class LlamaConfig:
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields above, with what Hugging Face's class fills in."""
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        found = {name: count(values, name) for name in sizes}
         if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
+        return LlamaConfig.sizes(values) | {"rope": RopeConfig.from_hf(values)}
+
+    @staticmethod
+    def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+        """All of them but `rope`."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        found = {name: count(values, name) for name in sizes}
         heads = found["num_attention_heads"]
         kv_heads = count(values, "num_key_value_heads", heads)
         if heads % kv_heads:
@@ -67,7 +72,6 @@ class LlamaConfig:
             "num_key_value_heads": kv_heads,
             "head_dim": count(values, "head_dim", found["hidden_size"] // heads),
             "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
-            "rope": RopeConfig.from_hf(values),
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
             "attention_bias": flag(values, "attention_bias"),
             "mlp_bias": flag(values, "mlp_bias"),
@@ -167,21 +171,28 @@ class MLP(Normed):
         self.gate_up_proj = Linear(width, merged, bias=config.mlp_bias, shard="column", ranks=ranks)
         self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
 
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return ops.swiglu.unchecked(gate_up)  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
+        return self.down_proj(self.gated(self.gate_up_proj(x)))
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
         gate_up, _, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj(ops.swiglu.unchecked(gate_up)), residual
+        return self.down_proj(self.gated(gate_up)), residual
 
 
 class Layer(Module):
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.norm(config)
         self.self_attn = self.attention(config, layer, ranks)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm(config)
         self.mlp = self.feed_forward(config, layer, ranks)
+
+    @classmethod
+    def norm(cls, config: Any) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def attention(self, config: Any, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
@@ -206,7 +217,7 @@ class Decoder(Module):
             ranks=ranks,
         )
         self.layers = ModuleList(layer_class(config, i, ranks) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = layer_class.norm(config)
 
 
 class Llama(Module):
@@ -225,11 +236,15 @@ class Llama(Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
-        self.rope = Rope(config.rope, max_length)
+        self.rope = self.tables(config, max_length)
         self.max_length = self.rope.max_length
         self.model = self.body(config, ranks)
         if not config.tie_word_embeddings:
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
+
+    def tables(self, config: Any, max_length: int | None) -> Any:
+        """What layers turn by: `rows(step)` is handed to each of them."""
+        return Rope(config.rope, max_length)
 
     def body(self, config: Any, ranks: Ranks) -> Module:
         """All but the head: what a checkpoint has under `model`."""
@@ -273,12 +288,15 @@ class Llama(Module):
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
         decoder = self.decoder
-        x, residual = decoder.embed_tokens(token_ids), None
+        x, residual = self.embed(token_ids), None
         x = x if inserted is None else inserted.embed(x)
         for i, layer in enumerate(decoder.layers):
             x, residual = layer(x, residual, mix)
             x = x if inserted is None else inserted.add(x, i)
         return decoder.norm(x, residual)[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed_tokens(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.decoder.embed_tokens if self.config.tie_word_embeddings else self.lm_head

@@ -62,12 +62,14 @@ def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
 
 
 class Attention(llama.Attention):
+    plus_one = False  # of the norms' weights
+
     def __init__(self, config: Qwen3Config, layer: int, ranks: Ranks) -> None:
         super().__init__(config, layer, ranks)
         self.is_normed, self.eps = config.qk_norm, config.rms_norm_eps
         if self.is_normed:
-            self.q_norm = RMSNorm(config.head_dim, self.eps)
-            self.k_norm = RMSNorm(config.head_dim, self.eps)
+            self.q_norm = RMSNorm(config.head_dim, self.eps, plus_one=self.plus_one)
+            self.k_norm = RMSNorm(config.head_dim, self.eps, plus_one=self.plus_one)
 
     def heads(self, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.is_normed:
@@ -80,6 +82,7 @@ class Attention(llama.Attention):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
+            plus_one=self.plus_one,
             style=self.rope.style,
         )
 
@@ -101,6 +104,7 @@ class Attention(llama.Attention):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
+            plus_one=self.plus_one,
             style=self.rope.style,
         )
         return q
