@@ -58,6 +58,21 @@ def test_weights_rounded_while_they_are_read(kind: str, tmp_path: Path) -> None:
     assert 1e-3 < error < 0.5, error
 
 
+def test_what_is_known_of_others_holds() -> None:
+    """Names that transformers has, nearest ones that run, and none of them among those that run."""
+    import transformers
+
+    from whorl.engine.weights import gguf
+    from whorl.models import ARCHITECTURES
+    from whorl.models.unsupported import UNSUPPORTED
+
+    assert not set(UNSUPPORTED) & set(ARCHITECTURES)
+    for name, known in UNSUPPORTED.items():
+        assert hasattr(transformers, name), name
+        assert known.nearest in ARCHITECTURES, name
+        assert not set(known.gguf) & set(gguf.ARCHITECTURES), name
+
+
 def test_windows_and_frequencies_of_gemma_s_layers() -> None:
     """As google/gemma-3-1b-it writes them: every sixth layer is global."""
     config: Any = Gemma3.config_class.from_hf(

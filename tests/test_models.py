@@ -197,6 +197,11 @@ def test_past_max_length_is_refused() -> None:
         ({"hidden_size": None}, "hidden_size missing"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"known are .*LlamaForCausalLM"),
         (
+            {"architectures": ["GptOssForCausalLM"]},
+            r"known are .*GptOssForCausalLM needs attention sinks, .*MXFP4; near",
+        ),
+        ({"architectures": ["Unheard"]}, r"known are [\w, ]*$"),
+        (
             {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 8}},
             "dual chunk attention is not supported",
         ),

@@ -1,8 +1,13 @@
-"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for."""
+"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for.
+
+Those that are not supported are refused by name, with what is known of them: `unsupported.py`.
+"""
 
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
+
+from .unsupported import refusal
 
 ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "whorl.models.deepseek:DeepSeek",
@@ -25,7 +30,8 @@ def find(values: Mapping[str, Any]) -> Any:
         if isinstance(name, str) and name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(":")
             return getattr(import_module(module), class_name)
-    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}")
+    known = next((found for name in names if (found := refusal(str(name)))), "") if isinstance(names, list) else ""
+    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}{known}")
 
 
-__all__ = ["ARCHITECTURES", "find"]
+__all__ = ["ARCHITECTURES", "find", "refusal"]

@@ -25,7 +25,11 @@ def by_layer(values: Mapping[str, Any], *, first: int | None = None, named: bool
 def of_kinds(values: Mapping[str, Any], kinds: Any) -> tuple[int | None, ...]:
     """kinds: what each layer is called."""
     layers = count(values, "num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds)
+    ):
         raise ValueError(f"config.json: layer_types is {kinds}, expected {layers} of sliding_attention, full_attention")
     size = count(values, "sliding_window")
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
