@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import math
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,21 @@ class Tokenizer:
             return None
         return factor * max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for a byte each where no piece spells a text; none where bytes are letters of the pieces.
+
+        The package decodes a run of them at once, and all of it to U+FFFD where it is not UTF-8.
+        """
+        found = [i for byte in range(256) if (i := self.token_id(f"<0x{byte:02X}>")) is not None]
+        letter = self.token_id("<0x41>")
+        return frozenset(found if letter is not None and self.decode([letter]) == "A" else ())
+
+    @functools.cached_property
+    def letter_id(self) -> int | None:
+        """A token that is one letter and nothing else: what follows it is not the start of a text."""
+        return next((i for letter in string.ascii_letters if (i := self.token_id(letter)) is not None), None)
+
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
         return Detokenizer(self, skip_special=skip_special)
 
@@ -205,6 +221,9 @@ class Detokenizer:
         # The latest id stays, if it has text: decoders strip a space from the start of a text.
         if end == len(text) and (last := self._decode([token_id])):
             self._window, self._shown = [token_id], len(last)
+            letter = self._tokenizer.letter_id
+            if token_id in self._tokenizer.byte_ids and letter is not None:  # a finished run must not be gone on with
+                self._window, self._shown = [letter], 1
         elif len(self._window) > 2 * _WINDOW:
             self._shorten(text)
         return new
