@@ -16,7 +16,8 @@ from whorl import nn
 from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.gemma3 import Gemma3
-from whorl.models.llama import Llama, LlamaConfig
+from whorl.models.llama import Llama
+from whorl.models.llama_config import LlamaConfig
 from whorl.models.mistral import Mistral
 from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config

@@ -11,12 +11,18 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama, qwen3
 from whorl.models.fields import count, number
+from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import of_kinds
 from whorl.nn import KVCache, Packed, Ranks, RMSNorm, Rope, Step
 from whorl.rope_config import RopeConfig
 
 # What Hugging Face's class fills in.
-_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
 _DEFAULTS |= {"max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 _EVERY = 6  # layers, of which the last is global
 _OTHERS = {
@@ -27,7 +33,7 @@ _OTHERS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gemma3Config(llama.LlamaConfig):
+class Gemma3Config(LlamaConfig):
     """`rope` is of the layers that see all keys, `local_rope` of those with a window."""
 
     windows: tuple[int | None, ...]
@@ -47,7 +53,7 @@ class Gemma3Config(llama.LlamaConfig):
             "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
         ]
         rope, local = (RopeConfig.from_hf(values, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
-        return llama.LlamaConfig.sizes(values) | {
+        return LlamaConfig.sizes(values) | {
             "rope": rope,
             "local_rope": replace(local, max_position=rope.table_rows),
             "windows": of_kinds(values, kinds),

@@ -6,10 +6,11 @@ from typing import Any
 
 from whorl.models import llama
 from whorl.models.fields import count
+from whorl.models.llama_config import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MistralConfig(llama.LlamaConfig):
+class MistralConfig(LlamaConfig):
     sliding_window: int | None
 
     @staticmethod
@@ -17,7 +18,7 @@ class MistralConfig(llama.LlamaConfig):
         # What Hugging Face's class fills in; null says that there is none, as in Mistral-7B from v0.2 on.
         values = {"sliding_window": 4096, "num_key_value_heads": 8, **values}
         size = None if values["sliding_window"] is None else count(values, "sliding_window")
-        return llama.LlamaConfig.read(values) | {"sliding_window": size, "attention_bias": False, "mlp_bias": False}
+        return LlamaConfig.read(values) | {"sliding_window": size, "attention_bias": False, "mlp_bias": False}
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window

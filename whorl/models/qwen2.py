@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from whorl.models import llama
+from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import by_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen2Config(llama.LlamaConfig):
+class Qwen2Config(LlamaConfig):
     windows: tuple[int | None, ...]
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        return llama.LlamaConfig.read(values) | {"windows": by_layer(values), "attention_bias": True, "mlp_bias": False}
+        return LlamaConfig.read(values) | {"windows": by_layer(values), "attention_bias": True, "mlp_bias": False}
 
     @property
     def output_bias(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
+from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import by_layer
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 
@@ -23,7 +24,7 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3Config(llama.LlamaConfig):
+class Qwen3Config(LlamaConfig):
     """`experts` is None for the dense model. Every Qwen3 has qk_norm; without it this is Llama, or Llama of experts."""
 
     windows: tuple[int | None, ...]
@@ -37,7 +38,7 @@ class Qwen3Config(llama.LlamaConfig):
             values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
         experts = _experts(values) if is_sparse else None
         seen = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
-        return llama.LlamaConfig.read(values) | {"windows": seen, "experts": experts}
+        return LlamaConfig.read(values) | {"windows": seen, "experts": experts}
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
