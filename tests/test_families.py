@@ -9,6 +9,7 @@ import torch
 from checkpoints import write_checkpoints
 from one_sequence import PROMPT, Runner, close
 from quant_checkpoints import CASES, write
+from test_one_arithmetic import MODELS, SAMPLED, decoded, engine, prefilled
 from test_quant_formats import load, logits
 from torch import Tensor
 
@@ -56,6 +57,13 @@ def test_weights_rounded_while_they_are_read(kind: str, tmp_path: Path) -> None:
     found, plain = (logits(load(path, quantize=scheme)) for scheme in ("w4a16", None))
     error = float((found - plain).norm() / plain.norm())
     assert 1e-3 < error < 0.5, error
+
+
+def test_an_8_bit_cache_is_read_as_it_was_written() -> None:
+    """Decoded and prefilled are one arithmetic over codes, too, past Gemma's windows."""
+    llm = engine(MODELS["gemma3"](), kv_cache_dtype="fp8")
+    (output,) = llm.generate([PROMPT], SAMPLED, progress=False)
+    assert decoded(output) == prefilled(llm, output)
 
 
 def test_what_is_known_of_others_holds() -> None:
