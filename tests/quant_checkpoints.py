@@ -257,8 +257,11 @@ CASES: dict[str, Case] = {
 W8A8 = _ct_case("int-quantized", ODD, TOKENS, **WHOLE8)
 
 
-def model(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def model(kind: str | type[Llama], sizes: dict[str, Any]) -> dict[str, Any]:
+    """kind: "llama", "qwen3", "moe" or a model's class."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
+    if not isinstance(kind, str):
+        return kind.tiny(**{n: v for n, v in sizes.items() if "moe" not in n})
     if kind == "llama":
         return Llama.tiny(**{n: v for n, v in sizes.items() if "moe" not in n}, attention_bias=True)
     if kind == "qwen3":
@@ -266,7 +269,7 @@ def model(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     return Qwen3.tiny(num_experts=4, norm_topk_prob=True) | sizes
 
 
-def write(folder: Path, case: Case, kind: str, seed: int = 0) -> tuple[Path, Path]:
+def write(folder: Path, case: Case, kind: str | type[Llama], seed: int = 0) -> tuple[Path, Path]:
     """A folder in the format, and one with the same values in fp32."""
     config, generator = model(kind, case.sizes), torch.Generator().manual_seed(seed)
     packed: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
+from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -31,6 +32,7 @@ CONFIGS = {
     "llama": Llama.tiny(**WIDE, num_attention_heads=6, num_key_value_heads=3, head_dim=16, attention_bias=True),
     "qwen3_moe": Qwen3.tiny(**WIDE, num_experts=8, norm_topk_prob=True),
     "eight heads": Qwen3.tiny(**WIDE, num_attention_heads=8, num_key_value_heads=4),
+    "gemma3": Gemma3.tiny(**WIDE, num_hidden_layers=2),
 }
 COLLECTIVES = 5  # the embedding's, and two of each layer
 CHUNK = 7  # prompt tokens of a step: chunks have odd sizes, of one token, too
@@ -197,6 +199,7 @@ class Prompt:
     ("name", "dtype"),
     [
         pytest.param("llama", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
         ("qwen3_moe", torch.bfloat16),
         pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.slow),

@@ -10,7 +10,10 @@ from one_sequence import PROMPT, close
 from test_models import hf_logits, save
 from test_weights import load, logits, shares
 
+from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
+from whorl.models.mistral import Mistral
+from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import Qwen3
 
 gguf = pytest.importorskip("gguf")
@@ -31,6 +34,13 @@ GGUF_NAMES = {
     "gate": "ffn_gate_inp",
     "norm": "output_norm",
     "lm_head": "output",
+}
+
+
+GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -55,10 +65,11 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    writer.add_key_length(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_array("tokenizer.ggml.tokens", ["a", "\u00e9", "<s>"])
     if arch == "qwen3moe":
         writer.add_expert_count(config.num_experts)
@@ -101,12 +112,18 @@ def gguf_tensors(name: str, value: np.ndarray, config: Any, arch: str) -> dict[s
         return {f"blk.{rest[2]}.ffn_down_exps.weight": value}
     if arch == "llama" and what in ("q_proj", "k_proj"):
         value = permuted(value, config.num_attention_heads if what == "q_proj" else config.num_key_value_heads)
-    return {f"{layer}{GGUF_NAMES[what]}.{kind}": np.ascontiguousarray(value)}
+    if arch == "gemma3" and what.endswith("norm"):
+        value = value + 1
+    names = GGUF_NAMES | (GEMMA3_NAMES if arch == "gemma3" else {})
+    return {f"{layer}{names[what]}.{kind}": np.ascontiguousarray(value)}
 
 
 GGUFS = {
     "llama": ("llama", Llama.tiny()),
     "llama-tied-bias": ("llama", Llama.tiny(tie_word_embeddings=True, attention_bias=True)),
+    "gemma3": ("gemma3", Gemma3.tiny(num_hidden_layers=7, sliding_window_pattern=6, query_pre_attn_scalar=16)),
+    "mistral": ("llama", Mistral.tiny(head_dim=16)),
+    "qwen2": ("qwen2", Qwen2.tiny()),
     "qwen3": ("qwen3", Qwen3.tiny()),
     "qwen3moe": ("qwen3moe", Qwen3.tiny(num_experts=4, norm_topk_prob=True, moe_intermediate_size=32)),
 }
@@ -116,7 +133,8 @@ GGUFS = {
 def test_gguf_equals_transformers(name: str, tmp_path: Path) -> None:
     arch, config = GGUFS[name]
     hf = save(tmp_path / "hf", config)
-    write_gguf(tmp_path / "model.gguf", arch, hf)
+    windows = {f"{arch}.attention.sliding_window": config["sliding_window"]} if "sliding_window" in config else {}
+    write_gguf(tmp_path / "model.gguf", arch, hf, keys=windows)
     close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
     assert torch.equal(logits(load(tmp_path)), logits(load(tmp_path / "model.gguf"))), "a folder with one GGUF file"
 
@@ -173,6 +191,22 @@ def test_gguf_rope_factors_are_llama3_s(tmp_path: Path) -> None:
     close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
 
 
+def test_gguf_says_of_gemma3_what_llama_cpp_takes_for_granted() -> None:
+    """Of the 4B and the 27B model, whose positions are stretched in global layers alone."""
+    from whorl.engine.weights.gguf import _gemma3
+
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "rope_parameters": rope}
+    small, large = (_gemma3({"attention.sliding_window": 1024}, sizes | {"num_hidden_layers": n}) for n in (34, 62))
+    assert (small["query_pre_attn_scalar"], large["query_pre_attn_scalar"]) == (128, 168)
+    config = Gemma3.tiny(**sizes, num_hidden_layers=12) | _gemma3({}, sizes | {"num_hidden_layers": 12})
+    found = Gemma3.config_class.from_hf(config)
+    assert (found.rope.rope_type, found.rope.factor, found.rope.base) == ("linear", 8.0, 1e6)
+    assert (found.local_rope.rope_type, found.local_rope.base) == ("default", 1e4)
+    named = _gemma3({"attention.sliding_window_pattern": [True, False]}, sizes | {"num_hidden_layers": 2})
+    assert named["layer_types"] == ["sliding_attention", "full_attention"]
+
+
 def test_gguf_yarn(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     hf = save(tmp_path / "hf", Qwen3.tiny(rope_parameters=rope))
@@ -192,7 +226,10 @@ def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"truncated, which cuts 1 tensors: output\.weight"):
         load(path)
     write_gguf(path, "gemma", hf)
-    with pytest.raises(ValueError, match="architecture is 'gemma'; known are llama, qwen3, qwen3moe"):
+    with pytest.raises(
+        ValueError,
+        match=r"architecture is 'gemma'; known are .*llama, .*qwen3, qwen3moe\. gemma needs .*; nearest is Gemma3",
+    ):
         load(path)
     write_gguf(path, "llama", hf, keys={"llama.expert_count": 8})
     with pytest.raises(ValueError, match="llama with 8 experts is not supported"):

@@ -15,7 +15,11 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
-from whorl.models.llama import Llama, LlamaConfig
+from whorl.models.gemma3 import Gemma3
+from whorl.models.llama import Llama
+from whorl.models.llama_config import LlamaConfig
+from whorl.models.mistral import Mistral
+from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import ExpertsConfig, Qwen3, Qwen3Config
 from whorl.nn import Step
 
@@ -85,6 +89,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-bias": Llama.tiny(attention_bias=True, mlp_bias=True),
     "llama-one-kv-head": Llama.tiny(num_key_value_heads=1, head_dim=16),
     "llama-no-gqa": Llama.tiny(num_key_value_heads=4, rms_norm_eps=1e-3),
+    "gemma3": Gemma3.tiny(),
+    "gemma3-untied": Gemma3.tiny(
+        tie_word_embeddings=False,
+        attention_bias=True,
+        num_key_value_heads=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "qwen2": Qwen2.tiny(),
+    "qwen2-tied": Qwen2.tiny(tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen2-window": Qwen2.tiny(use_sliding_window=True, sliding_window=9, max_window_layers=1, num_hidden_layers=3),
+    "mistral": Mistral.tiny(num_key_value_heads=4),
+    "mistral-tied": Mistral.tiny(tie_word_embeddings=True, head_dim=16, sliding_window=5),
+    "mistral-no-window": Mistral.tiny(sliding_window=None, rope_parameters={"rope_theta": 1e6}),
     "qwen3": Qwen3.tiny(),
     "qwen3-tied-bias": Qwen3.tiny(tie_word_embeddings=True, attention_bias=True),
     "qwen3-yarn": Qwen3.tiny(rope_parameters={"rope_theta": 1e6, **ROPES["yarn"]}),
@@ -113,7 +134,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_length=length, progress=False)
     expected, expected_tokens = hf_greedy(hf, PROMPT, 64)
     logits, tokens = Runner(model).greedy(PROMPT, 64)
-    is_tied = VARIANTS[name].get("tie_word_embeddings")  # then a random model repeats its last token
+    is_tied = hf.config.tie_word_embeddings  # then a random model repeats its last token
     assert is_tied or len(set(tokens)) > 4, "the random model says too little to compare"
     assert tokens == expected_tokens
     close(logits, expected)
@@ -176,6 +197,11 @@ def test_past_max_length_is_refused() -> None:
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key heads"),
         ({"hidden_size": None}, "hidden_size missing"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"known are .*LlamaForCausalLM"),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            r"known are .*GptOssForCausalLM needs attention sinks, .*MXFP4; near",
+        ),
+        ({"architectures": ["Unheard"]}, r"known are [\w, ]*$"),
         (
             {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 8}},
             "dual chunk attention is not supported",

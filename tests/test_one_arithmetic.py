@@ -12,11 +12,18 @@ from whorl import ops
 from whorl.engine.llm import LLM
 from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
+from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
+from whorl.models.mistral import Mistral
+from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import Qwen3
 
 MODELS = {
+    "gemma3": lambda: tiny(Gemma3),
+    "gemma3_bfloat16": lambda: tiny(Gemma3, torch.bfloat16),
     "llama": lambda: tiny(Llama),
+    "mistral": lambda: tiny(Mistral),
+    "qwen2": lambda: tiny(Qwen2),
     "qwen3": lambda: tiny(Qwen3),
     "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
     "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),

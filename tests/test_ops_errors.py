@@ -22,6 +22,7 @@ CASES: dict[str, Values] = {
     "rms_norm": {"shape": (5, 16)},
     "add_rms_norm": {"shape": (5, 16)},
     "swiglu": {"shape": (5, 16)},
+    "geglu": {"shape": (5, 16)},
 }
 
 
@@ -142,6 +143,7 @@ WRONG = {
     "rms_norm": NORM,
     "add_rms_norm": NORM | ADD,
     "swiglu": SWIGLU,
+    "geglu": SWIGLU,
 }
 
 

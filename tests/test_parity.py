@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.ops import merge_mrope, mrope, qk_norm_rope, rms_norm, rope, swiglu, tokens_first
+from whorl.ops import geglu, merge_mrope, mrope, qk_norm_rope, rms_norm, rope, swiglu, tokens_first
 
 B, S, HQ, HK, P = 2, 7, 4, 2, 64
 
@@ -157,6 +157,14 @@ def test_swiglu() -> None:
     x = torch.randn(5, 32)
     both = torch.cat((module.gate_proj(x), module.up_proj(x)), -1)
     assert_same([module.down_proj(swiglu(both))], [module(x)])
+
+
+def test_geglu() -> None:
+    config = SimpleNamespace(hidden_size=32, intermediate_size=48, hidden_activation="gelu_pytorch_tanh")
+    module = modeling("gemma3").Gemma3MLP(config)
+    x = torch.randn(5, 32)
+    both = torch.cat((module.gate_proj(x), module.up_proj(x)), -1)
+    assert_same([module.down_proj(geglu(both))], [module(x)])
 
 
 def test_swiglu_interleaved() -> None:

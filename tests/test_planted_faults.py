@@ -14,6 +14,7 @@ from whorl.ops import OPS
 
 ROPE, NORM = "whorl.ops.rope.triton", "whorl.ops.rms_norm_triton"
 SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton"
+GEGLU = "whorl.ops.geglu_triton"
 QK_BACKWARD = "whorl.ops.attention.qk_norm_rope_backward_triton"
 LINEAR, EXPERTS = "whorl.ops.linear_triton", "whorl.ops.moe.experts_triton"
 ROUTE = "whorl.ops.moe.route_triton"
@@ -61,6 +62,9 @@ FAULTS = [
     Fault("second block lost", SWIGLU, "swiglu", "2 * start + tl.arange", "start + tl.arange"),
     Fault("wrong derivative", SWIGLU, "swiglu_backward", "1 + gate * (1 - sigmoid)", "1 - gate * (1 - sigmoid)"),
     Fault("gradients exchanged", SWIGLU, "swiglu_backward", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
+    Fault("gelu of up", GEGLU, "geglu", "* gate) * up", "* gate) * gate"),
+    Fault("sigmoid's gelu", GEGLU, "geglu", "gate + CUBE", "gate + 0 * CUBE"),
+    Fault("derivative of the cube", GEGLU, "geglu_backward", "1 + 3 * CUBE", "1 + CUBE"),
     Fault("columns not rescaled", LOG_SOFTMAX, "log_softmax", "totals * tl.exp(tops - top)", "totals"),
     Fault("old sum not rescaled", LOG_SOFTMAX, "token_logprobs", "totals * part + 1.0", "totals + 1.0"),
     Fault("absent token counted", LOG_SOFTMAX, "log_softmax_backward", ", 0.0, dy), y", ", dy, dy), y"),

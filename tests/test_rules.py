@@ -246,12 +246,12 @@ def test_public_names() -> None:
 
 
 def test_operators() -> None:
-    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu"}
+    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu", "geglu"}
     forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts", "log_softmax", "token_logprobs"}
     backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
-    backward |= {"causal_attention_backward"}
+    backward |= {"causal_attention_backward", "geglu_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}

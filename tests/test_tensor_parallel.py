@@ -29,12 +29,14 @@ from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
 from whorl.models.deepseek import DeepSeek
+from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
 WIDE = {"hidden_size": 96, "intermediate_size": 160}  # torch sums a row alone and among others in different orders
 CONFIGS = {
     "llama": Llama.tiny(**WIDE, num_attention_heads=6, num_key_value_heads=3, head_dim=16, attention_bias=True),
+    "gemma3": Gemma3.tiny(**WIDE),
     "qwen3": Qwen3.tiny(**WIDE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3.tiny(**WIDE, num_experts=8, norm_topk_prob=True),
     "deepseek": DeepSeek.tiny(**WIDE, index_topk=8, num_attention_heads=5, num_hidden_layers=2),
@@ -158,7 +160,10 @@ def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "import whorl.nn\nwhorl.nn.ranks._FEW_BYTES = 0")
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe", "deepseek"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "qwen3")), "qwen3_moe", "deepseek"],
+)
 def test_two_ranks_equal_one(
     name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weight_versions import WeightVersions
 from whorl.engine.weights import load_model
+from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -133,6 +134,7 @@ def hf_gradients(hf: Any, name: str) -> Tensor:
 
 
 CHECKPOINTS = {
+    "gemma3": Gemma3.tiny(),
     "llama": Llama.tiny(attention_bias=True),
     "qwen3": Qwen3.tiny(tie_word_embeddings=True),
     "qwen3_window": Qwen3.tiny(use_sliding_window=True, sliding_window=5, max_window_layers=1),

@@ -81,6 +81,10 @@ def _swiglu_limit(call: Call) -> str | None:
     return contracts.swiglu_limit(shape=x.shape, dim=call.dim, dtype=name_of(x), contiguous=x.is_contiguous())
 
 
+def _geglu_limit(call: Call) -> str | None:
+    return contracts.geglu_limit(shape=call.input.shape, dim=call.dim, dtype=name_of(call.input))
+
+
 def _dynamic_quant_limit(call: Call) -> str | None:
     return contracts.dynamic_quant_limit(shape=call.input.shape, dtype=name_of(call.input))
 
@@ -268,6 +272,8 @@ LIMITS: dict[str, Callable[[Call], str | None]] = {
     "npu_rms_norm": _rms_norm_limit,
     "npu_add_rms_norm": _add_rms_norm_limit,
     "npu_swiglu": _swiglu_limit,
+    "npu_geglu": _geglu_limit,
+    "npu_geglu_grad": _geglu_limit,
     "npu_dynamic_quant": _dynamic_quant_limit,
     "npu_linear": _linear_limit,
     "npu_scatter_pa_kv_cache": _scatter_limit,

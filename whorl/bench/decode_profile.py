@@ -30,6 +30,8 @@ _MODULES = {
     "embed_tokens": "embedding",
     "input_layernorm": "norms",
     "post_attention_layernorm": "norms",
+    "pre_feedforward_layernorm": "norms",
+    "post_feedforward_layernorm": "norms",
     "norm": "norms",
     "self_attn": "attention",
     "qkv_proj": "qkv product",

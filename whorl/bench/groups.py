@@ -31,5 +31,7 @@ GROUPS = {
         "grouped_matmul_backward",
         "swiglu",
         "swiglu_backward",
+        "geglu",
+        "geglu_backward",
     ),
 }

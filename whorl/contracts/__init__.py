@@ -44,7 +44,7 @@ from .rotary import (
     rotary_mul_limit,
     rotary_position_embedding_limit,
 )
-from .row_wise import add_rms_norm_limit, dynamic_quant_limit, rms_norm_limit, swiglu_limit
+from .row_wise import add_rms_norm_limit, dynamic_quant_limit, geglu_limit, rms_norm_limit, swiglu_limit
 from .sections import (
     FUSED_MROPE_SECTIONS,
     interleaved_axes,
@@ -75,6 +75,7 @@ __all__ = [
     "dynamic_quant_limit",
     "fused_infer_attention_limit",
     "fusion_attention_limit",
+    "geglu_limit",
     "grouped_matmul_limit",
     "indexer_kl_loss_limit",
     "interleave_rope_limit",

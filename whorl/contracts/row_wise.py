@@ -48,6 +48,17 @@ def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = 
     return None if contiguous else "input must be contiguous"
 
 
+def geglu_limit(*, shape: Shape, dim: int = -1, dtype: str) -> str | None:
+    """Limits of npu_geglu: 1 to 8 dims, an even size along dim. As ops-nn of CANN documents ge_glu_v2 in 2025."""
+    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+        return reason
+    if not 1 <= len(shape) <= 8 or not -len(shape) <= dim < len(shape):
+        return f"input must have 1 to 8 dimensions with dim {dim} among them, got {tuple(shape)}"
+    if shape[dim] % 2:
+        return f"size along dim {dim} must be even, got {shape[dim]}"
+    return None if prod(shape) else f"empty tensors are not taken here, got {tuple(shape)}"
+
+
 def dynamic_quant_limit(*, shape: Shape, dtype: str, format: str = "int8") -> str | None:
     """Limits of npu_dynamic_quant, a scale for each token: two dimensions or more of 16 bits, to int8 or quint4x2.
 

@@ -77,6 +77,20 @@ _TABLE = (
         note="silu(first half) * second half along dim.",
     ),
     from_schema(
+        "npu_geglu",
+        "(Tensor input, int dim=-1, int approximate=1, bool activate_left=False) -> (Tensor, Tensor)",
+        gradient="yes",
+        note="first half * gelu(second half) along dim, with activate_left gelu(first half) * second half; approximate "
+        "1 is tanh's, 0 erf's. Returns the product and gelu alone, both in input's dtype.",
+    ),
+    from_schema(
+        "npu_geglu_grad",
+        "(Tensor grad_output, Tensor input, Tensor gelu, int dim=-1, int approximate=1, bool activate_left=False) "
+        "-> Tensor",
+        gradient="silently lost",
+        note="gelu is npu_geglu's second output.",
+    ),
+    from_schema(
         "npu_dynamic_quant",
         "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
         "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",

@@ -15,7 +15,7 @@ _APART = (("npu_rotary_mul", "it takes q and k apart"),)
 def text(launch: Launch) -> Choice:
     """Axes are merged once a step, before any layer."""
     model = launch.text or {}
-    is_normed = str(model.get("model_type")).startswith("qwen3")
+    is_normed = str(model.get("model_type")).startswith(("qwen3", "gemma3"))
     if launch.device != "npu":
         kernel = "whorl::qk_norm_rope_write" if is_normed else "whorl::rope"
         because = f"{kernel} takes q and k as they come from their projection" + ", with their norms" * is_normed

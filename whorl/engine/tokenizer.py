@@ -7,6 +7,8 @@ import contextlib
 import copy
 import functools
 import json
+import math
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from . import sentencepiece
 from .chat_template import ChatTemplate, Message
 from .gguf_header import read_metadata
 from .prompt_formats import PromptWriter, format_of, prompt_writer
@@ -153,10 +156,25 @@ class Tokenizer:
         model, normalizer = file["model"], file["normalizer"]
         is_bytes = model["type"] == "BPE" and (model.get("unk_token") is None or bool(model.get("byte_fallback")))
         has_strips = any(token["lstrip"] or token["rstrip"] for token in file["added_tokens"])
-        factor = 1 if normalizer is None else _SHRINKS.get(normalizer["type"])
+        factor = _shrinks(normalizer)
         if not is_bytes or has_strips or factor is None or not _keeps_all(file["pre_tokenizer"]):
             return None
         return factor * max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
+
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for a byte each where no piece spells a text; none where bytes are letters of the pieces.
+
+        The package decodes a run of them at once, and all of it to U+FFFD where it is not UTF-8.
+        """
+        found = [i for byte in range(256) if (i := self.token_id(f"<0x{byte:02X}>")) is not None]
+        letter = self.token_id("<0x41>")
+        return frozenset(found if letter is not None and self.decode([letter]) == "A" else ())
+
+    @functools.cached_property
+    def letter_id(self) -> int | None:
+        """A token that is one letter and nothing else: what follows it is not the start of a text."""
+        return next((i for letter in string.ascii_letters if (i := self.token_id(letter)) is not None), None)
 
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
         return Detokenizer(self, skip_special=skip_special)
@@ -203,6 +221,9 @@ class Detokenizer:
         # The latest id stays, if it has text: decoders strip a space from the start of a text.
         if end == len(text) and (last := self._decode([token_id])):
             self._window, self._shown = [token_id], len(last)
+            letter = self._tokenizer.letter_id
+            if token_id in self._tokenizer.byte_ids and letter is not None:  # a finished run must not be gone on with
+                self._window, self._shown = [letter], 1
         elif len(self._window) > 2 * _WINDOW:
             self._shorten(text)
         return new
@@ -222,6 +243,19 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
+
+
+def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
+    """How many times longer than what it makes of it a text may be; None: nobody knows."""
+    if normalizer is None:
+        return 1
+    if normalizer["type"] == "Sequence":
+        factors = [_shrinks(each) for each in normalizer["normalizers"]]
+        return None if None in factors else math.prod(factor or 1 for factor in factors)
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String", "")
+        return 1 if 0 < len(pattern.encode()) <= len(normalizer["content"].encode()) else None
+    return _SHRINKS.get(normalizer["type"])
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
@@ -333,7 +367,9 @@ def _check_link(file: Path, folder: Path) -> None:
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
 # A GGUF file names one end-of-text id; models trained on these end a turn with any of them.
-_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
+# What is in the lists beside tokens and their types, by kind of tokenizer: of byte pairs, and of SentencePiece.
+_LISTS = {"gpt2": ("merges", str), "llama": ("scores", float)}
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 _INSTEAD = "Put the model's tokenizer.json beside the file"
 _WORDS = (
@@ -369,25 +405,28 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_metadata(path)
     found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    if found.get("model") != "gpt2":
-        raise ValueError(f"{path}: tokenizer model {found.get('model')!r} cannot be read, only 'gpt2'. {_INSTEAD}")
-    if missing := [key for key in ("tokens", "token_type", "merges") if key not in found]:
+    if (model := found.get("model")) not in _LISTS:
+        raise ValueError(f"{path}: tokenizer model {model!r} cannot be read, only {' and '.join(_LISTS)}. {_INSTEAD}")
+    third, third_kind = _LISTS[model]
+    if missing := [key for key in ("tokens", "token_type", third) if key not in found]:
         raise ValueError(f"{path}: the metadata has no tokenizer.ggml.{missing[0]}")
     tokens, types = found["tokens"], found["token_type"]
-    _check_vocabulary(path, tokens, types, found["merges"])
+    _check_vocabulary(path, tokens, types, {third: (found[third], third_kind)})
     while types and types[-1] == _UNUSED:  # padding of the embedding table
         tokens, types = tokens[: len(types) - 1], types[:-1]
     bos_id, ids = found.get("bos_token_id"), [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    padding = found.get("padding_token_id")
-    if bad := [i for i in (bos_id, padding, *ids) if i is not None and not _is_id(i, len(tokens))]:
+    padding, unknown = found.get("padding_token_id"), found.get("unknown_token_id")
+    if bad := [i for i in (bos_id, padding, unknown, *ids) if i is not None and not _is_id(i, len(tokens))]:
         raise ValueError(f"{path}: special token ids {bad} are outside the vocabulary of {len(tokens)}")
     ends = [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS]
     named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": padding}
-    backend = _bpe(tokens, found["merges"], found.get("pre"), path)
+    backend = (
+        _spm(path, tokens, types, found) if model == "llama" else _bpe(tokens, found["merges"], found.get("pre"), path)
+    )
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         chosen = [token for token, role in zip(tokens, types, strict=True) if role == kind]
         add([AddedToken(token, normalized=False) for token in chosen])
-    if found.get("add_bos_token", found.get("pre") in _LLAMA_3) and bos_id is not None:
+    if found.get("add_bos_token", model == "llama" or found.get("pre") in _LLAMA_3) and bos_id is not None:
         bos = (tokens[bos_id], bos_id)
         backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     return Tokenizer(
@@ -402,12 +441,14 @@ def _is_id(value: Any, size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
 
 
-def _check_vocabulary(path: Path, tokens: Any, types: Any, merges: Any) -> None:
-    for name, values, kind in (("tokens", tokens, str), ("token_type", types, int), ("merges", merges, str)):
+def _check_vocabulary(path: Path, tokens: Any, types: Any, more: dict[str, tuple[Any, type]]) -> None:
+    for name, (values, kind) in ({"tokens": (tokens, str), "token_type": (types, int)} | more).items():
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise ValueError(f"{path}: tokenizer.ggml.{name} is not a list of {kind.__name__}")
     if not tokens or len(tokens) != len(types):
         raise ValueError(f"{path}: {len(tokens)} tokens and {len(types)} types of tokens; expected one type for each")
+    if "scores" in more and len(more["scores"][0]) != len(tokens):
+        raise ValueError(f"{path}: {len(tokens)} tokens and {len(more['scores'][0])} scores; expected one for each")
 
 
 def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -417,6 +458,14 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     if wrong := [name for name, text in found.items() if not isinstance(text, str)]:
         raise ValueError(f"tokenizer.chat_template: {wrong} are not texts")
     return found
+
+
+def _spm(path: Path, tokens: Sequence[str], types: Sequence[int], found: Mapping[str, Any]) -> Backend:
+    unknown, has_prefix = found.get("unknown_token_id"), found.get("add_space_prefix", True)
+    try:
+        return sentencepiece.backend(tokens, types, found["scores"], unknown=unknown, has_prefix=has_prefix)
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: the pieces make no tokenizer: {error}") from error
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: Path) -> Backend:

@@ -1,13 +1,21 @@
-"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for."""
+"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for.
+
+Those that are not supported are refused by name, with what is known of them: `unsupported.py`.
+"""
 
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from .unsupported import refusal
+
 ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "whorl.models.deepseek:DeepSeek",
     "DeepseekV3ForCausalLM": "whorl.models.deepseek:DeepSeek",
+    "Gemma3ForCausalLM": "whorl.models.gemma3:Gemma3",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
+    "MistralForCausalLM": "whorl.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3VLForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",
@@ -22,7 +30,8 @@ def find(values: Mapping[str, Any]) -> Any:
         if isinstance(name, str) and name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(":")
             return getattr(import_module(module), class_name)
-    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}")
+    known = next((found for name in names if (found := refusal(str(name)))), "") if isinstance(names, list) else ""
+    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}{known}")
 
 
-__all__ = ["ARCHITECTURES", "find"]
+__all__ = ["ARCHITECTURES", "find", "refusal"]

@@ -1,7 +1,6 @@
 """Llama: embed, then layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from whorl import ops
-from whorl.models.fields import count, flag, number
+from whorl.models.llama_config import LlamaConfig
 from whorl.nn import (
     ONE,
     Inserted,
@@ -25,57 +24,9 @@ from whorl.nn import (
     attend,
     check_training,
 )
-from whorl.rope_config import RopeConfig
 
 # Projections that a checkpoint holds apart and one matrix product computes.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaConfig:
-    """config.json by its own names; `rope` is what it says about rotation."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "LlamaConfig":
-        return cls(**cls.read(values))
-
-    @staticmethod
-    def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields above, with what Hugging Face's class fills in."""
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        found = {name: count(values, name) for name in sizes}
-        if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
-        heads = found["num_attention_heads"]
-        kv_heads = count(values, "num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ValueError(f"config.json: {heads} query heads cannot share {kv_heads} key heads evenly")
-        return found | {
-            "num_key_value_heads": kv_heads,
-            "head_dim": count(values, "head_dim", found["hidden_size"] // heads),
-            "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
-            "rope": RopeConfig.from_hf(values),
-            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
-            "attention_bias": flag(values, "attention_bias"),
-            "mlp_bias": flag(values, "mlp_bias"),
-        }
-
-    def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees; None: all."""
-        return None
 
 
 class Normed(Module):
@@ -102,7 +53,7 @@ class Attention(Normed):
             parts=(q, kv, kv),
             ranks=ranks,
         )
-        self.o_proj = Linear(sizes[0], width, bias=config.attention_bias, shard="row", parts=(q,), ranks=ranks)
+        self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
         self.layer = layer
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)
@@ -162,21 +113,28 @@ class MLP(Normed):
         self.gate_up_proj = Linear(width, merged, bias=config.mlp_bias, shard="column", ranks=ranks)
         self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
 
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return ops.swiglu.unchecked(gate_up)  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
+        return self.down_proj(self.gated(self.gate_up_proj(x)))
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
         gate_up, _, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj(ops.swiglu.unchecked(gate_up)), residual
+        return self.down_proj(self.gated(gate_up)), residual
 
 
 class Layer(Module):
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.norm(config)
         self.self_attn = self.attention(config, layer, ranks)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm(config)
         self.mlp = self.feed_forward(config, layer, ranks)
+
+    @classmethod
+    def norm(cls, config: Any) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def attention(self, config: Any, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
@@ -201,7 +159,7 @@ class Decoder(Module):
             ranks=ranks,
         )
         self.layers = ModuleList(layer_class(config, i, ranks) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = layer_class.norm(config)
 
 
 class Llama(Module):
@@ -220,11 +178,15 @@ class Llama(Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
-        self.rope = Rope(config.rope, max_length)
+        self.rope = self.tables(config, max_length)
         self.max_length = self.rope.max_length
         self.model = self.body(config, ranks)
         if not config.tie_word_embeddings:
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
+
+    def tables(self, config: Any, max_length: int | None) -> Any:
+        """What layers turn by: `rows(step)` is handed to each of them."""
+        return Rope(config.rope, max_length)
 
     def body(self, config: Any, ranks: Ranks) -> Module:
         """All but the head: what a checkpoint has under `model`."""
@@ -268,12 +230,15 @@ class Llama(Module):
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
         decoder = self.decoder
-        x, residual = decoder.embed_tokens(token_ids), None
+        x, residual = self.embed(token_ids), None
         x = x if inserted is None else inserted.embed(x)
         for i, layer in enumerate(decoder.layers):
             x, residual = layer(x, residual, mix)
             x = x if inserted is None else inserted.add(x, i)
         return decoder.norm(x, residual)[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed_tokens(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.decoder.embed_tokens if self.config.tie_word_embeddings else self.lm_head

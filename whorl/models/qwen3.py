@@ -9,6 +9,8 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
+from whorl.models.llama_config import LlamaConfig
+from whorl.models.windows import by_layer
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 
 
@@ -22,7 +24,7 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3Config(llama.LlamaConfig):
+class Qwen3Config(LlamaConfig):
     """`experts` is None for the dense model. Every Qwen3 has qk_norm; without it this is Llama, or Llama of experts."""
 
     windows: tuple[int | None, ...]
@@ -35,24 +37,11 @@ class Qwen3Config(llama.LlamaConfig):
         if not is_sparse:
             values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
         experts = _experts(values) if is_sparse else None
-        return llama.LlamaConfig.read(values) | {"windows": _windows(values, is_sparse), "experts": experts}
+        seen = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
+        return LlamaConfig.read(values) | {"windows": seen, "experts": experts}
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
-
-
-def _windows(values: Mapping[str, Any], is_sparse: bool) -> tuple[int | None, ...]:
-    """Layers from max_window_layers on have the window, or those layer_types names; the sparse model's all have it."""
-    layers = count(values, "num_hidden_layers")
-    if not flag(values, "use_sliding_window") or not values.get("sliding_window"):
-        return (None,) * layers
-    size = count(values, "sliding_window")
-    first = 0 if is_sparse else values.get("max_window_layers", 28)
-    kinds = None if is_sparse else values.get("layer_types")
-    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types is {kinds}, expected {layers} of sliding_attention, full_attention")
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
@@ -74,12 +63,14 @@ def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
 
 
 class Attention(llama.Attention):
+    plus_one = False  # of the norms' weights
+
     def __init__(self, config: Qwen3Config, layer: int, ranks: Ranks) -> None:
         super().__init__(config, layer, ranks)
         self.is_normed, self.eps = config.qk_norm, config.rms_norm_eps
         if self.is_normed:
-            self.q_norm = RMSNorm(config.head_dim, self.eps)
-            self.k_norm = RMSNorm(config.head_dim, self.eps)
+            self.q_norm = RMSNorm(config.head_dim, self.eps, plus_one=self.plus_one)
+            self.k_norm = RMSNorm(config.head_dim, self.eps, plus_one=self.plus_one)
 
     def heads(self, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.is_normed:
@@ -92,6 +83,7 @@ class Attention(llama.Attention):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
+            plus_one=self.plus_one,
             style=self.rope.style,
         )
 
@@ -113,6 +105,7 @@ class Attention(llama.Attention):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
+            plus_one=self.plus_one,
             style=self.rope.style,
         )
         return q

@@ -11,13 +11,16 @@ from .weight import Formats, Slot, Weighted
 
 
 class RMSNorm(Weighted):
-    """Its weight is one number a channel, in the model's dtype whatever the format of matrices."""
+    """Its weight is one number a channel, in the model's dtype whatever the format of matrices.
+
+    plus_one: rows are multiplied by 1 + weight, as Gemma does.
+    """
 
     weight: Tensor
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.plus_one = size, eps, plus_one
 
     def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         self.register_parameter("weight", nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
@@ -25,14 +28,14 @@ class RMSNorm(Weighted):
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum."""
         if residual is None:
-            return ops.rms_norm.unchecked(x, self.weight, self.eps), x
-        return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps)
+            return ops.rms_norm.unchecked(x, self.weight, self.eps, plus_one=self.plus_one), x
+        return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps, plus_one=self.plus_one)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         yield f"{name}.weight", Slot(into=self.weight, shape=(self.size,), index=(slice(0, self.size),))
 
     def randomize(self, generator: torch.Generator) -> None:
-        self.weight.fill_(1)
+        self.weight.fill_(1 - self.plus_one)
 
 
 class LayerNorm(Weighted):

@@ -28,6 +28,7 @@ class Norm(Protocol):
 
     weight: Tensor
     eps: float
+    plus_one: bool
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]: ...
 

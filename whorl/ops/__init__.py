@@ -16,6 +16,7 @@ from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
 from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
+from .geglu import geglu as geglu
 from .indexer import causal_bounds as causal_bounds
 from .indexer import dense_indexer_kl_loss as dense_indexer_kl_loss
 from .indexer import hadamard as hadamard

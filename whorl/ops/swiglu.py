@@ -31,7 +31,7 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _row_wise(values: Values) -> list[object]:
+def row_wise(values: Values) -> list[object]:
     from torch.distributed.tensor import Replicate, Shard
 
     tensors = [n for n in ("dy", "x") if n in values]
@@ -39,7 +39,7 @@ def _row_wise(values: Values) -> list[object]:
     return [([p], dict.fromkeys(tensors, p)) for p in places]
 
 
-@operator(check=_check, sharding=_row_wise)
+@operator(check=_check, sharding=row_wise)
 def swiglu(x: Tensor, *, interleaved: bool = False) -> Tensor:
     """y = silu(gate) * up.
 
@@ -51,7 +51,7 @@ def swiglu(x: Tensor, *, interleaved: bool = False) -> Tensor:
     return narrow(gate / (1 + torch.exp(-gate)) * up, x.dtype).contiguous()
 
 
-@operator(check=_check_backward, sharding=_row_wise)
+@operator(check=_check_backward, sharding=row_wise)
 def swiglu_backward(dy: Tensor, x: Tensor, *, interleaved: bool = False) -> Tensor:
     """Gradient of `swiglu` with respect to x, in fp32, rounded once."""
     gate, up = _split(widen(x), interleaved)

@@ -61,7 +61,7 @@ def _swiglu_backward_kernel(
 
 
 def forward(x: Tensor, interleaved: bool) -> Tensor:
-    rows, width = _rows(x), x.shape[-1] // 2
+    rows, width = flat_rows(x), x.shape[-1] // 2
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
         grid = (rows.shape[0], ceil_div(width, BLOCK))
@@ -70,7 +70,7 @@ def forward(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
-    rows, grads, width = _rows(x), _rows(dy), x.shape[-1] // 2
+    rows, grads, width = flat_rows(x), flat_rows(dy), x.shape[-1] // 2
     dx = empty_like(x)
     if dx.numel():
         grid = (rows.shape[0], ceil_div(width, BLOCK))
@@ -80,7 +80,7 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
     return dx
 
 
-def _rows(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
     """[T, C] with unit stride along C: a view where strides allow one."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

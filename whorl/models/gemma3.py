@@ -1,0 +1,147 @@
+"""Gemma 3's text: norms before and after each part of a layer, (1 + weight) in them, a GELU gate, and local layers with
+a window and frequencies of their own between the global ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl import ops
+from whorl.models import llama, qwen3
+from whorl.models.fields import count, number
+from whorl.models.llama_config import LlamaConfig
+from whorl.models.windows import of_kinds
+from whorl.nn import KVCache, Packed, Ranks, RMSNorm, Rope, Step
+from whorl.rope_config import RopeConfig
+
+# What Hugging Face's class fills in.
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_DEFAULTS |= {"max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_EVERY = 6  # layers, of which the last is global
+_OTHERS = {
+    "attn_logit_softcapping": "softcaps are Gemma 2's",
+    "final_logit_softcapping": "softcaps are Gemma 2's",
+    "use_bidirectional_attention": "tokens that see those after them are EmbeddingGemma's",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma3Config(LlamaConfig):
+    """`rope` is of the layers that see all keys, `local_rope` of those with a window."""
+
+    windows: tuple[int | None, ...]
+    local_rope: RopeConfig
+    query_pre_attn_scalar: float
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        values = _DEFAULTS | dict(values)
+        for name, what in _OTHERS.items():
+            if values.get(name):
+                raise ValueError(f"config.json: {name} is {values[name]!r}: {what}, and are not supported")
+        if (activation := values["hidden_activation"]) != "gelu_pytorch_tanh":
+            raise ValueError(f"config.json: hidden_activation is {activation!r}, expected gelu_pytorch_tanh")
+        every, layers = count(values, "sliding_window_pattern", _EVERY), count(values, "num_hidden_layers")
+        kinds = values.get("layer_types") or [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+        ]
+        rope, local = (RopeConfig.from_hf(values, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
+        return LlamaConfig.sizes(values) | {
+            "rope": rope,
+            "local_rope": replace(local, max_position=rope.table_rows),
+            "windows": of_kinds(values, kinds),
+            "query_pre_attn_scalar": number(values, "query_pre_attn_scalar", 256),
+        }
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer]
+
+
+class Ropes:
+    """Two tables. `rows` are those of local layers, then those of global ones."""
+
+    def __init__(self, config: Gemma3Config, max_length: int | None) -> None:
+        self.whole = Rope(config.rope, max_length)
+        self.max_length = self.whole.max_length
+        self.local = Rope(config.local_rope, self.max_length)
+
+    def rows(self, step: Step | Packed) -> tuple[Tensor, Tensor]:
+        return self.local.rows(step), self.whole.rows(step)
+
+
+class Attention(qwen3.Attention):
+    plus_one = True
+
+    def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
+        super().__init__(config, layer, ranks)
+        self.scale = config.query_pre_attn_scalar**-0.5
+
+    def heads(self, qkv: Tensor, rotary: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return super().heads(qkv, rotary[self.window is None])
+
+    def rotate(self, qkv: Tensor, rotary: Any, step: Step, cache: KVCache) -> Tensor:
+        return super().rotate(qkv, rotary[self.window is None], step, cache)
+
+
+class MLP(llama.MLP):
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return ops.geglu.unchecked(gate_up)  # type: ignore[no-any-return]
+
+
+class Layer(llama.Layer):
+    def __init__(self, config: Gemma3Config, layer: int, ranks: Ranks) -> None:
+        super().__init__(config, layer, ranks)
+        self.pre_feedforward_layernorm = self.norm(config)
+        self.post_feedforward_layernorm = self.norm(config)
+
+    @classmethod
+    def norm(cls, config: Any) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=True)
+
+    def attention(self, config: Gemma3Config, layer: int, ranks: Ranks) -> Attention:
+        return Attention(config, layer, ranks)
+
+    def feed_forward(self, config: Gemma3Config, layer: int, ranks: Ranks) -> llama.Normed:
+        return MLP(config, layer, ranks)
+
+    def forward(self, x: Tensor, residual: Tensor | None, mix: llama.Mix) -> tuple[Tensor, Tensor]:
+        x, residual = self.self_attn.after(self.input_layernorm, x, residual, mix)
+        x, _ = self.post_attention_layernorm(x, None)
+        x, residual = self.mlp.after(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(x, None)[0], residual
+
+
+class Gemma3(llama.Llama):
+    config_class: type[Gemma3Config] = Gemma3Config
+    layer_class = Layer
+
+    def __init__(self, config: Gemma3Config, **how: Any) -> None:
+        super().__init__(config, **how)
+        # Rounded to the embeddings' dtype before they are multiplied, as Gemma was trained.
+        scale = torch.tensor(config.hidden_size**0.5, device="cpu")
+        self.scales = {kind: float(scale.to(kind)) for kind in (torch.float32, torch.bfloat16, torch.float16)}
+
+    def tables(self, config: Any, max_length: int | None) -> Ropes:
+        return Ropes(config, max_length)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        x = super().embed(token_ids)
+        return x * self.scales[x.dtype]
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """A local layer, a global one and a local one."""
+        names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+        sizes = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2}
+        return super().tiny(**names | sizes | {"query_pre_attn_scalar": 24} | changes)

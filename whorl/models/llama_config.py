@@ -1,0 +1,64 @@
+"""What config.json says of Llama, and of the families that begin with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whorl.models.fields import count, flag, number
+from whorl.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """config.json by its own names; `rope` is what it says about rotation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+        return cls(**cls.read(values))
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields above, with what Hugging Face's class fills in."""
+        if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
+        return LlamaConfig.sizes(values) | {"rope": RopeConfig.from_hf(values)}
+
+    @staticmethod
+    def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+        """All of them but `rope`."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        found = {name: count(values, name) for name in sizes}
+        heads = found["num_attention_heads"]
+        kv_heads = count(values, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"config.json: {heads} query heads cannot share {kv_heads} key heads evenly")
+        return found | {
+            "num_key_value_heads": kv_heads,
+            "head_dim": count(values, "head_dim", found["hidden_size"] // heads),
+            "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
+            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+            "attention_bias": flag(values, "attention_bias"),
+            "mlp_bias": flag(values, "mlp_bias"),
+        }
+
+    @property
+    def output_bias(self) -> bool:
+        """Of attention; queries, keys and values have `attention_bias`."""
+        return self.attention_bias
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees; None: all."""
+        return None

@@ -1,0 +1,33 @@
+"""Mistral: Llama with one sliding window in every layer, or none."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whorl.models import llama
+from whorl.models.fields import count
+from whorl.models.llama_config import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MistralConfig(LlamaConfig):
+    sliding_window: int | None
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        # What Hugging Face's class fills in; null says that there is none, as in Mistral-7B from v0.2 on.
+        values = {"sliding_window": 4096, "num_key_value_heads": 8, **values}
+        size = None if values["sliding_window"] is None else count(values, "sliding_window")
+        return LlamaConfig.read(values) | {"sliding_window": size, "attention_bias": False, "mlp_bias": False}
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class Mistral(llama.Llama):
+    config_class: type[MistralConfig] = MistralConfig
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
+        return super().tiny(**names | changes)

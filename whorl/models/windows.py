@@ -1,0 +1,35 @@
+"""Sliding windows as config.json gives them: how many keys a query of each layer sees, None where it sees all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whorl.models.fields import count, flag
+
+_KINDS = {"sliding_attention", "full_attention"}
+
+
+def by_layer(values: Mapping[str, Any], *, first: int | None = None, named: bool = True) -> tuple[int | None, ...]:
+    """As Qwen has them: if at all, in the layers that layer_types names, or in those from max_window_layers on.
+
+    first: takes the place of max_window_layers. named: whether layer_types counts.
+    """
+    layers, values = count(values, "num_hidden_layers"), {"sliding_window": 4096, **values}
+    if not flag(values, "use_sliding_window") or not values["sliding_window"]:
+        return (None,) * layers
+    first = count(values, "max_window_layers", 28, least=0) if first is None else first
+    kinds = values.get("layer_types") if named else None
+    kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return of_kinds(values, kinds)
+
+
+def of_kinds(values: Mapping[str, Any], kinds: Any) -> tuple[int | None, ...]:
+    """kinds: what each layer is called."""
+    layers = count(values, "num_hidden_layers")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds)
+    ):
+        raise ValueError(f"config.json: layer_types is {kinds}, expected {layers} of sliding_attention, full_attention")
+    size = count(values, "sliding_window")
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)

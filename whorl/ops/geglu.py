@@ -1,0 +1,112 @@
+"""GeGLU: the gated activation of Gemma."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import geglu_limit
+
+from . import _torch_npu
+from ._check import check_like
+from ._draw import Draw, Sizes
+from ._op import Values, narrow, operator, widen
+from ._torch_npu import dtype_name
+from .swiglu import row_wise
+
+CUBE = 0.044715
+SLOPE = 2 * math.sqrt(2 / math.pi)  # 1 + tanh(z) is 2 sigmoid(2 z)
+_HOW = {"dim": -1, "approximate": 1, "activate_left": True}  # tanh, and the gate is the first half
+
+
+def _check(x: Tensor, name: str = "geglu") -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: x is {x.dtype}, expected a floating point dtype")
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"{name}: x is {list(x.shape)}, expected an even last dim (gate and up)")
+
+
+def _check_backward(dy: Tensor, x: Tensor) -> None:
+    _check(x, "geglu_backward")
+    check_like("geglu_backward", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+
+
+def _share(gate: Tensor) -> Tensor:
+    """What of the gate goes through: gelu(gate) / gate."""
+    # Not torch.tanh: on a CPU its bits depend on an element's place, and a row's bits must not. Past the clamp nothing
+    # goes through, and an infinite number would have no derivative.
+    return 1 / (1 + torch.exp((-SLOPE * (gate + CUBE * gate * gate * gate)).clamp(max=80.0)))
+
+
+@operator(check=_check, sharding=row_wise)
+def geglu(x: Tensor) -> Tensor:
+    """y = gelu(gate) * up, with tanh's approximation of GELU.
+
+    x: [..., 2F] bf16, fp16 or fp32: gate is the first half and up the second. y: [..., F], x's dtype, contiguous. fp32
+    inside, one rounding. Differentiable.
+    """
+    gate, up = widen(x).chunk(2, -1)
+    return narrow(gate * _share(gate) * up, x.dtype).contiguous()
+
+
+@operator(check=_check_backward, sharding=row_wise)
+def geglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `geglu` with respect to x, in fp32, rounded once."""
+    gate, up = widen(x).chunk(2, -1)
+    wide, share = widen(dy), _share(gate)
+    slope = SLOPE * (1 + 3 * CUBE * gate * gate)
+    dgate = wide * up * share * (1 + gate * (1 - share) * slope)
+    return torch.cat((dgate, wide * gate * share), -1).to(x.dtype)
+
+
+@geglu.gradient(save=("x",))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    return {"x": geglu_backward(grads[0], args["x"], backend=args["backend"])}
+
+
+def _triton_reason(x: Tensor, **_: object) -> str | None:
+    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
+
+
+geglu.impl("triton", "geglu_triton:forward", accepts=_triton_reason)
+geglu_backward.impl("triton", "geglu_triton:backward", accepts=_triton_reason)
+
+
+def _npu_reason(x: Tensor, **_: object) -> str | None:
+    return geglu_limit(shape=x.shape, dtype=dtype_name(x))
+
+
+@geglu.impl("torch_npu", accepts=_npu_reason)
+def _(x):  # type: ignore[no-untyped-def]
+    return _torch_npu.call("npu_geglu", input=x.contiguous(), **_HOW)[0]
+
+
+@geglu_backward.impl("torch_npu", accepts=_npu_reason)
+def _(dy, x):  # type: ignore[no-untyped-def]
+    wide = x.contiguous().float()  # npu_geglu_grad takes gelu(gate), which would be rounded to 16 bits
+    gelu = _torch_npu.call("npu_geglu", input=wide, **_HOW)[1]
+    found = _torch_npu.call("npu_geglu_grad", grad_output=dy.contiguous().float(), input=wide, gelu=gelu, **_HOW)
+    return found.to(x.dtype)
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 2)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (3, 5, 194), "scale": 3.0},
+    {"shape": (5, 4098)},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True},
+]
+_BENCH: list[Values] = [{"shape": (16384, 2 * 6912)}, {"shape": (4096, 2 * 21504)}, {"shape": (1, 2 * 6912)}]
+
+
+def _make(draw: Draw, shape: Sizes) -> Values:
+    return {"x": draw.scaled(*shape, gap=6)}
+
+
+def _make_backward(draw: Draw, shape: Sizes) -> Values:
+    return {"dy": torch.randn(*shape[:-1], shape[-1] // 2, **draw.kind), **_make(draw, shape)}
+
+
+geglu.inputs(cases=_CASES, bench=_BENCH)(_make)
+geglu_backward.inputs(cases=_CASES, bench=_BENCH[:2])(_make_backward)
