@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mock_model import alone, record
+from mock_model import ByteTokenizer, alone, record
 from schedules import compare, random_settings, requests, run_at_random
 from test_draft_model import Chain, Wandering, misfit
 from torch import Tensor
@@ -346,14 +346,73 @@ def test_in_8_bits() -> None:
     assert proposer.guesses.runner.caches[0].latent.dtype == torch.uint8
 
 
-def without_layer(folder: Path) -> Path:
+def published(folder: Path) -> dict[str, Tensor]:
+    """A checkpoint as DeepSeek publishes them, the embedding and the head a second time in the further layer."""
     from safetensors.torch import load_file, save_file
     from test_deepseek import saved
 
-    saved(folder, DeepSeek.tiny())
-    tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if "layers.3." not in name}
+    config = DeepSeek.tiny(num_nextn_predict_layers=1)
+    saved(folder, config)
+    tensors = load_file(folder / "model.safetensors")
+    more = {name.replace("layers.2.", "layers.3."): x + 0.01 for name, x in tensors.items() if ".layers.2." in name}
+    torch.manual_seed(0)
+    own = {"eh_proj": torch.randn(32, 64) / 8, **{name: torch.rand(32) + 0.5 for name in ("enorm", "hnorm")}}
+    own |= {"shared_head.norm": torch.rand(32) + 0.5, "shared_head.head": tensors["lm_head.weight"].clone()}
+    own["embed_tokens"] = tensors["model.embed_tokens.weight"].clone()
+    tensors |= more | {f"model.layers.3.{name}.weight": x for name, x in own.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(DeepSeek.tiny(num_nextn_predict_layers=1)))
+    return tensors
+
+
+def layer_of(folder: Path) -> Any:
+    return weights.load_prediction(folder, weights.load_model(folder, device="cpu", progress=False), progress=False)
+
+
+def test_published_checkpoints(tmp_path: Path) -> None:
+    """In full, and in FP8 blocks, where the product of both halves is not quantised; and through the engine."""
+    from safetensors.torch import save_file
+    from test_deepseek import to_blocks
+
+    tensors = published(tmp_path)
+    kept = ("embed_tokens.weight", "head.weight", "mlp.gate.weight", "weights_proj.weight", "eh_proj.weight")
+    coded, values = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and not name.endswith(kept):
+            coded[name], coded[f"{name}_scale_inv"], values[name] = to_blocks(tensor, 16)
+    (tmp_path / "coded").mkdir()
+    save_file(coded, tmp_path / "coded" / "model.safetensors")
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    config = DeepSeek.tiny(num_nextn_predict_layers=1) | {"quantization_config": method}
+    (tmp_path / "coded" / "config.json").write_text(json.dumps(config))
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens, states = [5, 3, 8, 1], torch.randn(4, 32)
+    plain, found = layer_of(tmp_path), layer_of(tmp_path / "coded")
+    expected = plain.logits(run_whole(plain, tokens, states))
+    assert torch.equal(found.logits(run_whole(found, tokens, states)), expected)
+    how: dict[str, Any] = {"tokenizer": ByteTokenizer(), "device": "cpu", "num_blocks": 16}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm = LLM(tmp_path, speculate=MTP(k=2), draft_length="fixed", **how)
+    outputs = [each.generate([tokens], params, progress=False)[0].token_ids for each in (llm, LLM(tmp_path, **how))]
+    assert outputs[0] == outputs[1]
+    assert llm.num_drafted > 5
+
+
+def test_a_quantised_model_keeps_its_layer(tmp_path: Path) -> None:
+    """`whorl quantize` rounds what it serves; the layer stays as it is, and config.json says so."""
+    from whorl.engine.weights.rewrite import quantize_folder
+
+    published(tmp_path / "full")
+    quantize_folder(str(tmp_path / "full"), tmp_path / "small", scheme="fp8", progress=False)
+    full, small = layer_of(tmp_path / "full"), layer_of(tmp_path / "small")
+    for (name, ours), theirs in zip(full.named_parameters(), small.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def without_layer(folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    left = {name: x for name, x in published(folder).items() if ".layers.3." not in name}
+    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -46,7 +46,7 @@ MISSING = {
     "--decode-context-parallel-size": _RANKS,
     "--distributed-executor-backend": "--tensor-parallel-size starts its own processes: leave it out; or use torchrun",
     "--nnodes": "start the ranks of several machines with torchrun",
-    "--speculative-config": "say --draft-model MODEL and --draft-k N, or --pld for prompt lookup",
+    "--speculative-config": "say --draft-model MODEL and --draft-k N, --speculate mtp, or --pld for prompt lookup",
     "--tokenizer": "the tokenizer comes with the model: leave it out",
     "--tokenizer-mode": "the tokenizer comes with the model: leave it out",
     "--revision": "download the revision, and give its folder",

@@ -39,7 +39,8 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """model: of the checkpoint, on "meta", which knows its matrices. ignore: names, or "re:" and a pattern."""
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
-    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
+    further = [f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ())]  # that the model knows not
+    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *further, *ignore]
     shapes = _chosen(checkpoint, model, ignored)
     rounding = formats.rounding_to(scheme, {name: columns for name, (_, columns) in shapes.items()})
     config = {**checkpoint.config, "quantization_config": rounding.settings(ignored)}
