@@ -44,7 +44,7 @@ def load_keys(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + (block * HK + head) * BLOCK_SIZE + keys % BLOCK_SIZE, mask=keys < end, other=0.0)
         found = _number(found)
-        found = _settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
+        found = settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
     return found
 
 
@@ -57,7 +57,7 @@ def _number(code):
 
 
 @triton.jit
-def _settled(x, WIDEN: tl.constexpr):
+def settled(x, WIDEN: tl.constexpr):
     """x, as 16 bits that lie as loaded ones do.
 
     Else the compiler converts codes where the tensor cores want them, deals the channels of a product out among threads
