@@ -136,7 +136,7 @@ def divided(out, total):
 
 
 @triton.jit
-def _fold_some(
+def fold_some(
     top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     """AHEAD cuts from `at` on, or the first `count` of them: what is behind those adds nothing."""
@@ -188,10 +188,10 @@ def _fold_kernel(
     at = row * cuts
     follow(OVERLAP)
     while i + AHEAD <= stop:
-        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
+        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
         i += AHEAD
     if i < stop:
-        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
+        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
     y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * D + channels, y, mask=channels < D)
 
