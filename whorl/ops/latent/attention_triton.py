@@ -76,6 +76,15 @@ def _places(indices_ptr, place, end, K):
 
 
 @triton.jit
+def _alone(a, b, total, once, WIDEN: tl.constexpr):
+    """`dot`, in a loop that runs once: products that follow each other are given all warps along their rows, and 64
+    rows would be computed twice."""
+    for _ in tl.range(0, once, num_stages=1):
+        total = dot(a, b, total, WIDEN)
+    return total
+
+
+@triton.jit
 def _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT: tl.constexpr):
     """Cuts that hold all of a token's list; none for a token past the last sequence."""
     most = end
@@ -154,18 +163,19 @@ def _latent_kernel(
         block = tl.load(table + keys // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
         at = block * stride_block + (keys % BLOCK_SIZE) * stride_offset
         scores = tl.zeros((BLOCK_H, CUT), tl.float32)
+        once = tl.minimum(stop - i, 1)
         latents = ()
         for c in tl.static_range(CHUNKS):
             chunk = _load_chunk(
                 cache_ptr, scales_ptr, at, is_real, c * WIDTH, WIDTH, RANK, q_ptr.dtype.element_ty, WIDEN
             )  # fmt: skip
             latents = latents + (chunk,)
-            scores = dot(q[c], tl.trans(chunk), scores, WIDEN)
+            scores = _alone(q[c], tl.trans(chunk), scores, once, WIDEN)
         if TURNED > 0:
             turned = _load_turned(
                 cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
             )  # fmt: skip
-            scores = dot(q_turned, tl.trans(turned), scores, WIDEN)
+            scores = _alone(q_turned, tl.trans(turned), scores, once, WIDEN)
         cut_top, weights = weights_of(scores, is_real[None, :], scale)
         weights = weights.to(q_ptr.dtype.element_ty)
         cut_total = total_of(weights, WIDEN)
