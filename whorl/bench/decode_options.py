@@ -23,7 +23,7 @@ MODES = ("classify", "sweep", "verify", "profile", "first")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOptions:
     random_config: str | None = option(
-        None, "Random weights of this shape: Qwen3-30B-A3B, Qwen3-0.6B, a config.json.", metavar="NAME|PATH"
+        None, "Random weights of this shape: Qwen3-30B-A3B, DeepSeek-V3.2-4L, a config.json, ...", metavar="NAME|PATH"
     )
     batch: str | None = option(None, "Sequences (1,8,64), or tokens that --verify checks (1..8).", metavar="N,N|N..N")
     context: str | None = option(
