@@ -24,8 +24,8 @@ MODES = ("classify", "sweep", "draft_lengths", "verify", "profile", "first")
 class DecodeOptions:
     random_config: str | None = option(
         None,
-        "Random weights of this shape: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-8B, Qwen3-0.6B, a config.json; behind it "
-        "how they are quantised, as in Qwen3-30B-A3B:w4a16 (or fp8, w8a8).",
+        "Random weights of this shape: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-8B, DeepSeek-V3.2-4L, a config.json, ...; "
+        "behind it how they are quantised, as in Qwen3-30B-A3B:w4a16 (or fp8, w8a8).",
         metavar="NAME|PATH",
     )
     batch: str | None = option(None, "Sequences (1,8,64), or tokens that --verify checks (1..8).", metavar="N,N|N..N")

@@ -13,6 +13,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
 
 _CODES = 120  # below 127, which is NaN in fp8
+_BYTES = 0x3C, 0x40  # of pages of bytes: as e4m3, as bf16 and as fp32 such bytes are numbers between 0.01 and 2
 
 
 class _FilledPool(BlockPool):
@@ -31,10 +32,12 @@ def fill(llm: LLM) -> None:
         generator: torch.Generator | None = None
         for field in dataclasses.fields(cache):
             values = getattr(cache, field.name)
-            if not isinstance(values, Tensor) or not (values.is_floating_point() or values.dtype == torch.int8):
+            if not isinstance(values, Tensor):
                 continue
             generator = generator or torch.Generator(values.device).manual_seed(0)
-            if values.itemsize == 1:  # codes: finite ones, of either format
+            if values.dtype == torch.uint8:
+                values.random_(*_BYTES, generator=generator)
+            elif values.itemsize == 1:  # codes: finite ones, of either format
                 values.view(torch.int8).random_(0, _CODES, generator=generator)
             else:
                 values.normal_(generator=generator)

@@ -49,6 +49,59 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+# DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256 of
+# them in 3 layers are 34 G: 74 GB in bf16 with all the rest, 39 GB in FP8. In 7 layers 81 GB in FP8 (86 GB in all), and
+# 166 GB in bf16, which no H200 holds: there with 128 experts, 87 GB.
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_size": 7168,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "dtype": "bfloat16",
+}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+PRESETS |= {
+    "DeepSeek-V3.2-4L": _DEEPSEEK,
+    "DeepSeek-V3.2-4L-FP8": _DEEPSEEK | {"quantization_config": _FP8},
+    "DeepSeek-V3.2-8L-FP8": _DEEPSEEK | {"num_hidden_layers": 8, "quantization_config": _FP8},
+    "DeepSeek-V3.2-8L-128E": _DEEPSEEK | {"num_hidden_layers": 8, "n_routed_experts": 128},
+}
 _VISION = {
     "depth": 27,
     "hidden_size": 1152,

@@ -219,7 +219,6 @@ class DeepSeek(llama.Llama):
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
     trained_names = NAMES  # of tensors in checkpoints of `whorl train`
-    waits = "the operators of latent attention are references so far, which read lengths on the host"
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from whorl import ops
@@ -32,6 +33,12 @@ class LatentHeads(Linear):
 
     def unpack(self, plain: Format) -> None:
         pass  # it is
+
+    def randomize(self, generator: torch.Generator) -> None:
+        if not isinstance(self.format, Dense):
+            self.replace(weight=torch.empty(self.shape, dtype=self.dtype, device=generator.device))
+            self.format = DENSE
+        super().randomize(generator)
 
     def absorb(self, q: Tensor) -> Tensor:
         """[T, H, Dc] of queries [T, H, Dn]: their products with latents are those of q with keys."""

@@ -19,7 +19,7 @@ def row_sum(x, ROWS: tl.constexpr, LENGTH: tl.constexpr):
     """
     few: tl.constexpr = max(1, LENGTH // 8)
     x = _neighbours(x, ROWS, LENGTH, few)
-    x = _halves(x, ROWS, few, min(few, 32))
+    x = halves(x, ROWS, few, min(few, 32))
     return tl.reshape(_neighbours(x, ROWS, min(few, 32), 1), (ROWS,))
 
 
@@ -33,9 +33,9 @@ def _neighbours(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr)
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
+def halves(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
     """[ROWS, LEFT]: each adds what is LEFT apart."""
     if LENGTH == LEFT:
         return x
     else:
-        return _halves(tl.sum(tl.reshape(x, (ROWS, 2, LENGTH // 2)), 1), ROWS, LENGTH // 2, LEFT)
+        return halves(tl.sum(tl.reshape(x, (ROWS, 2, LENGTH // 2)), 1), ROWS, LENGTH // 2, LEFT)

@@ -44,7 +44,7 @@ def load_keys(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + (block * HK + head) * BLOCK_SIZE + keys % BLOCK_SIZE, mask=keys < end, other=0.0)
         found = _number(found)
-        found = _settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
+        found = settled((found * tl.broadcast_to(scale[:, None], found.shape)).to(DTYPE), WIDEN)
     return found
 
 
@@ -57,7 +57,7 @@ def _number(code):
 
 
 @triton.jit
-def _settled(x, WIDEN: tl.constexpr):
+def settled(x, WIDEN: tl.constexpr):
     """x, as 16 bits that lie as loaded ones do.
 
     Else the compiler converts codes where the tensor cores want them, deals the channels of a product out among threads
@@ -101,6 +101,12 @@ def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
     visible: None where all keys are; a row without any has a highest score of -inf and weights of zero.
     """
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
+    return weights_of(scores, visible, scale)
+
+
+@triton.jit
+def weights_of(scores, visible, scale):
+    """`weigh` of scores that are there."""
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1) * scale
@@ -112,19 +118,34 @@ def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
 def weighted(weights, v, WIDEN: tl.constexpr):
     """The sum of a cut's weights, and the values so weighted; rounded to the dtype of v before they are summed."""
     weights = weights.to(v.dtype)
-    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
-    total = tl.max(dot(weights, ones, tl.zeros((weights.shape[0], 16), tl.float32), WIDEN), 1)
-    return total, dot(weights, v, tl.zeros((weights.shape[0], v.shape[1]), tl.float32), WIDEN)
+    return total_of(weights, WIDEN), dot(weights, v, tl.zeros((weights.shape[0], v.shape[1]), tl.float32), WIDEN)
+
+
+@triton.jit
+def total_of(weights, WIDEN: tl.constexpr):
+    """The sum of rounded weights, by a product with ones."""
+    ones = tl.full((weights.shape[1], 16), 1.0, weights.dtype)
+    return tl.max(dot(weights, ones, tl.zeros((weights.shape[0], 16), tl.float32), WIDEN), 1)
 
 
 @triton.jit
 def fold(top, total, out, cut_top, cut_total, cut_out):
     """What cuts before have given, and one more. A cut without visible keys changes no bit."""
+    new, keep, add = shares(top, cut_top)
+    return new, tl.fma(cut_total, add, total * keep), added(out, cut_out, keep, add)
+
+
+@triton.jit
+def shares(top, cut_top):
+    """The highest score with one more cut, and by what what was there and what comes are multiplied."""
     new = tl.maximum(top, cut_top)
     shift = tl.where(new == float("-inf"), 0.0, new)
-    keep, add = tl.exp2(top - shift), tl.exp2(cut_top - shift)
-    total = tl.fma(cut_total, add, total * keep)
-    return new, total, tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
+    return new, tl.exp2(top - shift), tl.exp2(cut_top - shift)
+
+
+@triton.jit
+def added(out, cut_out, keep, add):
+    return tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def _decode_kernel(
     """One token, one key head and its G queries: all cuts in order, or every so many, each on its own."""
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
-    b, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
+    b, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
     table = tables_ptr + b.to(tl.int64) * table_stride
     if OVERLAP == 2:
@@ -104,7 +104,7 @@ def _decode_kernel(
     if WALKS:
         total = tl.broadcast_to(total[:, None], out.shape)
         tl.store(
-            y_ptr + row[:, None] * D + channels[None, :], _divided(out, total).to(y_ptr.dtype.element_ty), mask=mask
+            y_ptr + row[:, None] * D + channels[None, :], divided(out, total).to(y_ptr.dtype.element_ty), mask=mask
         )
 
 
@@ -121,7 +121,7 @@ def _ask_for(
 
 
 @triton.jit
-def _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
+def sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
     """The sequence of a token and how many keys it sees; none for a token past the last sequence."""
     index = tl.arange(0, BLOCK_B)
     ends = tl.load(starts_ptr + 1 + index, mask=index < B, other=2147483647)
@@ -132,13 +132,13 @@ def _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def _divided(out, total):
+def divided(out, total):
     """Zero where there were no keys."""
     return tl.where(total > 0, tl.div_rn(out, tl.where(total > 0, total, 1.0)), 0.0)
 
 
 @triton.jit
-def _fold_some(
+def fold_some(
     top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     """AHEAD cuts from `at` on, or the first `count` of them: what is behind those adds nothing."""
@@ -180,7 +180,7 @@ def _fold_kernel(
     """The cuts of one token and head, in order, for some channels. AHEAD of them are asked for together."""
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
-    _, end = _sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
+    _, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
     channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     row = token.to(tl.int64) * HQ + head
@@ -191,11 +191,11 @@ def _fold_kernel(
     at = row * cuts
     follow(OVERLAP)
     while i + AHEAD <= stop:
-        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
+        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
         i += AHEAD
     if i < stop:
-        top, total, out = _fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
-    y = _divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
+        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
+    y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * D + channels, y, mask=channels < D)
 
 

@@ -10,15 +10,12 @@ from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from ..linear import TILE, multiply
 from ..sparse_attention.contract import check_indices
-from .codes import latent_bytes, unpack_latents
+from .codes import alignment_reason, latent_bytes, pack_latents, unpack_latents
 from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
 KEYS = 128  # of a cut: multiples of this in a token's list of keys
 ROWS = 1024  # of queries and heads that are multiplied at once
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "the reference runs, until npu_sparse_flash_attention is called with block tables",
-}
+WITHOUT = {"torch_npu": "the reference runs, until npu_sparse_flash_attention is called with block tables"}
 
 
 def _check(
@@ -160,10 +157,21 @@ def latent_attention(
         if rows.stop > rows.start:
             rows_of_keys = gather(cache, block_tables[b], length)
             is_coded = cache.dtype == torch.uint8
-            keys = unpack_latents(rows_of_keys, value_dim) if is_coded else widen(rows_of_keys)
+            keys = unpack_latents(rows_of_keys, value_dim).to(wide.dtype) if is_coded else widen(rows_of_keys)
             chosen = None if indices is None else indices[rows]
             out[rows] = _sequence(wide[rows], keys, chosen, value_dim)
     return narrow(out, q.dtype)
+
+
+def _triton_reason(q: Tensor, cache: Tensor, value_dim: int, **_: object) -> str | None:
+    if q.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    if value_dim > 512 or q.shape[2] - value_dim > 128:
+        return f"{value_dim} channels of values and {q.shape[2] - value_dim} behind them do not fit one program (512, 128)"
+    return alignment_reason(cache, value_dim) if cache.dtype == torch.uint8 else None
+
+
+latent_attention.impl("triton", "attention_triton:forward", accepts=_triton_reason)
 
 
 _HEADS = {"heads": 4, "dim": 24, "value_dim": 16}
@@ -175,11 +183,13 @@ _CASES: list[Values] = [
     {"queries": (0,), "contexts": (4,), "topk": 4, **_HEADS},
     {"queries": (35,), "contexts": (150,), "heads": 3, "dim": 40, "value_dim": 33, "block": 16},
     {"queries": (5, 2), "contexts": (140, 2), "topk": 64, "block": 128, **_HEADS},
+    {"queries": (2, 1), "contexts": (140, 9), "topk": 130, "coded": True, "heads": 5, "dim": 152, "value_dim": 140},
 ]
 _DEEPSEEK = {"heads": 128, "dim": 576, "value_dim": 512, "topk": 2048, "block": 64}
 _BENCH: list[Values] = [
-    {"queries": (1,), "contexts": (32768,), **_DEEPSEEK},
-    {"queries": (1,) * 64, "contexts": (8192,) * 64, **_DEEPSEEK},
+    {"queries": queries, "contexts": contexts, "coded": coded, **_DEEPSEEK}
+    for coded in (False, True)
+    for queries, contexts in (((1,), (32768,)), ((1,) * 8, (8192,) * 8), ((1,) * 64, (8192,) * 64), ((2048,), (8192,)))
 ]
 
 
@@ -193,6 +203,7 @@ def _make(
     topk: int = 0,
     block: int = 8,
     tokens: Sizes = (),
+    coded: bool = False,
 ) -> Values:
     lengths, blocks = make_sequences(draw, queries, contexts, block)
     indices = torch.full((sum(queries), topk), -1, dtype=torch.int32)
@@ -203,9 +214,14 @@ def _make(
             chosen = torch.randperm(seen)[:topk].sort().values
             indices[row, : len(chosen)] = chosen.int()
             row += 1
+    cache = draw.scale * make_pages(draw, blocks, block, dim)
+    if coded and cache.is_meta:
+        cache = make_pages(draw, blocks, block, latent_bytes(value_dim, dim - value_dim), True)
+    elif coded:
+        cache = pack_latents(*cache.flatten(0, 1).split((value_dim, dim - value_dim), 1)).unflatten(0, (blocks, block))
     return {
         "q": draw.normal(sum(queries), heads, dim),
-        "cache": draw.scale * make_pages(draw, blocks, block, dim),
+        "cache": cache,
         **lengths,
         "indices": indices.to(draw.device) if topk else None,
         "scale": dim**-0.5,

@@ -42,6 +42,13 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+def alignment_reason(cache: Tensor, first: int) -> str | None:
+    """None where fp32 numbers lie on 4 bytes; first: bytes of a row, or of a block's codes, before its scales."""
+    if first % 4 or any(x % 4 for x in (cache.shape[2], cache.stride(0), cache.storage_offset())):
+        return f"scales are read and written 4 bytes at a time, behind {first} bytes of codes they do not lie so"
+    return None
+
+
 # ---- latents
 
 

@@ -6,13 +6,11 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
-from .codes import index_bytes, store_index
+from .codes import alignment_reason, index_bytes, store_index
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
+from .write import triton_reason
 
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "torch_npu has none",
-}
+WITHOUT = {"torch_npu": "torch_npu has none"}
 
 
 def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
@@ -51,18 +49,40 @@ def index_write(
     (store_index if cache.dtype == torch.uint8 else store)(turned, cache, slots)
 
 
+def _triton_reason(k: Tensor, cache: Tensor, **_: object) -> str | None:
+    reason = triton_reason(k, cache)
+    if reason is not None or cache.dtype != torch.uint8:
+        return reason
+    return alignment_reason(cache, cache.shape[1] * k.shape[1])
+
+
+index_write.impl("triton", "write_triton:index_write", accepts=_triton_reason)
+
+
 _CASES: list[Values] = [
     {"tokens": (1,), "dim": 8, "rotary": 4},
     {"tokens": (7,), "dim": 32, "rotary": 16, "skipped": True},
     {"tokens": (5,), "dim": 24, "rotary": 24, "scale": 0.01},
     {"tokens": (0,), "dim": 16, "rotary": 8},
     {"tokens": (6,), "dim": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
+    {"tokens": (6,), "dim": 32, "rotary": 12, "skipped": True, "coded": True},
 ]
-_BENCH: list[Values] = [{"tokens": (tokens,), "dim": 128, "rotary": 64, "block": 64} for tokens in (1, 64, 8192)]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "dim": 128, "rotary": 64, "block": 64, "coded": coded}
+    for coded in (False, True)
+    for tokens in (1, 64, 8192)
+]
 
 
 def _make(
-    draw: Draw, tokens: Sizes, dim: int, rotary: int, block: int = 4, skipped: bool = False, eps: float = 1e-6
+    draw: Draw,
+    tokens: Sizes,
+    dim: int,
+    rotary: int,
+    block: int = 4,
+    skipped: bool = False,
+    eps: float = 1e-6,
+    coded: bool = False,
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
     return {
@@ -70,7 +90,7 @@ def _make(
         "weight": 1 + 0.1 * torch.randn(dim, **draw.kind),
         "bias": 0.1 * torch.randn(dim, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
-        "cache": make_pages(draw, blocks, block, dim),
+        "cache": make_pages(draw, blocks, block, index_bytes(dim) if coded else dim, coded),
         "slots": make_slots(draw, count, blocks * block, skipped),
         "eps": eps,
     }

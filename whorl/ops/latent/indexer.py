@@ -6,16 +6,14 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
-from ..indexer.top_k import check_topk, top_k
+from ..indexer.scores import triton_reason
+from ..indexer.top_k import check_topk, too_many, top_k
 from ..linear import multiply
-from .codes import gather_index, index_bytes, round_queries
-from .pages import check_pages, check_sequences, gather, make_sequences
+from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
+from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
 KEYS = 256  # of every product, cut at multiples of their position
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "the reference runs, until npu_lightning_indexer is called with block tables",
-}
+WITHOUT = {"torch_npu": "the reference runs, until npu_lightning_indexer is called with block tables"}
 
 
 def _check(
@@ -111,6 +109,19 @@ def paged_indexer(
     return out
 
 
+def _triton_reason(q: Tensor, cache: Tensor, topk: int, **_: object) -> str | None:
+    reason = triton_reason(q) or too_many(topk)
+    if reason is not None or cache.dtype != torch.uint8:
+        return reason
+    dim = q.shape[2]
+    if dim & (dim - 1):
+        return f"codes are of a power of two of channels, got {dim}"
+    return alignment_reason(cache, cache.shape[1] * dim)
+
+
+paged_indexer.impl("triton", "indexer_triton:forward", accepts=_triton_reason)
+
+
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (5,), "heads": 1, "dim": 8, "topk": 3},
     {"queries": (3, 1, 2), "contexts": (3, 9, 20), "heads": 4, "dim": 16, "topk": 6},
@@ -118,11 +129,13 @@ _CASES: list[Values] = [
     {"queries": (1, 3), "contexts": (300, 70), "heads": 5, "dim": 16, "topk": 33, "sliced": True},
     {"queries": (0,), "contexts": (4,), "heads": 2, "dim": 8, "topk": 4},
     {"queries": (35,), "contexts": (70,), "heads": 8, "dim": 32, "topk": 64, "block": 16},
+    {"queries": (2, 1, 3), "contexts": (40, 9, 130), "heads": 8, "dim": 16, "topk": 24, "coded": True},
 ]
 _DEEPSEEK = {"heads": 64, "dim": 128, "topk": 2048, "block": 64}
 _BENCH: list[Values] = [
-    {"queries": (1,), "contexts": (32768,), **_DEEPSEEK},
-    {"queries": (1,) * 64, "contexts": (8192,) * 64, **_DEEPSEEK},
+    {"queries": queries, "contexts": contexts, "coded": coded, **_DEEPSEEK}
+    for coded in (False, True)
+    for queries, contexts in (((1,), (32768,)), ((1,) * 64, (8192,) * 64), ((2048,), (8192,)))
 ]
 
 
@@ -135,15 +148,21 @@ def _make(
     topk: int,
     block: int = 8,
     tokens: Sizes = (),
+    coded: bool = False,
 ) -> Values:
     """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
     lengths, blocks = make_sequences(draw, queries, contexts, block)
     device, dtype, count, wider = draw.device, draw.dtype, sum(queries), 8 * draw.sliced
     shape = (blocks, block + 2 * draw.sliced, dim)
+    cache = torch.randint(-2, 3, shape, device=device).to(dtype)[:, :block]
+    if coded:
+        keys, cache = cache.flatten(0, 1), make_pages(draw, blocks, block, index_bytes(dim), True)
+        if not keys.is_meta:
+            store_index(keys, cache, torch.arange(len(keys), device=device))
     return {
         "q": torch.randint(-2, 3, (count, heads, dim + wider), device=device)[..., :dim].to(dtype),
         "weights": draw.scale * torch.randint(-3, 5, (count, heads), device=device).to(draw.wide) / 8,
-        "cache": torch.randint(-2, 3, shape, device=device).to(dtype)[:, :block],
+        "cache": cache,
         **lengths,
         "topk": topk,
     }

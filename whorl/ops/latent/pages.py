@@ -66,8 +66,10 @@ def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 # ---- cases
 
 
-def make_pages(draw: Draw, blocks: int, block: int, width: int) -> Tensor:
-    """Of a sliced case with a gap between blocks."""
+def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = False) -> Tensor:
+    """Of a sliced case with a gap between blocks; coded: bytes, all zero."""
+    if coded:
+        return torch.zeros(blocks, block, width, dtype=torch.uint8, device=draw.device)
     return torch.randn(blocks, block + 2 * draw.sliced, width, **draw.kind)[:, :block]
 
 

@@ -7,13 +7,10 @@ from .._draw import Draw, Sizes
 from .._op import Values, operator
 from ..rms_norm import rms_norm
 from ..rope import rope
-from .codes import latent_bytes, pack_latents
+from .codes import alignment_reason, latent_bytes, pack_latents
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
 
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "npu_kv_rmsnorm_rope_cache writes two caches, and this is one",
-}
+WITHOUT = {"torch_npu": "npu_kv_rmsnorm_rope_cache writes two caches, and this is one"}
 
 
 def _check(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
@@ -53,25 +50,53 @@ def latent_write(
     store(pack_latents(latent, turned) if is_coded else torch.cat((latent, turned), -1), cache, slots)
 
 
+def triton_reason(x: Tensor, cache: Tensor) -> str | None:
+    """Of both operators that write pages."""
+    if x.dtype == torch.float64:
+        return "computes in fp32, got torch.float64"
+    return None if cache.stride(2) == 1 else "writes channels that lie side by side"
+
+
+def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, **_: object) -> str | None:
+    reason = triton_reason(kv, cache)
+    return reason or (alignment_reason(cache, weight.shape[0]) if cache.dtype == torch.uint8 else None)
+
+
+latent_write.impl("triton", "write_triton:latent_write", accepts=_triton_reason)
+
+
 _CASES: list[Values] = [
     {"tokens": (1,), "rank": 8, "rotary": 4},
     {"tokens": (7,), "rank": 32, "rotary": 16, "skipped": True},
     {"tokens": (5,), "rank": 24, "rotary": 8, "scale": 0.01},
     {"tokens": (0,), "rank": 16, "rotary": 8},
     {"tokens": (6,), "rank": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
+    {"tokens": (6,), "rank": 200, "rotary": 12, "skipped": True, "coded": True},
 ]
-_BENCH: list[Values] = [{"tokens": (tokens,), "rank": 512, "rotary": 64, "block": 64} for tokens in (1, 64, 8192)]
+_BENCH: list[Values] = [
+    {"tokens": (tokens,), "rank": 512, "rotary": 64, "block": 64, "coded": coded}
+    for coded in (False, True)
+    for tokens in (1, 64, 8192)
+]
 
 
 def _make(
-    draw: Draw, tokens: Sizes, rank: int, rotary: int, block: int = 4, skipped: bool = False, eps: float = 1e-6
+    draw: Draw,
+    tokens: Sizes,
+    rank: int,
+    rotary: int,
+    block: int = 4,
+    skipped: bool = False,
+    eps: float = 1e-6,
+    coded: bool = False,
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
+    width = latent_bytes(rank, rotary) if coded else rank + rotary
     return {
         "kv": draw.scaled(count, rank + rotary),
         "weight": 1 + 0.1 * torch.randn(rank, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
-        "cache": make_pages(draw, blocks, block, rank + rotary),
+        "cache": make_pages(draw, blocks, block, width, coded),
         "slots": make_slots(draw, count, blocks * block, skipped),
         "eps": eps,
     }

@@ -1,0 +1,337 @@
+# mypy: allow-untyped-defs
+"""Attention over latents in pages: some heads of one token a program, by cuts of the token's list of keys.
+
+The arithmetic is that of `attention/cuts_triton.py`, where values are the first channels of the keys. Where there are
+tokens enough, a program walks a list from first to last, and folds each cut into what came before. Where there are
+few, programs share the cuts of a list, each on its own, and a second kernel folds what they give, in order: the bits
+are the same. The channels of values come in chunks, since all of a cut's sums beside all of those so far would not fit
+the registers of 64 heads. Nothing is read back.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting
+
+from .._overlap_triton import begin, follow, overlap
+from .._rows import ceil_div, power_of_2
+from ..attention.cuts_triton import LOG2_E, added, cut_of, settled, shares, total_of, weights_of
+from ..attention.decode_triton import AHEAD, divided, fold_some, sequence_of
+from ..linear_triton import dot, unit_stride
+from .codes import GROUP
+from .codes_triton import GROUP_SIZE, byte_views
+
+PROGRAMS = 132  # of an H200's multiprocessors, each of which has room for one
+SCRATCH = 2**30  # bytes of what cuts give, beyond which lists are walked
+CHANNELS = 128  # of values at a time, and of a program that folds
+
+
+@triton.jit
+def _load_chunk(
+    cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    DTYPE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """[keys, WIDTH] channels from FIRST on, of the first RANK; zero where there is no key. Codes become numbers."""
+    channels = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FIRST + WIDTH <= RANK:
+        mask = is_real[:, None]
+    else:
+        mask = is_real[:, None] & (channels < RANK)
+    found = tl.load(cache_ptr + at[:, None] + channels, mask=mask, other=0.0)
+    if scales_ptr is not None:  # WIDTH divides a group
+        scale = tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
+        wide = found.to(tl.float32)
+        found = settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
+    return found
+
+
+@triton.jit
+def _load_turned(
+    cache_ptr, turned_ptr, at, is_real, RANK: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[keys, BLOCK_R]: the channels behind the latent."""
+    channels = tl.arange(0, BLOCK_R)[None, :]
+    mask = is_real[:, None] & (channels < TURNED)
+    if turned_ptr is None:
+        found = tl.load(cache_ptr + at[:, None] + RANK + channels, mask=mask, other=0.0)
+    else:
+        found = tl.load(turned_ptr + (at // 2 + (RANK + 4 * GROUPS) // 2)[:, None] + channels, mask=mask, other=0.0)
+    return found.to(DTYPE)
+
+
+@triton.jit
+def _places(indices_ptr, place, end, K):
+    """The keys at these places of a token's list, and which of them there are."""
+    if indices_ptr is None:
+        keys, is_real = place, place < end
+    else:
+        keys = tl.load(indices_ptr + place, mask=place < K, other=-1)
+        keys, is_real = tl.maximum(keys, 0), keys >= 0
+    return keys, is_real
+
+
+@triton.jit
+def _alone(a, b, total, once, WIDEN: tl.constexpr):
+    """`dot`, in a loop that runs once: products that follow each other are given all warps along their rows, and 64
+    rows would be computed twice."""
+    for _ in tl.range(0, once, num_stages=1):
+        total = dot(a, b, total, WIDEN)
+    return total
+
+
+@triton.jit
+def _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT: tl.constexpr):
+    """Cuts that hold all of a token's list; none for a token past the last sequence."""
+    most = end
+    if indices_ptr is not None:
+        most = tl.minimum(tl.load(lengths_ptr + b, mask=b < B, other=0), K)
+    return tl.cdiv(most, CUT)
+
+
+@triton.jit
+def _latent_kernel(
+    q_ptr,
+    cache_ptr,
+    scales_ptr,
+    turned_ptr,
+    tables_ptr,
+    starts_ptr,
+    lengths_ptr,
+    indices_ptr,
+    out_ptr,
+    top_ptr,
+    total_ptr,
+    y_ptr,
+    q_stride_t,
+    q_stride_h,
+    stride_block,
+    stride_offset,
+    table_stride,
+    indices_stride,
+    scale,
+    cuts,
+    K,
+    B,
+    HQ: tl.constexpr,
+    RANK: tl.constexpr,
+    TURNED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CUT: tl.constexpr,
+    WALKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK_H heads of one token: all cuts of its list in order, or every so many, each on its own.
+
+    indices_ptr: None where a token sees every key up to its own; scales_ptr and turned_ptr: where pages hold codes.
+    """
+    begin(OVERLAP)
+    b, end = sequence_of(tl.program_id(1), starts_ptr, lengths_ptr, B, BLOCK_B)
+    stop = _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT)
+    table = tables_ptr + b.to(tl.int64) * table_stride
+    follow(OVERLAP)
+    token = tl.program_id(1).to(tl.int64)
+    if indices_ptr is not None:
+        indices_ptr += token * indices_stride
+    heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = (heads < HQ)[:, None]
+    row = token * HQ + heads
+    q_at = q_ptr + token * q_stride_t + heads[:, None] * q_stride_h
+    q, out = (), ()
+    for c in tl.static_range(CHUNKS):
+        channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+        q = q + (tl.load(q_at + channels, mask=is_head & (channels < RANK), other=0.0),)
+        out = out + (tl.zeros((BLOCK_H, WIDTH), tl.float32),)
+    if TURNED > 0:
+        behind = tl.arange(0, BLOCK_R)[None, :]
+        q_turned = tl.load(q_at + RANK + behind, mask=is_head & (behind < TURNED), other=0.0)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for i in tl.range(tl.program_id(2), stop, tl.num_programs(2), num_stages=1):
+        keys, is_real = _places(indices_ptr, i * CUT + tl.arange(0, CUT), end, K)
+        block = tl.load(table + keys // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
+        at = block * stride_block + (keys % BLOCK_SIZE) * stride_offset
+        scores = tl.zeros((BLOCK_H, CUT), tl.float32)
+        once = tl.minimum(stop - i, 1)
+        latents = ()
+        for c in tl.static_range(CHUNKS):
+            chunk = _load_chunk(
+                cache_ptr, scales_ptr, at, is_real, c * WIDTH, WIDTH, RANK, q_ptr.dtype.element_ty, WIDEN
+            )  # fmt: skip
+            latents = latents + (chunk,)
+            scores = _alone(q[c], tl.trans(chunk), scores, once, WIDEN)
+        if TURNED > 0:
+            turned = _load_turned(
+                cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
+            )  # fmt: skip
+            scores = _alone(q_turned, tl.trans(turned), scores, once, WIDEN)
+        cut_top, weights = weights_of(scores, is_real[None, :], scale)
+        weights = weights.to(q_ptr.dtype.element_ty)
+        cut_total = total_of(weights, WIDEN)
+        if WALKS:
+            top, keep, add = shares(top, cut_top)
+            total = tl.fma(cut_total, add, total * keep)
+        else:
+            tl.store(top_ptr + row * cuts + i, cut_top, mask=heads < HQ)
+            tl.store(total_ptr + row * cuts + i, cut_total, mask=heads < HQ)
+        sums = ()
+        for c in tl.static_range(CHUNKS):
+            cut_out = dot(weights, latents[c], tl.zeros((BLOCK_H, WIDTH), tl.float32), WIDEN)
+            if WALKS:
+                sums = sums + (added(out[c], cut_out, keep, add),)
+            else:
+                channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+                to = out_ptr + (row * cuts + i)[:, None] * RANK + channels
+                tl.store(to, cut_out, mask=is_head & (channels < RANK))
+        if WALKS:
+            out = sums
+    if WALKS:
+        for c in tl.static_range(CHUNKS):
+            channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+            y = divided(out[c], tl.broadcast_to(total[:, None], out[c].shape)).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row[:, None] * RANK + channels, y, mask=is_head & (channels < RANK))
+
+
+@triton.jit
+def _latent_fold_kernel(
+    out_ptr,
+    top_ptr,
+    total_ptr,
+    starts_ptr,
+    lengths_ptr,
+    indices_ptr,
+    y_ptr,
+    cuts,
+    K,
+    B,
+    HQ: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
+    MORE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The cuts of one token and head, in order, for some channels. MORE of them are asked for together."""
+    begin(OVERLAP)
+    b, end = sequence_of(tl.program_id(0), starts_ptr, lengths_ptr, B, BLOCK_B)
+    stop = _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT)
+    channels = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    out = tl.zeros((1, BLOCK), tl.float32)
+    follow(OVERLAP)
+    for i in range(0, stop, MORE):
+        top, total, out = fold_some(
+            top, total, out, out_ptr, top_ptr, total_ptr, row * cuts + i, channels, stop - i, RANK, MORE
+        )  # fmt: skip
+    y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * RANK + channels, y, mask=channels < RANK)
+
+
+def forward(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    indices: Tensor | None,
+    scale: float,
+    value_dim: int,
+) -> Tensor:
+    tokens, heads, dim = q.shape
+    y = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    if not y.numel():
+        return y
+    q, cache, tables = (unit_stride(x) for x in (q, cache, block_tables))
+    indices = None if indices is None else unit_stride(indices)
+    lengths = query_starts.contiguous(), context_lens.contiguous()
+    is_coded = cache.dtype == torch.uint8
+    pages = byte_views(cache) if is_coded else (cache, None, None)
+    size, count = cut_of(q.dtype), context_lens.shape[0]
+    most = tables.shape[1] * cache.shape[1] if indices is None else indices.shape[1]
+    cuts = max(1, ceil_div(most, size))
+    plan, programs = _plan(q, cuts, value_dim)
+    scratch = (0,) if programs == 1 else (tokens, heads, cuts)
+    out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
+    top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
+    shared = {"HQ": heads, "RANK": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
+    shared |= {"enable_fp_fusion": False, **overlap(q)}
+    width = max(16, min(CHANNELS, power_of_2(value_dim)))
+    _latent_kernel[(ceil_div(heads, plan["BLOCK_H"]), tokens, programs)](
+        q,
+        *pages,
+        tables,
+        *lengths,
+        indices,
+        out,
+        top,
+        total,
+        y,
+        *q.stride()[:2],
+        *cache.stride()[:2],
+        tables.stride(0),
+        0 if indices is None else indices.stride(0),
+        scale * LOG2_E,
+        cuts,
+        most,
+        count,
+        TURNED=dim - value_dim,
+        GROUPS=ceil_div(value_dim, GROUP) if is_coded else 0,
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK_R=max(16, power_of_2(dim - value_dim)),
+        WIDTH=width,
+        CHUNKS=ceil_div(value_dim, width),
+        WALKS=programs == 1,
+        WIDEN=is_interpreting(),
+        **plan,
+        **shared,
+    )
+    if programs > 1:
+        _latent_fold_kernel[(tokens, heads, ceil_div(value_dim, width))](
+            out,
+            top,
+            total,
+            *lengths,
+            indices,
+            y,
+            cuts,
+            most,
+            count,
+            BLOCK=width,
+            MORE=min(AHEAD, power_of_2(cuts)),
+            num_warps=1,
+            **shared,
+        )
+    return y
+
+
+def _plan(q: Tensor, cuts: int, value_dim: int) -> tuple[dict[str, Any], int]:
+    """Heads of a program, and the programs that share the cuts of a list; 1 walks them all.
+
+    The fewer heads a program has, the more programs there are, and the more often a key is read.
+    """
+    tokens, heads, _ = q.shape
+    if is_interpreting():
+        return {"BLOCK_H": 16}, 1 if tokens > 4 else min(cuts, 3)
+    if q.element_size() == 4:
+        return {"BLOCK_H": 16, "num_warps": 8}, 1
+    blocks = tokens * ceil_div(heads, 64)
+    scratch = tokens * heads * cuts * value_dim * 4
+    if cuts == 1 or 2 * blocks >= PROGRAMS or scratch > SCRATCH:
+        return {"BLOCK_H": 64, "num_warps": 8}, 1
+    some = next((n for n in (16, 32) if tokens * ceil_div(heads, n) * cuts <= PROGRAMS), 64)
+    programs = PROGRAMS // (tokens * ceil_div(heads, some))
+    return {"BLOCK_H": some, "num_warps": 8}, min(cuts, max(2, programs))
