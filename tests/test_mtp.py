@@ -203,7 +203,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(runner_module, "record_graph", keep)
     monkeypatch.setattr(runner_module, "wants_graphs", lambda device, asked: asked is not False)
-    monkeypatch.setattr(runner_module, "recordable", lambda model, asked: True)
     return replayed
 
 
