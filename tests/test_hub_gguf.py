@@ -116,7 +116,7 @@ def test_a_file_of_a_repository(hub: Hub, model: Path, monkeypatch: pytest.Monke
     paths = [weights.resolve(f"org/tiny-GGUF{end}") for end in (":tiny-Q4_K_M.gguf", ":q4_k_m", "", "@main:Q4_K_M")]
     assert {path.name for path in paths} == {"tiny-Q4_K_M.gguf"}
     assert len({path.resolve() for path in paths}) == 1
-    assert hub.asked == ["tiny-Q4_K_M.gguf"]
+    assert hub.asked == ["tiny-Q4_K_M.gguf", "config.json"], "of the whole model's configuration nothing is wanted"
     assert logits(load(paths[0])).equal(logits(load(model)))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert weights.resolve("org/tiny-GGUF") == paths[0]

@@ -147,23 +147,11 @@ def geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: boo
     return (gelu * other).to(input.dtype), gelu.to(input.dtype)
 
 
-def geglu_grad(
-    grad_output: Tensor,
-    input: Tensor,
-    gelu: Tensor,
-    dim: int = -1,
-    approximate: int = 1,
-    activate_left: bool = False,
-) -> Tensor:
-    """The gradient of the other half by the gelu that is handed in."""
+def gelu_backward(grad_output: Tensor, input: Tensor, *, approximate: str = "none") -> Tensor:
     with torch.enable_grad():
         x = input.detach().float().requires_grad_()
-        left, right = x.chunk(2, dim)
-        gate, other = (left, right) if activate_left else (right, left)
-        y = torch.nn.functional.gelu(gate, approximate="tanh" if approximate else "none") * other.detach()
+        y = torch.nn.functional.gelu(x, approximate=approximate)
     (dx,) = torch.autograd.grad(y, x, grad_output.float())
-    of_other = grad_output.float() * gelu.float()
-    dx = dx + torch.cat((torch.zeros_like(of_other), of_other)[:: 1 if activate_left else -1], dim)
     return dx.to(input.dtype)
 
 
@@ -221,7 +209,7 @@ KERNELS = {
     "npu_swiglu": swiglu,
     "npu_swiglu_backward": swiglu_backward,
     "npu_geglu": geglu,
-    "npu_geglu_grad": geglu_grad,
+    "npu_gelu_backward": gelu_backward,
     "npu_dynamic_quant": dynamic_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_weight_quant_batchmatmul": weight_quant_matmul,

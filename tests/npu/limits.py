@@ -273,7 +273,6 @@ LIMITS: dict[str, Callable[[Call], str | None]] = {
     "npu_add_rms_norm": _add_rms_norm_limit,
     "npu_swiglu": _swiglu_limit,
     "npu_geglu": _geglu_limit,
-    "npu_geglu_grad": _geglu_limit,
     "npu_dynamic_quant": _dynamic_quant_limit,
     "npu_linear": _linear_limit,
     "npu_scatter_pa_kv_cache": _scatter_limit,

@@ -156,6 +156,18 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
     return found
 
 
+def hf_geglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _geglu(values: Values, compiled: bool) -> list[Peer]:
+    found = [_simple("gelu, then multiply", hf_geglu, "x")]
+    if compiled:
+        found.append(_simple("gelu, then multiply, torch.compile", compile_static(hf_geglu), "x"))
+    return found
+
+
 # ---- qk_norm_rope
 
 
@@ -264,6 +276,7 @@ _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "rms_norm_backward": _rms_norm_backward,
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
+    "geglu": _geglu,
     "grouped_matmul": _grouped_matmul("grouped_matmul"),
     "grouped_matmul_backward": _grouped_matmul("grouped_matmul_backward"),
     "qk_norm_rope": _qk_norm_rope,

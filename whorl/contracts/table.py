@@ -84,11 +84,9 @@ _TABLE = (
         "1 is tanh's, 0 erf's. Returns the product and gelu alone, both in input's dtype.",
     ),
     from_schema(
-        "npu_geglu_grad",
-        "(Tensor grad_output, Tensor input, Tensor gelu, int dim=-1, int approximate=1, bool activate_left=False) "
-        "-> Tensor",
+        "npu_gelu_backward",
+        "(Tensor grad_output, Tensor input, *, str approximate='none') -> Tensor",
         gradient="silently lost",
-        note="gelu is npu_geglu's second output.",
     ),
     from_schema(
         "npu_dynamic_quant",

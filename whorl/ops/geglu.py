@@ -83,10 +83,12 @@ def _(x):  # type: ignore[no-untyped-def]
 
 @geglu_backward.impl("torch_npu", accepts=_npu_reason)
 def _(dy, x):  # type: ignore[no-untyped-def]
-    wide = x.contiguous().float()  # npu_geglu_grad takes gelu(gate), which would be rounded to 16 bits
+    # Not npu_geglu_grad: in torch_npu 2.13 its fake kernel gives two tensors, and it cannot be traced.
+    wide, grad = x.contiguous().float(), dy.float()
+    gate, up = wide.chunk(2, -1)
     gelu = _torch_npu.call("npu_geglu", input=wide, **_HOW)[1]
-    found = _torch_npu.call("npu_geglu_grad", grad_output=dy.contiguous().float(), input=wide, gelu=gelu, **_HOW)
-    return found.to(x.dtype)
+    dgate = _torch_npu.call("npu_gelu_backward", grad_output=grad * up, input=gate.contiguous(), approximate="tanh")
+    return torch.cat((dgate, grad * gelu), -1).to(x.dtype)
 
 
 _CASES: list[Values] = [

@@ -82,17 +82,32 @@ def _only_gguf(folder: Path) -> Path:
 def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
     if not is_installed("huggingface_hub"):
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
-    listed = _listed(name, revision)
-    ggufs = [each for each in listed if each.endswith(".gguf")]
-    if not listed:
-        _bring(name, revision, file or "config.json")  # which says what is wrong
-    if file is not None or (ggufs and not any(each.endswith(".safetensors") for each in listed)):
-        chosen = choose_gguf(name, ggufs, file)
-        return _bring(name, revision, chosen) / chosen
+    if file is not None:
+        return _gguf(name, revision, _listed(name, revision) or [file], file)
     folder = _bring(name, revision, "config.json")
-    if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
-        models.find(read_config(folder))
-    return _bring(name, revision, *_HUB_FILES)
+    try:
+        if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
+            models.find(read_config(folder))
+        folder = _bring(name, revision, *_HUB_FILES)
+        if any(folder.glob("*.safetensors")):
+            return folder
+    except ValueError:  # config.json may be that of the model the GGUF files were made from, and they its text
+        listed = _listed(name, revision, folder)
+        if not _is_only_gguf(listed):
+            raise
+    else:
+        listed = _listed(name, revision, folder)
+    return _gguf(name, revision, listed) if _is_only_gguf(listed) else folder
+
+
+def _is_only_gguf(listed: Sequence[str]) -> bool:
+    kinds = {Path(file).suffix for file in listed}
+    return ".gguf" in kinds and ".safetensors" not in kinds
+
+
+def _gguf(name: str, revision: str | None, listed: Sequence[str], asked: str | None = None) -> Path:
+    chosen = choose_gguf(name, [file for file in listed if file.endswith(".gguf") or file == asked], asked)
+    return _bring(name, revision, chosen) / chosen
 
 
 def _bring(name: str, revision: str | None, *patterns: str) -> Path:
@@ -113,8 +128,8 @@ def _bring(name: str, revision: str | None, *patterns: str) -> Path:
             ) from error
 
 
-def _listed(name: str, revision: str | None) -> list[str]:
-    """The repository's files, or those of them that are in the cache."""
+def _listed(name: str, revision: str | None, folder: Path | None = None) -> list[str]:
+    """The repository's files, or those of them that are in the cache, of which `folder` is where, if known."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -122,7 +137,8 @@ def _listed(name: str, revision: str | None) -> list[str]:
         return [each.rfilename for each in HfApi().model_info(name, revision=revision).siblings or []]
     except Exception:  # as in `_bring`, which says why where the cache has nothing either
         try:
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[], local_files_only=True))
+            local: dict[str, Any] = {"revision": revision, "allow_patterns": [], "local_files_only": True}
+            folder = folder or Path(snapshot_download(name, **local))
         except LocalEntryNotFoundError:
             return []
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
