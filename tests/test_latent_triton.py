@@ -89,15 +89,15 @@ def test_queries_are_rounded_as_the_reference_does() -> None:
 
 
 def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists that are walked, and lists whose cuts are shared by 2, 3 and as many as there are; drafts, an empty list and
-    a row that belongs to nobody among them. Cuts at other places would show."""
-    case = {"queries": (3, 1), "contexts": (420, 300), "topk": 300, "heads": 5, "dim": 40, "value_dim": 24}
+    """Lists that are walked, and lists whose cuts are shared by 2 and by as many as there are; drafts, an empty list
+    and a row that belongs to nobody among them. Cuts at other places would show."""
+    case = {"queries": (3, 1), "contexts": (300, 270), "topk": 260, "heads": 5, "dim": 40, "value_dim": 24}
     values = made(ops.latent_attention, **case)
     values["indices"][1] = -1
     values["q"] = torch.cat((values["q"], values["q"][:1]))
     values["indices"] = torch.cat((values["indices"], values["indices"][:1]))
     found = []
-    for programs in (1, 2, 3, 9):
+    for programs in (1, 2, 9):
         monkeypatch.setattr(attention_triton, "_plan", lambda *_, n=programs: ({"BLOCK_H": 16}, n))
         found.append(attend(values))
     assert all(torch.equal(found[0], each) for each in found)
@@ -133,12 +133,12 @@ def test_codes_are_widened_to_what_they_stand_for() -> None:
 # ---- the choice
 
 
-@pytest.mark.parametrize("coded_keys", [False, True])
+@pytest.mark.parametrize("coded_keys", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
     coded_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, a few tokens at a time, and each token alone; a row that belongs to nobody chooses nothing."""
-    case = {"queries": (3, 0, 9, 1), "contexts": (90, 5, 60, 33), "heads": 8, "dim": 32, "topk": 20}
+    case = {"queries": (3, 0, 5, 1), "contexts": (70, 5, 40, 33), "heads": 8, "dim": 32, "topk": 20}
     values = made(ops.paged_indexer, **case, coded=coded_keys)
     values["q"] = torch.cat((torch.randn_like(values["q"]), values["q"][:1]))
     values["weights"] = torch.cat((values["weights"], values["weights"][:1]))
@@ -154,7 +154,7 @@ def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
             alone |= {"block_tables": values["block_tables"][b : b + 1]}
             alone |= {"query_starts": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)}
             alone |= {"context_lens": torch.tensor([context - count + i + 1], dtype=torch.int32, device=DEVICE)}
-            if i in (0, count - 1):
+            if i == count - 1:
                 assert torch.equal(ops.paged_indexer(**alone, backend="triton")[0], found[row])
             row += 1
 
@@ -177,17 +177,24 @@ def test_equal_scores_go_to_the_earliest_and_planted_keys_are_found() -> None:
 # ---- the model
 
 
-@pytest.mark.parametrize("make", [tiny, coded], ids=["numbers", "codes"])
-@pytest.mark.parametrize("changes", [{}, V3], ids=["sparse", "v3"])
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        pytest.param(coded, {"num_hidden_layers": 1}, id="sparse-codes"),
+        pytest.param(tiny, {"num_hidden_layers": 2}, id="sparse-numbers", marks=pytest.mark.slow),
+        pytest.param(coded, V3, id="v3-codes", marks=pytest.mark.slow),
+        pytest.param(tiny, V3, id="v3-numbers", marks=pytest.mark.slow),
+    ],
+)
 def test_decoded_equals_prefilled(make: Any, changes: dict[str, Any]) -> None:
     """With these kernels in a whole model: a prompt, and the same tokens one, two and three at a time."""
-    model = make(num_hidden_layers=2, **changes).to(DEVICE)
-    tokens = [(7 * i * i + 3) % 97 for i in range(24)]
+    model = make(**changes)
+    tokens = [(7 * i * i + 3) % 97 for i in range(16)]
     with contextlib.ExitStack() as stack:
         for op in OPS:
             stack.enter_context(op.using("triton"))
         whole = Runner(model).run(tokens)
         runner = Runner(model)
-        parts = [runner.run(tokens[a:b]) for a, b in ((0, 12), (12, 13), (13, 16), (16, 18), (18, 24))]
+        parts = [runner.run(tokens[a:b]) for a, b in ((0, 10), (10, 11), (11, 14), (14, 16))]
     assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(Runner(model).run(tokens), whole), "the references ran"

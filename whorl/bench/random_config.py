@@ -49,9 +49,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
-# DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256 of
-# them in 3 layers are 34 G: 74 GB in bf16 with all the rest, 39 GB in FP8. In 7 layers 81 GB in FP8 (86 GB in all), and
-# 166 GB in bf16, which no H200 holds: there with 128 experts, 87 GB.
+# DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256
+# of them in 3 layers are 34 G: 74 GB in bf16 with all the rest, 39 GB in FP8. In 7 layers 81 GB in FP8 (86 GB in all),
+# and 166 GB in bf16, which no H200 holds: there with 128 experts, 87 GB.
 _DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",

@@ -2,7 +2,7 @@
 
 `heads.py` multiplies every head by a weight of its own, `write.py` and `index_write.py` write pages, `indexer.py`
 chooses keys in them and `attention.py` reads those; `pages.py` is what they know of pages, `codes.py` how those
-are kept in 8 bits.
+are kept in 8 bits. Beside each lies its kernel.
 """
 
 from .attention import latent_attention

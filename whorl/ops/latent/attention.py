@@ -167,7 +167,9 @@ def _triton_reason(q: Tensor, cache: Tensor, value_dim: int, **_: object) -> str
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if value_dim > 512 or q.shape[2] - value_dim > 128:
-        return f"{value_dim} channels of values and {q.shape[2] - value_dim} behind them do not fit one program (512, 128)"
+        return (
+            f"{value_dim} channels of values and {q.shape[2] - value_dim} behind them do not fit one program (512, 128)"
+        )
     return alignment_reason(cache, value_dim) if cache.dtype == torch.uint8 else None
 
 

@@ -37,10 +37,7 @@ def _load_chunk(
 ):  # fmt: skip
     """[keys, WIDTH] channels from FIRST on, of the first RANK; zero where there is no key. Codes become numbers."""
     channels = FIRST + tl.arange(0, WIDTH)[None, :]
-    if FIRST + WIDTH <= RANK:
-        mask = is_real[:, None]
-    else:
-        mask = is_real[:, None] & (channels < RANK)
+    mask = is_real[:, None] if FIRST + WIDTH <= RANK else is_real[:, None] & (channels < RANK)
     found = tl.load(cache_ptr + at[:, None] + channels, mask=mask, other=0.0)
     if scales_ptr is not None:  # WIDTH divides a group
         scale = tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Pages in 8 bits on Triton: codes and scales to the bit as `codes.py` makes them, and the Hadamard transform before."""
+"""Pages in 8 bits on Triton: codes and scales to the bit as `codes.py` makes them, and the Hadamard transform."""
 
 import torch
 import triton

@@ -56,10 +56,7 @@ def _head_kernel(
         else:
             x = tl.load(x_at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
             weight = tl.load(weight_at[:, None] + k[None, :] * weight_stride_k, mask=(k < K)[None, :], other=0.0)
-        if IS_FEW:
-            total = dot(weight, tl.trans(x), total, WIDEN)
-        else:
-            total = dot(x, tl.trans(weight), total, WIDEN)
+        total = dot(weight, tl.trans(x), total, WIDEN) if IS_FEW else dot(x, tl.trans(weight), total, WIDEN)
     if IS_FEW:
         at = y_ptr + (rows.to(tl.int64) * H + head)[None, :] * N + columns[:, None]
         tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(rows < T)[None, :] & (columns < N)[:, None])
