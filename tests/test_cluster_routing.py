@@ -2,19 +2,27 @@
 
 import json
 import random
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_packages
+import yaml
+from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from whorl.cli import app
+from whorl.cluster import command
 from whorl.cluster.options import ClusterOptions
 from whorl.cluster.prompt_blocks import BLOCK, MOST_BLOCKS, prompt_blocks
 from whorl.cluster.ray_cluster import actor_options, deployment_options
 from whorl.cluster.routing import Routing
 from whorl.engine.settings import EngineSettings
 from whorl.serve.settings import Settings
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
 
 # ---- digests of prompts
 
@@ -276,3 +284,42 @@ def test_how_many_replicas() -> None:
         "initial_replicas": 2,
         "target_ongoing_requests": 6,
     }
+
+
+# ---- the example for Kubernetes
+
+
+def test_the_entrypoint_of_the_example_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    program, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert program == "whorl"
+    given: dict[str, Any] = {}
+
+    def prepare(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
+        given.update(more, model=model, engine=engine, options=options)
+        return lambda: 0
+
+    monkeypatch.setattr(command, "prepare", prepare)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    options, cluster = given["options"], job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    taken = actor_options(given["engine"], options, {"GPU": 2.0})
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert taken["num_gpus"] == int(worker["resources"]["limits"]["nvidia.com/gpu"]), "a replica has room on a worker"
+    assert (options.min_replicas, options.max_replicas) == (workers["minReplicas"], workers["maxReplicas"])
+    head = cluster["headGroupSpec"]["template"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    (ports,) = head["spec"]["containers"][0]["ports"]
+    assert given["port"] == ports["containerPort"] == service["spec"]["ports"][0]["targetPort"]
+    assert given["host"] == "0.0.0.0"
+    mounted = head["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
+    assert given["api_key_file"].startswith(mounted), "who can reach it needs a key"
+
+
+def test_versions_of_ray_agree() -> None:
+    job, _ = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    assert job["spec"]["rayClusterSpec"]["rayVersion"] in SpecifierSet(
+        ray_packages.requirement().removeprefix("ray[serve]")
+    )
+    assert "'.[ray," in (DEPLOY / "Dockerfile").read_text()

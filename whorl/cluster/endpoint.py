@@ -8,9 +8,8 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,7 +32,8 @@ ATTEMPTS = 2  # a request that is the end of whatever reads it must not be the e
 _GRACE = 5.0  # seconds that a replica has to say itself that a request took too long
 # What streams say before the first token: nothing that another replica could not say again.
 _OPENING = re.compile(
-    rb'data: \{.*"delta":\{"role":"assistant","content":""\}.*\}\s*|event: (response\.(created|in_progress)|message_start|ping)\n.*'
+    rb'data: \{.*"delta":\{"role":"assistant","content":""\}.*\}\s*'
+    rb"|event: (response\.(created|in_progress)|message_start|ping)\n.*"
 )
 _PER_REPLICA = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)$")
 
@@ -113,9 +113,11 @@ class Endpoint:
                 self.num_lost += 1
                 _LOG.warning("%s, with request %s", error, asked.request)
                 if relay.has_sent:
-                    raise EngineError("the replica that wrote this answer was lost; what came of it is not all") from error
+                    reason = "the replica that wrote this answer was lost; what came of it is not all"
+                    raise EngineError(reason) from error
                 if attempt == ATTEMPTS:
-                    raise EngineError(f"{ATTEMPTS} replicas were lost with this request, one after the other") from error
+                    reason = f"{ATTEMPTS} replicas were lost with this request, one after the other"
+                    raise EngineError(reason) from error
                 self.num_retried += 1
                 asked = asked.again(uuid.uuid4().hex)
         raise AssertionError("unreachable")
@@ -150,21 +152,23 @@ class Endpoint:
     async def _metrics(self) -> Response:
         """What each replica counts, with its name, and what is counted here."""
         found = await self._replicas.metrics()
-        counts, running = self.routing.counts, self.routing.num_running()
-        own = [
-            ("router_requests_total", "counter", "Requests whose answer began.", [("", counts.requests)]),
-            ("router_prompt_blocks_total", "counter", "Blocks of their prompts.", [("", counts.blocks)]),
-            ("router_prompt_blocks_seen_total", "counter", "Sent to who had seen them.", [("", counts.blocks_seen)]),
-            ("router_replicas_lost_total", "counter", "Requests whose replica was lost.", [("", self.num_lost)]),
-            ("router_retries_total", "counter", "Of these, asked again of another.", [("", self.num_retried)]),
-            ("router_requests_running", "gauge", "In progress.", [(f'{{replica="{n}"}}', c) for n, c in running.items()]),
-        ]
         lines = []
-        for name, kind, text, values in own:
-            lines += [f"# HELP whorl:{name} {text}", f"# TYPE whorl:{name} {kind}"]
-            lines += [f"whorl:{name}{labels} {value}" for labels, value in values]
+        for name, kind, text, values in self._own_metrics():
+            lines += [f"# HELP whorl:router_{name} {text}", f"# TYPE whorl:router_{name} {kind}"]
+            lines += [f"whorl:router_{name}{labels} {value}" for labels, value in values.items()]
         text = "\n".join([*lines, *merged(found)]) + "\n"
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _own_metrics(self) -> Iterator[tuple[str, str, str, dict[str, int]]]:
+        """Name, kind, help, and values by their labels."""
+        counts, running = self.routing.counts, self.routing.num_running()
+        yield "requests_total", "counter", "Requests whose answer began.", {"": counts.requests}
+        yield "prompt_blocks_total", "counter", "Blocks of their prompts.", {"": counts.blocks}
+        yield "prompt_blocks_seen_total", "counter", "Of these, sent to who had seen them.", {"": counts.blocks_seen}
+        yield "replicas_lost_total", "counter", "Requests whose replica was lost.", {"": self.num_lost}
+        yield "retries_total", "counter", "Of these, asked again of another.", {"": self.num_retried}
+        by_replica = {f'{{replica="{name}"}}': count for name, count in running.items()}
+        yield "requests_running", "gauge", "Requests in progress.", by_replica
 
 
 class _Relay:

@@ -91,10 +91,13 @@ class RayCluster:
 
     def start(self) -> None:
         """A new cluster, or part of a running one; returns when every replica takes requests."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if self._options.ray_address is None:
+            # Read when Ray is imported: its own ports, too, are then on the loopback interface alone, on any system.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
         from ray import serve
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._options.ray_address is None:
             most = max(self._options.max_replicas or 0, self._options.start_with)
             cores = most * actor_options(self._engine, self._options, {}).get("num_cpus", 1)
@@ -103,7 +106,6 @@ class RayCluster:
                 num_cpus=max(os.cpu_count() or 1, cores),  # replicas on one machine share its cores
                 include_dashboard=self._options.ray_dashboard,
                 dashboard_host="127.0.0.1",
-                _node_ip_address="127.0.0.1",
                 logging_level=logging.WARNING,
             )
         else:
@@ -149,7 +151,6 @@ class RayCluster:
         deployment = serve.deployment(
             Replica,
             name=DEPLOYMENT,
-            version=str(self.num_deployed),
             ray_actor_options=taken,
             request_router_config=router,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
