@@ -107,7 +107,7 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]", seconds: float = 300.0
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| replicas | routing | requests | failed | cached prompt tokens | requests/s | input tok/s | first token p50 / p90, s |"
+        "| replicas | routing | requests | failed | cached tokens | requests/s | input tok/s | ttft p50 / p90, s |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for each in found:
