@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from ray_packages import environment
+from ray_told import BROKEN
 from serving import ALPHABET, TESTS, answers, wait_until
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,8 @@ def _read(path: str) -> bytes:
 def started(command: list[str], log: Path, port: int) -> Iterator[Cluster]:
     mark = uuid.uuid4().hex
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment(**{MARK: mark}), stdout=output, stderr=output)
+        marks = {MARK: mark, BROKEN: f"{log}.broken"}
+        process = subprocess.Popen(command, env=environment(**marks), stdout=output, stderr=output)
     cluster = Cluster(process, f"http://127.0.0.1:{port}", mark, log)
     try:
         wait_until(lambda: process.poll() is not None or answers(cluster.url), seconds=240)
@@ -172,9 +174,7 @@ def test_a_prompt_goes_where_it_was(cluster: Cluster) -> None:
     said = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 4}
     where, cached = set(), []
     for _ in range(4):
-        response = httpx.post(
-            f"{cluster.url}/v1/chat/completions", json={"messages": said, "max_tokens": 4}, timeout=60
-        )
+        response = httpx.post(f"{cluster.url}/v1/chat/completions", json=said, timeout=60)
         where.add(response.headers["x-whorl-replica"])
         cached.append(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert len(where) == 1
@@ -208,6 +208,21 @@ def test_weights_are_replaced_under_load(cluster: Cluster) -> None:
     assert {each.headers["x-whorl-weights"] for each in found} == {"1", "2"}
     last = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
     assert {each.headers["x-whorl-weights"] for each in last} == {"2"}
+
+
+def test_weights_that_cannot_be_loaded_replace_nothing_more(cluster: Cluster) -> None:
+    broken = Path(f"{cluster.log}.broken")
+    broken.touch()
+    cluster.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "the replicas were not replaced" in cluster.log.read_text(), seconds=240)
+    found = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
+    assert all(each.is_whole for each in found)
+    assert {each.headers["x-whorl-weights"] for each in found} == {"2"}
+    broken.unlink()
+    cluster.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "the replicas have been replaced: weights 4" in cluster.log.read_text(), seconds=240)
+    found = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
+    assert {each.headers["x-whorl-weights"] for each in found} == {"4"}
 
 
 def test_sigterm_ends_all_of_it(cluster: Cluster) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("whorl.serve")
 APPLICATION, DEPLOYMENT = "whorl", "Replica"
 _CHARACTERS = 4  # of a token, about
+_LOADS = 3  # attempts to load a model before it is given up
 _HEALTH_SECONDS = 5.0  # between questions to a replica
 _ANSWER_SECONDS = 10.0  # for what every replica is asked at once
 # What Ray calls the devices of a kind.
@@ -57,6 +58,7 @@ def deployment_options(engine: EngineSettings, options: ClusterOptions, settings
         "max_queued_requests": settings.max_queue,
         # One that is replaced finishes what it has.
         "graceful_shutdown_timeout_s": settings.timeout,
+        "max_constructor_retry_count": _LOADS,
         "health_check_period_s": _HEALTH_SECONDS,
         "health_check_timeout_s": settings.stall_seconds,
     }
