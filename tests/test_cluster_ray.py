@@ -231,7 +231,7 @@ def test_sigterm_ends_all_of_it(cluster: Cluster) -> None:
     cluster.process.send_signal(signal.SIGTERM)
     assert running.finish().is_whole, "what runs is finished"
     assert cluster.process.wait(120) == 0, cluster.log.read_text()
-    wait_until(lambda: not cluster.pids(b"ray::"), seconds=60)
+    wait_until(lambda: not processes(cluster.mark), seconds=60)
 
 
 def listening(pids: list[int]) -> set[str]:
