@@ -56,7 +56,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Made:
 def served(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     monkeypatch.setattr(whorl.engine.llm, "LLM", made.serve)
-    monkeypatch.setattr(openai, "_check_address", lambda host, port: None)
+    monkeypatch.setattr(openai, "check_address", lambda host, port: None)
     monkeypatch.setattr(openai, "_serve", lambda app, settings, host, port: made.served.append(settings) or 0)
     return made
 

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "media": set(),
     "engine": {"models", "nn", "passes", "ops", "device", "fields", "media", "positions"},
     "serve": {"engine", "fields", "media"},
+    "cluster": {"serve", "engine", "fields"},
     "chat": {"engine", "fields", "media"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models", "fields"},
@@ -69,7 +70,9 @@ LAZY = (
     "liger_kernel",
     "torchtitan",
     "httpx",
+    "ray",
 )
+WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which imports it by name
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
 WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
@@ -127,6 +130,8 @@ def test_import_direction(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, **ids)
 def test_what_is_optional_is_imported_where_used(path: Path) -> None:
     own = {"triton"} if path.name.endswith("triton.py") else set()
+    if part_of(path) == "cluster" and path.stem in WITH_RAY:
+        own = {"ray"}
     if part_of(path) == "titan" and path.stem not in WITHOUT_TORCHTITAN:
         own = {"torchtitan"}
     for name in on_import(path):
@@ -307,6 +312,10 @@ PROMPT = {
     "--image",
     "--video",
 }
+REPLICAS = {
+    *("--on", "--replicas", "--min-replicas", "--max-replicas", "--replica-cpus", "--routing", "--ray-address"),
+    "--ray-dashboard",
+}
 SURFACE = {
     "whorl": ["--version"],
     "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
@@ -316,6 +325,7 @@ SURFACE = {
         | {"--api-key-file"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts"}
+        | REPLICAS
         | ENGINE
         | DRAFTING
     ),

@@ -13,6 +13,7 @@ import torch
 from mock_model import MockModel
 
 from whorl.bench.decode_options import SET_BY_MEASUREMENT
+from whorl.cluster.options import ClusterOptions
 from whorl.engine import memory
 from whorl.engine.llm import LLM
 from whorl.engine.settings import EngineSettings
@@ -187,7 +188,7 @@ def _code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-@pytest.mark.parametrize("kind", [EngineSettings, ServeOptions])
+@pytest.mark.parametrize("kind", [EngineSettings, ServeOptions, ClusterOptions])
 def test_the_page_has_every_field(kind: type) -> None:
     text = PAGE.read_text(encoding="utf-8")
     expected = "\n".join(rows(kind))

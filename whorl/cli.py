@@ -14,6 +14,7 @@ import typer
 
 from whorl.bench.command import bench
 from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
+from whorl.cluster.options import ClusterOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
@@ -258,6 +259,7 @@ def serve(
     model: Model = None,
     *,
     server: ServeOptions,
+    cluster: ClusterOptions,
     model_dir: ModelDir = None,
     engine: EngineSettings,
     report: Report = False,
@@ -272,7 +274,14 @@ def serve(
         openai.need_extra()
         drafting.check()
         chosen = _which("serve", model, model_dir)
-        run = openai.prepare(chosen, engine, drafting=drafting, report=report, **server.settings())
+        if cluster.on is None:
+            run = openai.prepare(chosen, engine, drafting=drafting, report=report, **server.settings())
+        else:
+            from whorl.cluster import command
+
+            if report:
+                stop("serve: --report is of one engine; with --on ray leave it out")
+            run = command.prepare(chosen, engine, cluster, drafting=drafting, **server.settings())
     sys.exit(run())
 
 

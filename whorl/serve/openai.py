@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("whorl.serve")
 # Addresses whose messages may hold pictures.
-_WITH_MEDIA = (
+WITH_MEDIA = (
     *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
 )
@@ -102,7 +102,7 @@ def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = N
         uses=service.uses,
         max_body=settings.max_body,
         body_seconds=settings.body_seconds,
-        larger=None if processor is None else dict.fromkeys(_WITH_MEDIA, settings.max_media_body),
+        larger=None if processor is None else dict.fromkeys(WITH_MEDIA, settings.max_media_body),
     )
     if settings.origins:
         names = list(settings.origins)
@@ -136,33 +136,60 @@ def prepare(
     chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
     settings: fields of `Settings`.
     """
-    need_extra()
-    from .embeddings import read_pooling
-    from .hosts import hosts_for
-    from .key_limits import read_keys
-
-    hosts = hosts_for(host, allowed_hosts)
-    template = None if chat_template is None else _read_template(Path(chat_template))
-    more_keys = () if api_key_file is None else read_keys(api_key_file)
-    chosen = Settings(
-        names=tuple(names) or _names(model),
-        allowed_hosts=hosts,
-        chat_template=template,
-        more_keys=more_keys,
+    chosen = settings_for(
+        model,
+        host=host,
+        names=names,
+        allowed_hosts=allowed_hosts,
+        chat_template=chat_template,
+        api_key_file=api_key_file,
         **settings,
     )
-    _check_address(host, port)  # before minutes of loading
+    check_address(host, port)  # before minutes of loading
     if llm is None:
-        llm = _load(model, engine or EngineSettings(), drafting or DraftOptions())
-        processor = _processor(model, llm, chosen)
-        folder = getattr(llm.tokenizer, "folder", None)
-        chosen = replace(chosen, pooling=None if folder is None else read_pooling(folder))
+        app = loaded(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
+    else:
+        app = create_app(llm, chosen, processor)
     if report:
         from whorl.engine.sequence_parallel import describe
 
-        print(describe(llm.sp_report), file=sys.stderr)
-    app = create_app(llm, chosen, processor)
+        print(describe(app.state.service.engine.llm.sp_report), file=sys.stderr)
     return lambda: _serve(app, chosen, host, port)
+
+
+def settings_for(
+    model: str | Path | None,
+    *,
+    host: str = "127.0.0.1",
+    names: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+    chat_template: str | Path | None = None,
+    api_key_file: str | Path | None = None,
+    **settings: Any,
+) -> Settings:
+    """As `prepare` takes them, files read."""
+    need_extra()
+    from .hosts import hosts_for
+    from .key_limits import read_keys
+
+    return Settings(
+        names=tuple(names) or _names(model),
+        allowed_hosts=hosts_for(host, allowed_hosts),
+        chat_template=None if chat_template is None else _read_template(Path(chat_template)),
+        more_keys=() if api_key_file is None else read_keys(api_key_file),
+        **settings,
+    )
+
+
+def loaded(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: Settings) -> "FastAPI":
+    """The application over a model that is loaded for it."""
+    from .embeddings import read_pooling
+
+    llm = _load(model, engine, drafting)
+    processor = _processor(model, llm, settings)
+    folder = getattr(llm.tokenizer, "folder", None)
+    pooling = None if folder is None else read_pooling(folder)
+    return create_app(llm, replace(settings, pooling=pooling), processor)
 
 
 def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Processor | None":
@@ -222,7 +249,7 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
     return server.exit_code
 
 
-def _check_address(host: str, port: int) -> None:
+def check_address(host: str, port: int) -> None:
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as listener:

@@ -1,0 +1,1 @@
+"""Several engines behind one address: `whorl serve --replicas N --on ray`."""

@@ -1,0 +1,106 @@
+"""`whorl serve --on ray`: replicas are started, then this process answers for them until SIGTERM or Ctrl-C.
+
+SIGHUP replaces every replica by one that loads the model's files anew.
+"""
+
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
+from whorl.serve import openai
+
+from .options import ClusterOptions
+from .ray_cluster import RayCluster, need_ray
+from .replica import settings_of_replicas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastapi import FastAPI
+
+    from whorl.serve.settings import Settings
+
+_LOG = logging.getLogger("whorl.serve")
+
+
+def prepare(
+    model: str | Path | None,
+    engine: EngineSettings,
+    options: ClusterOptions,
+    *,
+    drafting: DraftOptions | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    make: "Callable[[Settings], FastAPI] | None" = None,
+    **settings: Any,
+) -> Callable[[], int]:
+    """As `openai.prepare`, over replicas. make: the application of one replica; None: that of `model`."""
+    need_ray()
+    chosen = openai.settings_for(model, host=host, **settings)
+    openai.check_address(host, port)
+    inner = settings_of_replicas(chosen)
+    load = make or functools.partial(openai.loaded, model, engine, drafting or DraftOptions())
+    cluster = RayCluster(functools.partial(load, inner), engine=engine, options=options, settings=chosen)
+    return lambda: _serve(cluster, chosen, options, host, port)
+
+
+def _serve(cluster: RayCluster, settings: "Settings", options: ClusterOptions, host: str, port: int) -> int:
+    from whorl.serve.connections import listen
+    from whorl.serve.hosts import is_loopback
+    from whorl.serve.http_server import HttpServer
+    from whorl.serve.log_limit import limit_logs
+    from whorl.serve.request_log import number_logs
+
+    from .endpoint import Endpoint
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")
+    if not is_loopback(host) and not settings.keys:
+        _LOG.warning(
+            "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
+        )
+    _LOG.info("starting replicas of %s: %d", settings.names[0], options.start_with)
+    cluster.start()
+    try:
+        endpoint: Any = Endpoint(cluster, settings, cluster.routing)
+        server = HttpServer(endpoint, access_log=False, lifespan="off")
+        limit_logs()
+        number_logs()
+        listeners = listen(host, port)
+        root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
+        _LOG.info("ready: serving %s at %s/v1, with a page to talk to it at %s/", settings.names[0], root, root)
+        with _replacing_on_hangup(cluster):
+            server.run(sockets=list(listeners))
+        return server.exit_code
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def _replacing_on_hangup(cluster: RayCluster) -> "Iterator[None]":
+    """One replacement at a time; a signal that comes during one is for the next."""
+    asked, is_over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while asked.wait() and not is_over.is_set():
+            asked.clear()
+            try:
+                cluster.replace()
+            except Exception:
+                _LOG.exception("the replicas were not replaced")
+
+    thread = threading.Thread(target=work, name="whorl-replace", daemon=True)
+    thread.start()
+    before = signal.signal(signal.SIGHUP, lambda *_: asked.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        is_over.set()
+        asked.set()
