@@ -142,7 +142,7 @@ class Attention(llama.Normed):
         sizes = self.num_heads * self.head_dim, self.rank + self.turning
         q, kv, *index = given.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
         norm = self.kv_a_layernorm
-        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, eps=norm.eps)
+        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.turned, eps=norm.eps)
         chosen = None
         if self.indexer is not None:
             assert cache.index is not None
@@ -154,6 +154,7 @@ class Attention(llama.Normed):
             step.query_starts,
             step.context_lens,
             chosen,
+            cache.turned,
             scale=self.scale,
             value_dim=self.rank,
         )

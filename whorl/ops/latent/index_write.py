@@ -6,13 +6,11 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
+from . import write_torch_npu
 from .codes import index_bytes, store_index
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
 
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "torch_npu has none",
-}
+WITHOUT = {"triton": "the reference runs, until there is a kernel"}
 
 
 def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
@@ -50,6 +48,8 @@ def index_write(
     turned = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
     (store_index if cache.dtype == torch.uint8 else store)(turned, cache, slots)
 
+
+index_write.impl("torch_npu", "write_torch_npu:index_write", accepts=write_torch_npu.index_reason)
 
 _CASES: list[Values] = [
     {"tokens": (1,), "dim": 8, "rotary": 4},

@@ -8,14 +8,12 @@ from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
 from ..indexer.top_k import check_topk, top_k
 from ..linear import multiply
+from . import indexer_torch_npu
 from .codes import gather_index, index_bytes, round_queries
 from .pages import check_pages, check_sequences, gather, make_sequences
 
 KEYS = 256  # of every product, cut at multiples of their position
-WITHOUT = {
-    "triton": "the reference runs, until there is a kernel",
-    "torch_npu": "the reference runs, until npu_lightning_indexer is called with block tables",
-}
+WITHOUT = {"triton": "the reference runs, until there is a kernel"}
 
 
 def _check(
@@ -110,6 +108,8 @@ def paged_indexer(
             out[rows] = top_k.reference(scores, topk, None, ends[part])[0]
     return out
 
+
+paged_indexer.impl("torch_npu", "indexer_torch_npu:indexer", accepts=indexer_torch_npu.reason)
 
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (5,), "heads": 1, "dim": 8, "topk": 3},
