@@ -231,6 +231,7 @@ class DeepSeek(llama.Llama):
     ) -> None:
         super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
         first = config.num_hidden_layers
+        self.block_scales = "ue8m0" if config.has_indexer else "float"  # of FP8 weights as its makers publish them
         # Layers of multi-token prediction come after the others.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
 
