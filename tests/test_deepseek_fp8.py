@@ -21,14 +21,8 @@ from whorl.nn.weights.fp8_blocks import BlockRounding
 PUBLISHED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 # Whole blocks, or one that is partial: transformers takes the size of a block from the number of scales.
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "q_lora_rank": 96}
-WHOLE |= {
-    "num_attention_heads": 4,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 32,
-    "kv_lora_rank": 104,
-}
-WHOLE |= {"index_n_heads": 8, "index_head_dim": 16}
+WHOLE |= {"num_attention_heads": 4, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+WHOLE |= {"kv_lora_rank": 96, "index_n_heads": 8, "index_head_dim": 32}
 # The last block of many is partial, as that of kv_a_proj_with_mqa's 576 rows is.
 PARTIAL = {"hidden_size": 208, "intermediate_size": 176, "kv_lora_rank": 130, "q_lora_rank": 140, "v_head_dim": 40}
 AS_THEY_ARE = ("embed_tokens", "lm_head", "mlp.gate", "indexer.weights_proj", "eh_proj", "shared_head.head")
@@ -113,7 +107,7 @@ def test_transformers_reads_the_folder(model_type: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     path, out = written(tmp_path, model_type=model_type, **WHOLE), tmp_path / "out"
     rewrite.quantize_folder(str(path), out, scheme="fp8", progress=False)
-    hf = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    hf = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval().float()
     model: Any = load_model(out, device="cpu", dtype="float32", unpack=True, progress=False)
     theirs, count = hf.state_dict(), 0
     for name, matrix in matrices(model).items():
