@@ -120,16 +120,34 @@ def served(folder: Path) -> Iterator[str]:
         process.wait(60)
 
 
+# What a CPU needs to learn it: of `debug`, whose recipe is an accelerator's, short sequences in fp32.
+LEARNT = {
+    "tiny": {"training.steps": 150},
+    "debug": {
+        "training.steps": 100,
+        "training.seq_len": 64,
+        "training.local_batch_size": 3,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 2e-3,
+        "lr_scheduler.warmup_steps": 5,
+        "whorl.health_every": 0,
+    },
+}
+
+
 @pytest.mark.slow
-def test_what_was_trained_is_served(tmp_path: Path) -> None:
-    """`whorl train tiny` learns a sentence by heart, and `whorl serve` goes on in it: the run's folder as it lies, and
+@pytest.mark.parametrize("recipe", LEARNT)
+def test_what_was_trained_is_served(recipe: str, tmp_path: Path) -> None:
+    """`whorl train` learns a sentence by heart, and `whorl serve` goes on in it: the run's folder as it lies, and
     exported."""
     openai = pytest.importorskip("openai")
     (tmp_path / "text.txt").write_text(TEXT * 80)
-    command = [sys.executable, "-m", "whorl.cli", "train", "tiny", "--whorl.data", str(tmp_path / "text.txt")]
-    command += ["--training.steps", "150", "--job.dump_folder", str(tmp_path / "run")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=400)
-    export_checkpoint(tmp_path / "run/checkpoint/step-150", FLAVOURS["tiny"], tmp_path / "exported", torch.float32)
+    command = [sys.executable, "-m", "whorl.cli", "train", recipe, "--whorl.data", str(tmp_path / "text.txt")]
+    options = LEARNT[recipe] | {"job.dump_folder": tmp_path / "run"}
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    step = tmp_path / f"run/checkpoint/step-{options['training.steps']}"
+    export_checkpoint(step, FLAVOURS[recipe], tmp_path / "exported", torch.float32)
     for folder in (tmp_path / "run", tmp_path / "exported"):
         with served(folder) as url:
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)

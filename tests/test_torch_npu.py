@@ -42,10 +42,12 @@ ONLY_16_BITS = (
     "indexer_kl_gradients",
     "int8_experts",
     "int8_linear",
+    "latent_attention",
     "lightning_indexer",
     "packed_experts",
     "packed_linear",
     "paged_attention",
+    "paged_indexer",
     "sparse_attention",
     "sparse_attention_backward",
 )

@@ -187,7 +187,8 @@ def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder of safetensors or a Hugging Face id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which is not there yet.")],
     format: Annotated[
-        Scheme, typer.Option("--format", help="4-bit groups; int8 with int8 activations; or FP8, a scale a row.")
+        Scheme,
+        typer.Option("--format", help="4-bit groups; int8 with int8 activations; or FP8 by row or block."),
     ] = Scheme.w4a16,
     ignore: Annotated[
         list[str] | None,
@@ -195,7 +196,10 @@ def quantize(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a model with weights of fewer bits, as compressed-tensors stores them, and say what that costs by layer."""
+    """Write a model with weights of fewer bits, as compressed-tensors stores them, and say what that costs by layer.
+
+    FP8 of DeepSeek's models is written as their makers publish it, in blocks of 128 by 128.
+    """
     need_torch()
     need_engine("quantize")
     from whorl.engine.weights import rewrite

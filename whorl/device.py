@@ -27,6 +27,8 @@ NO_GRAPHS = {
 # prompts and drafts have.
 BLOCK_SIZE = 16
 BLOCK_SIZES = {"torch_npu": 128}
+# Whose attention takes latents and the channels that turn, of a cached token, as two tensors.
+TWO_LATENT_CACHES = ("torch_npu",)
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # the library that moves tensors between ranks
 
 # What several ranks run better with, set before the library starts unless the user has. HCCL's and the task queue's
@@ -255,6 +257,11 @@ def block_size(device: str) -> int:
     """Tokens of a cache block on `device`, where nobody asks for another number."""
     at_home = (size for backend, size in BLOCK_SIZES.items() if unavailable(backend, device) is None)
     return next(at_home, BLOCK_SIZE)
+
+
+def has_two_latent_caches(device: str) -> bool:
+    """Whether the cache of latent attention on `device` has the channels that turn in a tensor of their own."""
+    return any(unavailable(backend, device) is None for backend in TWO_LATENT_CACHES)
 
 
 def use_graphs(device: str, asked: bool | None) -> bool:

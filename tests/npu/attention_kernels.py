@@ -33,6 +33,24 @@ def scatter_pa_kv_cache(
         value_cache[slot // size, slot % size] = value[t]
 
 
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    first: dict[int, int] = {}
+    for t, (row,) in enumerate(indices.tolist()):
+        assert 0 <= row < len(input), row
+        assert torch.equal(updates[t], updates[first.setdefault(row, t)]), row  # of two in one place either may win
+        input[row] = updates[t]
+    return input
+
+
+@by_schema("npu_transpose_batchmatmul")
+def transpose_batchmatmul(call: Call) -> Tensor:
+    assert call.perm_x1 in ([0, 1, 2], [1, 0, 2])
+    assert call.perm_x2 == [0, 1, 2]
+    assert call.perm_y == [1, 0, 2]
+    x = call.input.permute(call.perm_x1)  # [B, M, K]
+    return (x.double() @ call.weight.double()).transpose(0, 1).to(x.dtype).contiguous()
+
+
 def hidden_keys(
     queries: int, keys: int, mode: int, mask: Tensor | None, pre: int, after: int, is_single: bool
 ) -> Tensor:
@@ -168,5 +186,6 @@ KERNELS = {
     "npu_linear": linear,
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "npu_top_k_top_p": top_k_top_p,
+    "npu_transpose_batchmatmul": transpose_batchmatmul,
 }
-IN_PLACE = {"npu_scatter_pa_kv_cache": scatter_pa_kv_cache}
+IN_PLACE = {"npu_scatter_pa_kv_cache": scatter_pa_kv_cache, "npu_scatter_nd_update_": scatter_nd_update}

@@ -22,6 +22,7 @@ from limits import refusing
 from mock_model import ByteTokenizer, Logits, record
 from moe_kernels import KERNELS as MOE
 from safetensors.torch import load_file, save_file
+from sparse_kernels import KERNELS as SPARSE
 from standin import there_is_an_npu
 from training_kernels import KERNELS as FULL_ATTENTION
 from vision import END, IMAGE, START, VIDEO, item
@@ -31,6 +32,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
+from whorl.models.deepseek import DeepSeek
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 from whorl.models.qwen3_vl import Qwen3VL
@@ -53,7 +55,14 @@ VISION = Qwen3VL.tiny(
     rope_parameters=SECTIONS,
 )
 CONFIGS["vision"] = VISION | {"text_config": VISION["text_config"] | {"head_dim": 128}}
-ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION
+# As wide as the operators take; 1 / sqrt(8 * 128) is a power of two: rounding the weights to bf16 changes no choice.
+LATENT: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+LATENT |= {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LATENT |= {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 96, "moe_intermediate_size": 64}
+LATENT |= {"n_group": 2, "topk_group": 1}
+CONFIGS["deepseek"] = DeepSeek.tiny(**SIZES, **LATENT)
+CONFIGS["deepseek_v3"] = DeepSeek.tiny(**SIZES, **LATENT, model_type="deepseek_v3")
+ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION | SPARSE
 NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in ALL_KERNELS.items()}
 CYCLE = 12  # tokens that follow one another in a circle
 

@@ -108,6 +108,25 @@ def _scatter_limit(call: Call) -> str | None:
     )
 
 
+def _scatter_nd_limit(call: Call) -> str | None:
+    return contracts.scatter_nd_update_limit(
+        shape=call.input.shape,
+        index_shape=call.indices.shape,
+        updates_shape=call.updates.shape,
+        dtype=name_of(call.input),
+    )
+
+
+def _batchmatmul_limit(call: Call) -> str | None:
+    return contracts.transpose_batchmatmul_limit(
+        shape=call.input.shape,
+        weight_shape=call.weight.shape,
+        dtype=name_of(call.input),
+        weight_dtype=name_of(call.weight),
+        is_transposed=call.perm_x1 == [1, 0, 2],
+    )
+
+
 def _attention_limit(call: Call) -> str | None:
     lengths, mask = call.actual_seq_lengths, call.atten_mask
     starts = [0, *lengths[:-1]] if call.input_layout == "TND" else [0] * len(lengths)
@@ -142,6 +161,8 @@ def _lightning_indexer_limit(call: Call) -> str | None:
         **_query_and_key(call),
         sparse_count=call.sparse_count,
         sparse_mode=call.sparse_mode,
+        block_size=call.key.shape[1] if call.layout_key == "PA_BSND" else 0,
+        contiguous=_contiguous(call.query, call.key, call.weights),
     )
 
 
@@ -153,6 +174,9 @@ def _sparse_attention_limit(call: Call, *, backward: bool = False) -> str | None
         attention_mode=call.attention_mode,
         topk=call.sparse_indices.shape[-1],
         backward=backward,
+        block_size=call.key.shape[1] if not backward and call.layout_kv == "PA_BSND" else 0,
+        sparse_block_size=call.sparse_block_size,
+        contiguous=_contiguous(call.query, call.key, call.value, call.query_rope, call.key_rope, call.sparse_indices),
     )
 
 
@@ -276,6 +300,8 @@ LIMITS: dict[str, Callable[[Call], str | None]] = {
     "npu_dynamic_quant": _dynamic_quant_limit,
     "npu_linear": _linear_limit,
     "npu_scatter_pa_kv_cache": _scatter_limit,
+    "npu_scatter_nd_update_": _scatter_nd_limit,
+    "npu_transpose_batchmatmul": _batchmatmul_limit,
     "npu_fused_infer_attention_score": _attention_limit,
     "npu_sparse_lightning_indexer_grad_kl_loss": lambda call: _indexer_loss_limit(
         call, topk=call.sparse_indices.shape[-1]

@@ -15,6 +15,7 @@ _CAUSAL: list[dict[str, Any]] = [
     {"tokens": (9,), "keys": 9, "heads": 4, **_DENSE},
     {"tokens": (5,), "keys": 40, "heads": 4, "kv_heads": 2, **_DENSE},
 ]
+_LATENT = {"dim": 576, "value_dim": 512, "split": True}
 _INDEX = {"heads": 8, "dim": 128, "main_heads": 32}
 
 MORE_CASES: dict[str, list[dict[str, Any]]] = {
@@ -52,6 +53,25 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
         {"queries": (5, 2), "contexts": (140, 2), "idle": 1, **_WIDE},
         {"queries": (5, 0, 2), "contexts": (300, 300, 200), "shared": True, **_SMALL},
         {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle": 1, **_SMALL},
+    ],
+    "head_linear": [
+        {"tokens": (7,), "heads": 3, "size": (48, 32)},
+        {"tokens": (5,), "heads": 2, "size": (512, 128), "swapped": True},
+        {"tokens": (2,), "heads": 128, "size": (16, 512)},  # rows of 65536: heads go first
+    ],
+    "latent_write": [{"tokens": (7,), "rank": 512, "rotary": 64, "block": 16, "skipped": True, "split": True}],
+    "index_write": [{"tokens": (7,), "dim": 128, "rotary": 64, "block": 16, "skipped": True}],
+    "paged_indexer": [
+        {"queries": (1,), "contexts": (300,), "heads": 8, "dim": 128, "topk": 33, "block": 128},
+        {"queries": (3, 0, 1, 9), "contexts": (3, 4, 70, 200), "heads": 64, "dim": 128, "topk": 64, "block": 16},
+        {"queries": (2, 1), "contexts": (30, 7), "heads": 4, "dim": 128, "topk": 16, "block": 64, "idle": 2},
+    ],
+    "latent_attention": [
+        {"queries": (1,), "contexts": (300,), "topk": 70, "heads": 16, "block": 128, **_LATENT},
+        {"queries": (3, 0, 1, 9), "contexts": (3, 4, 70, 200), "topk": 64, "heads": 4, "block": 16, **_LATENT},
+        {"queries": (2, 1), "contexts": (30, 7), "topk": 16, "heads": 4, "block": 64, "idle": 2, **_LATENT},
+        {"queries": (1, 9, 0), "contexts": (300, 9, 3), "heads": 4, "block": 128, **_LATENT},  # every key
+        {"queries": (35, 1), "contexts": (70, 40), "heads": 2, "block": 48, "idle": 1, **_LATENT},
     ],
     "write_kv": [{"tokens": (3,), "kv_heads": 2, "dim": 16, "skipped": 3}],
     "linear": [{"tokens": (70,), "size": (24, 40)}, {"tokens": (515,), "size": (8, 16)}],

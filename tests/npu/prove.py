@@ -173,7 +173,11 @@ def made(op: Op, idle: int = 0, shared: bool = False, **case: Any) -> Values:
         values["block_tables"][:] = torch.arange(count)
         values |= {n: values[n][:count].contiguous() for n in ("k_cache", "v_cache")}
     if idle:
-        values["q"] = torch.cat((values["q"], torch.randn(idle, *values["q"].shape[1:]).to(values["q"])))
+        for name in [n for n in ("q", "weights") if n in values]:
+            values[name] = torch.cat((values[name], torch.randn(idle, *values[name].shape[1:]).to(values[name])))
+        if values.get("indices") is not None:
+            values["indices"] = torch.nn.functional.pad(values["indices"], (0, 0, 0, idle), value=-1)
+            values["indices"][-idle:, 0] = 0  # a key, and yet no sequence
     return values
 
 
@@ -184,7 +188,7 @@ def strided(values: Values) -> Values:
         return torch.cat((x, x[..., :1]), -1)[..., :-1]
 
     return {
-        n: widened(v) if is_float(v) and v.dim() > 1 and not n.endswith(("_cache", "_scale")) else v
+        n: widened(v) if is_float(v) and v.dim() > 1 and not n.endswith(("cache", "_scale")) else v
         for n, v in values.items()
     }
 

@@ -1,6 +1,7 @@
 """DeepSeek sparse attention behind torch_npu's schemas, written from the vendor's formulas."""
 
 import torch
+from npu import paged_kernels
 from npu.bound import Call, by_schema
 from torch import Tensor
 
@@ -8,6 +9,8 @@ from torch import Tensor
 @by_schema("npu_lightning_indexer")
 def lightning_indexer(call: Call) -> tuple[Tensor, Tensor]:
     """Highest score first."""
+    if call.layout_key == "PA_BSND":
+        return paged_kernels.indexer(call)
     query, key, weights, sparse_count = call.query, call.key, call.weights, call.sparse_count
     assert call.layout_query == call.layout_key == "BSND"
     assert all(x.is_contiguous() and x.dtype == query.dtype for x in (query, key, weights))
@@ -45,7 +48,6 @@ def _probabilities(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 def _check_attention(call: Call) -> None:
     assert call.attention_mode == 2
-    assert call.sparse_block_size == 1
     assert call.value.data_ptr() == call.key.data_ptr()
     assert all(x.is_contiguous() for x in (call.query, call.key, call.query_rope, call.key_rope))
 
@@ -53,6 +55,9 @@ def _check_attention(call: Call) -> None:
 @by_schema("npu_sparse_flash_attention")
 def sparse_flash_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     _check_attention(call)
+    if call.layout_kv == "PA_BSND":
+        return paged_kernels.attention(call)
+    assert call.sparse_block_size == 1
     logits, rows, _ = _probabilities(call)
     top = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - top)
@@ -66,6 +71,7 @@ def sparse_flash_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 @by_schema("npu_sparse_flash_attention_grad")
 def sparse_flash_attention_grad(call: Call) -> tuple[Tensor, ...]:
     _check_attention(call)
+    assert call.sparse_block_size == 1
     query, key, d_out = call.query, call.key, call.d_out
     logits, rows, at = _probabilities(call)
     top, total = (x.transpose(2, 3).transpose(1, 3) for x in (call.softmax_max, call.softmax_sum))

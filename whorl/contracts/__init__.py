@@ -12,6 +12,7 @@ from .attention import (
     antiquant_limit,
     fused_infer_attention_limit,
     fusion_attention_limit,
+    scatter_nd_update_limit,
     scatter_pa_kv_cache_limit,
     top_k_top_p_limit,
 )
@@ -22,6 +23,7 @@ from .matmul import (
     linear_limit,
     mm_all_reduce_limit,
     mm_reduce_scatter_limit,
+    transpose_batchmatmul_limit,
 )
 from .moe import (
     moe_finalize_routing_limit,
@@ -101,11 +103,13 @@ __all__ = [
     "rotary_embedding_limit",
     "rotary_mul_limit",
     "rotary_position_embedding_limit",
+    "scatter_nd_update_limit",
     "scatter_pa_kv_cache_limit",
     "schema_arguments",
     "sparse_flash_attention_limit",
     "swiglu_limit",
     "top_k_top_p_limit",
+    "transpose_batchmatmul_limit",
     "vendor_sections",
     "weight_quant_matmul_limit",
 ]

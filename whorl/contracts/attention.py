@@ -27,6 +27,18 @@ def scatter_pa_kv_cache_limit(
     return None if contiguous else "key, value and the caches must be contiguous"
 
 
+def scatter_nd_update_limit(*, shape: Shape, index_shape: Shape, updates_shape: Shape, dtype: str) -> str | None:
+    """Limits of npu_scatter_nd_update_ on rows: input [S, D], indices [T, 1], updates [T, D].
+
+    Document of 2026-07-01.
+    """
+    if (reason := dtype_limit("input", dtype, (*FLOATS, "bool", "int64", "int8"))) is not None:
+        return reason
+    if len(shape) != 2 or tuple(index_shape[1:]) != (1,) or tuple(updates_shape) != (index_shape[0], shape[1]):
+        return f"input {tuple(shape)}, indices {tuple(index_shape)} and updates {tuple(updates_shape)} do not fit"
+    return None if prod(shape) and prod(updates_shape) else f"empty tensors are not taken, got {tuple(updates_shape)}"
+
+
 def fused_infer_attention_limit(
     *,
     num_heads: int,

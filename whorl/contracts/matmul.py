@@ -17,6 +17,25 @@ def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: s
     return None if bias_dtype in (None, dtype) else f"bias must have input's dtype {dtype}, got {bias_dtype}"
 
 
+def transpose_batchmatmul_limit(
+    *, shape: Shape, weight_shape: Shape, dtype: str, weight_dtype: str, is_transposed: bool
+) -> str | None:
+    """Limits of npu_transpose_batchmatmul: input [B, M, K], or [M, B, K] where perm_x1 is [1, 0, 2] (is_transposed),
+    weight [B, K, N]. Document of 2026-07-14; any strides.
+    """
+    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+        return reason
+    if weight_dtype != dtype:
+        return f"weight must have input's dtype {dtype}, got {weight_dtype}"
+    if len(shape) != 3 or len(weight_shape) != 3:
+        return f"input and weight must be 3-D, got {tuple(shape)} and {tuple(weight_shape)}"
+    batch, inner, width = weight_shape
+    if not (0 < batch < INNER and 0 < width < INNER and 0 < inner * (batch if is_transposed else 1) < INNER):
+        product = "K * B" if is_transposed else "K"
+        return f"B, N and {product} must be below {INNER}, got {batch}, {width} and K {inner}"
+    return f"K and N must be multiples of 16, got {inner} and {width}" if inner % 16 or width % 16 else None
+
+
 def grouped_matmul_limit(
     *,
     shapes: Sequence[Shape],

@@ -31,7 +31,8 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
         gradient="yes",
-        note="Training needs return_softmax_lse=True. Indices are of the keys of each sequence, -1 after the last.",
+        note="Training needs return_softmax_lse=True, pages (PA_BSND) take none. Indices are of the keys of each "
+        "sequence, -1 after the last; with sparse_block_size above 1, of runs of so many keys.",
     ),
     from_schema(
         "npu_sparse_flash_attention_grad",
@@ -84,10 +85,26 @@ SPARSE: Final[tuple[Contract, ...]] = (
 )
 
 
+def _page_limit(block_size: int, contiguous: bool) -> str | None:
+    """Of PA_BSND in both operators; block_size 0: no pages. Their blocks may lie apart on newer devices only."""
+    if block_size > 1024 or block_size % 16:
+        return f"block size must be a multiple of 16 up to 1024, got {block_size}"
+    return None if contiguous else "pages must be contiguous"
+
+
 def lightning_indexer_limit(
-    *, query_shape: Shape, key_shape: Shape, dtype: str, sparse_count: int, sparse_mode: int
+    *,
+    query_shape: Shape,
+    key_shape: Shape,
+    dtype: str,
+    sparse_count: int,
+    sparse_mode: int,
+    block_size: int = 0,
+    contiguous: bool = True,
 ) -> str | None:
-    """Limits of npu_lightning_indexer; shapes end in [N, D]. Document of 2026-08-10."""
+    """Limits of npu_lightning_indexer; shapes end in [N, D]; block_size 0: no pages. Document of 2026-08-10."""
+    if (reason := _page_limit(block_size, contiguous)) is not None:
+        return reason
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     heads, dim = query_shape[-2:]
@@ -99,14 +116,27 @@ def lightning_indexer_limit(
 
 
 def sparse_flash_attention_limit(
-    *, query_shape: Shape, rope_shape: Shape | None, dtype: str, attention_mode: int, topk: int, backward: bool = False
+    *,
+    query_shape: Shape,
+    rope_shape: Shape | None,
+    dtype: str,
+    attention_mode: int,
+    topk: int,
+    backward: bool = False,
+    block_size: int = 0,
+    sparse_block_size: int = 1,
+    contiguous: bool = True,
 ) -> str | None:
-    """Limits of npu_sparse_flash_attention, and of its gradient; shapes end in [N, D].
+    """Limits of npu_sparse_flash_attention, and of its gradient; shapes end in [N, D]; block_size 0: no pages.
 
     Document of 2026-08-06. The gradient has none there: its topk is from aclnnSparseFlashAttentionGrad's (2026).
     """
-    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+    if (reason := _page_limit(block_size, contiguous) or dtype_limit("query", dtype, _HALF)) is not None:
         return reason
+    if sparse_block_size not in (1, 2, 4, 8, 16, 32, 64, 128) or block_size % sparse_block_size:
+        return f"sparse_block_size must be a power of two up to 128 that divides {block_size}, got {sparse_block_size}"
+    if not topk:
+        return "sparse_indices must have a column"
     heads, dim = query_shape[-2:]
     if heads not in (1, 2, 4, 8, 16, 32, 64, 128):
         return f"the number of heads must be a power of two up to 128, got {heads}"

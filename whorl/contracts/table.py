@@ -164,6 +164,20 @@ _TABLE = (
         "Slots must be in the cache, each once: there is no slot that means skip.",
     ),
     from_schema(
+        "npu_scatter_nd_update_",
+        "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
+        gradient="silently lost",
+        in_place=("input",),
+        note="input[indices[i]] = updates[i]. Indices must be inside: none means skip; of equal ones either wins.",
+    ),
+    from_schema(
+        "npu_transpose_batchmatmul",
+        "(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? perm_x1=None, "
+        "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor",
+        gradient="silently lost",
+        note="A product for each batch, [M, B, N]; perm_x1 says whether input is [B, M, K] or [M, B, K]. No bias yet.",
+    ),
+    from_schema(
         "npu_fused_infer_attention_score",
         "(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, Tensor? atten_mask=None, "
         "SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, Tensor? dequant_scale1=None, "

@@ -143,7 +143,7 @@ class Attention(llama.Normed):
         sizes = self.num_heads * self.head_dim, self.rank + self.turning
         q, kv, *index = given.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
         norm = self.kv_a_layernorm
-        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, eps=norm.eps)
+        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.turned, eps=norm.eps)
         chosen = None
         if self.indexer is not None:
             assert cache.index is not None
@@ -155,6 +155,7 @@ class Attention(llama.Normed):
             step.query_starts,
             step.context_lens,
             chosen,
+            cache.turned,
             scale=self.scale,
             value_dim=self.rank,
         )
@@ -230,6 +231,7 @@ class DeepSeek(llama.Llama):
     ) -> None:
         super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
         first = config.num_hidden_layers
+        self.block_scales = "ue8m0" if config.has_indexer else "float"  # of FP8 weights as its makers publish them
         # Layers of multi-token prediction come after the others.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
 

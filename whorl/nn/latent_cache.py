@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from whorl.device import block_size
+from whorl.device import block_size, has_two_latent_caches
 from whorl.ops.latent.codes import index_bytes, latent_bytes
 
 
@@ -58,7 +58,11 @@ class LatentKV:
             shape = (num_blocks, block_size, num_bytes // kind.itemsize)
             return torch.zeros(shape, dtype=kind, device=device)
 
-        return LatentCache(latent=pages(self.latent_bytes), index=pages(self.index_bytes) if self.index_dim else None)
+        index = pages(self.index_bytes) if self.index_dim else None
+        if self.is_coded or not has_two_latent_caches(torch.device(device).type):
+            return LatentCache(latent=pages(self.latent_bytes), index=index)
+        latent, turned = (pages(width * kind.itemsize) for width in (self.rank, self.turning))
+        return LatentCache(latent=latent, index=index, turned=turned)
 
     def step_bytes(self, num_keys: int) -> int:
         """The indexer reads the keys of all, attention the rows of those it chose; and what the new token writes."""
@@ -75,7 +79,9 @@ class LatentKV:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentCache:
     """One layer's blocks: latent [num_blocks, block_size, rank + turning], index [num_blocks, block_size, index_dim];
-    of codes, bytes in place of numbers."""
+    of codes, bytes in place of numbers. Where a device's attention wants the turning channels in a tensor of their own,
+    latent has `rank` channels and turned the others."""
 
     latent: Tensor
     index: Tensor | None
+    turned: Tensor | None = None

@@ -35,5 +35,22 @@ def on_host(x: Tensor) -> list[int]:
     return [int(n) for n in x.tolist()]
 
 
+def positions(num_rows: int, query_starts: Tensor, context_lens: Tensor) -> Tensor:
+    """[num_rows] on the device: where each new token is in its sequence; -1 for rows that belong to none."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=query_starts.device)
+    sequence = (rows[:, None] >= query_starts[1:]).sum(1).clamp_max(len(context_lens) - 1)
+    found = (context_lens - query_starts[1:])[sequence] + rows
+    return torch.where(rows < query_starts[-1], found, -1)
+
+
+def kept(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For operators that have no slot that means skip: (which row to write in the place of each, into which slot,
+    whether any is kept). A row to be skipped repeats the first that is kept; where none is, all must write what is in
+    slot 0."""
+    is_kept = slots >= 0
+    source = torch.where(is_kept, torch.arange(len(slots), device=slots.device), is_kept.int().argmax())
+    return source, slots[source].clamp_min(0), is_kept.any()
+
+
 def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")

@@ -1,5 +1,6 @@
 """A checkpoint as another one with fewer bits, whose tensors are rounded when they are read."""
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from .checkpoint import Checkpoint, Source
 
 # The head, the router and the weights of an indexer's heads: their errors cost most, and their bytes are few.
 KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 TOWER = "re:.*visual\\."  # of a vision model: little beside its text
 
 
@@ -42,8 +44,14 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     further = [f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ())]  # that the model knows not
     ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *further, *ignore]
     shapes = _chosen(checkpoint, model, ignored)
-    rounding = formats.rounding_to(scheme, {name: columns for name, (_, columns) in shapes.items()})
-    config = {**checkpoint.config, "quantization_config": rounding.settings(ignored)}
+    columns = {name: columns for name, (_, columns) in shapes.items()}
+    rounding = formats.rounding_to(scheme, columns, getattr(model, "block_scales", None))
+    if rounding.takes_patterns:
+        left = ignored
+    else:
+        shapes |= _further_layers(checkpoint, model, shapes, ignored)
+        left = [name for name in _matrices(model) if _is_matched(name, ignore)]
+    config = {**checkpoint.config, "quantization_config": rounding.settings(left)}
     result = Quantized(checkpoint)
     sources: dict[str, Source] = {}
     for name, source in checkpoint.sources.items():
@@ -59,8 +67,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
 
 
 def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
-    patterns = _patterns(ignored)
-    asked = {n: shape for n, shape in _matrices(model).items() if not any(pattern.match(n) for pattern in patterns)}
+    asked = {name: shape for name, shape in _matrices(model).items() if not _is_matched(name, ignored)}
     found = {name: shape for name, shape in asked.items() if f"{name}.weight" in checkpoint.sources}
     if (missing := next((name for name in asked if ".experts." in name and name not in found), None)) is not None:
         raise ValueError(
@@ -72,7 +79,23 @@ def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[
     return found
 
 
-def _patterns(names: Sequence[str]) -> list["re.Pattern[str]"]:
+def _further_layers(
+    checkpoint: Checkpoint, model: Any, shapes: dict[str, tuple[int, int]], ignored: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Of layers that the model leaves aside, as those of multi-token prediction: matrices that other layers have, too,
+    which the makers' files have in the same format."""
+    inside = {_LAYER.sub("", name) for name in shapes if _LAYER.match(name)}
+    names = (f"{layer}{name}" for layer in getattr(model, "ignored_layers", ()) for name in sorted(inside))
+    sources = {name: checkpoint.sources.get(f"{name}.weight") for name in names if not _is_matched(name, ignored)}
+    return {name: (source.shape[0], source.shape[1]) for name, source in sources.items() if source is not None}
+
+
+def _is_matched(name: str, ignored: Sequence[str]) -> bool:
+    return any(pattern.match(name) for pattern in _compiled(tuple(ignored)))
+
+
+@functools.cache
+def _compiled(names: tuple[str, ...]) -> list["re.Pattern[str]"]:
     found = []
     for name in names:
         try:

@@ -16,7 +16,7 @@ from .fill import progress_bar
 from .quantize import Cost, Quantized, quantized
 
 SHARD_BYTES = 1 << 28  # which is what is held in memory, and a tensor
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py", ".onnx")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py", ".onnx", ".distcp", ".metadata")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -129,7 +129,7 @@ def _shards(checkpoint: Checkpoint, advance: Any) -> Iterator[dict[str, Tensor]]
 def _copy_rest(source: Path, target: Path) -> None:
     """Tokenizer, templates and the like; neither weights nor code."""
     for file in sorted(source.iterdir()):
-        is_weights = file.suffix in _WEIGHTS or file.name in ("config.json", "model.safetensors.index.json")
+        is_weights = file.name.endswith(_WEIGHTS) or file.name in ("config.json", "model.safetensors.index.json")
         if file.is_file() and not is_weights and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
 

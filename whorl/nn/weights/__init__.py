@@ -9,6 +9,7 @@ from whorl.nn.weight import Formats
 from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
+    from .fp8_blocks import BlockRounding
     from .rounding import Rounding
 
 # "module:function": from the values of `quantization_config` to `Formats`. Packages outside may add theirs.
@@ -52,8 +53,13 @@ def find(config: Mapping[str, Any]) -> Formats:
 SCHEMES = ("w4a16", "w8a8", "fp8")  # that weights are rounded to
 
 
-def rounding_to(scheme: str, columns: Mapping[str, int]) -> "Rounding":
-    """How matrices are rounded to fewer bits. columns: of each, by name."""
+def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
+    """How matrices are rounded to fewer bits. columns: of each, by name. block_scales: of a model whose makers publish
+    FP8 in blocks, what their scales are, "ue8m0" or "float"."""
+    if scheme == "fp8" and block_scales is not None:
+        from .fp8_blocks import BlockRounding
+
+        return BlockRounding(has_powers=block_scales == "ue8m0")
     from .rounding import SCHEMES, Rounding, group_size
 
     own = SCHEMES[scheme]

@@ -5,7 +5,7 @@ What comes out is what compressed-tensors stores, by the ends of names.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Rounding:
 
     scheme: Scheme
     group: int | None
+    takes_patterns: ClassVar[bool] = True  # where settings say what is left as it is
 
     def settings(self, ignore: list[str]) -> dict[str, Any]:
         """`quantization_config`."""

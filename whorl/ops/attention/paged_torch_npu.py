@@ -58,17 +58,14 @@ def write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """A token to be skipped repeats the first that is kept, or writes what is in slot 0: no slot means nowhere."""
-    kept = slots >= 0
-    source = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
-    at = slots[source].clamp_min(0)
+    source, at, is_any = _torch_npu.kept(slots)
     rows = []
     for new, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scales is not None:
             new, found = _torch_npu.call("npu_dynamic_quant", input=new.contiguous(), dst_type=torch.int8)
             size = scales.shape[2]
-            scales[at // size, :, at % size] = torch.where(kept.any(), found[source], scales[:1, :, 0])
-        rows.append(torch.where(kept.any(), new[source], cache.flatten(0, 1)[:1]).contiguous())
+            scales[at // size, :, at % size] = torch.where(is_any, found[source], scales[:1, :, 0])
+        rows.append(torch.where(is_any, new[source], cache.flatten(0, 1)[:1]).contiguous())
     _torch_npu.call(
         "npu_scatter_pa_kv_cache",
         key=rows[0],

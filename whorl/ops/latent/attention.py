@@ -10,12 +10,20 @@ from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from ..linear import TILE, multiply
 from ..sparse_attention.contract import check_indices
+from . import attention_torch_npu
 from .codes import alignment_reason, latent_bytes, pack_latents, unpack_latents
-from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
+from .pages import (
+    ONE_CACHE,
+    check_latents,
+    check_sequences,
+    gather_latents,
+    make_pages,
+    make_sequences,
+    split_pages,
+)
 
 KEYS = 128  # of a cut: multiples of this in a token's list of keys
 ROWS = 1024  # of queries and heads that are multiplied at once
-WITHOUT = {"torch_npu": "the reference runs, until npu_sparse_flash_attention is called with block tables"}
 
 
 def _check(
@@ -25,6 +33,7 @@ def _check(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None,
+    turned_cache: Tensor | None,
     scale: float,
     value_dim: int,
 ) -> None:
@@ -33,7 +42,8 @@ def _check(
         raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HQ, D] floating point")
     if not 1 <= value_dim <= q.shape[2]:
         raise ValueError(f"{name}: value_dim is {value_dim}, expected 1 to D, {q.shape[2]}")
-    check_pages(name, cache, q.dtype, q.shape[2], latent_bytes(value_dim, q.shape[2] - value_dim))
+    sizes = value_dim, q.shape[2] - value_dim
+    check_latents(name, cache, turned_cache, q.dtype, sizes, latent_bytes(*sizes))
     check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
     if not scale > 0:
         raise ValueError(f"{name}: scale is {scale}, expected a positive number")
@@ -122,7 +132,7 @@ def _fake(q: Tensor, value_dim: int, **_: object) -> Tensor:
     return q.new_empty(*q.shape[:2], value_dim)
 
 
-@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake)
+@operator(check=_check, forward_only=True, fake=_fake)
 def latent_attention(
     q: Tensor,
     cache: Tensor,
@@ -130,6 +140,7 @@ def latent_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None = None,
+    turned_cache: Tensor | None = None,
     *,
     scale: float,
     value_dim: int,
@@ -147,7 +158,8 @@ def latent_attention(
     and sums in fp32, one rounding. So a token's bits depend on itself and the keys in its list alone: not on other
     sequences, on how a prompt is cut into chunks, on whether it is a prompt's or decoded, nor on whether the list was
     chosen or is every key. A token without keys, and rows of q past the last query_starts, are zero. A cache of uint8
-    is read as `latent_write` writes it: code times scale, which is exact in bf16. No gradient.
+    is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks, block
+    size, D - value_dim] the last channels are there, and cache is [blocks, block size, value_dim]. No gradient.
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     wide = widen(q) * scale
@@ -155,7 +167,7 @@ def latent_attention(
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         if rows.stop > rows.start:
-            rows_of_keys = gather(cache, block_tables[b], length)
+            rows_of_keys = gather_latents(cache, turned_cache, block_tables[b], length)
             is_coded = cache.dtype == torch.uint8
             keys = unpack_latents(rows_of_keys, value_dim).to(wide.dtype) if is_coded else widen(rows_of_keys)
             chosen = None if indices is None else indices[rows]
@@ -163,7 +175,9 @@ def latent_attention(
     return narrow(out, q.dtype)
 
 
-def _triton_reason(q: Tensor, cache: Tensor, value_dim: int, **_: object) -> str | None:
+def _triton_reason(q: Tensor, cache: Tensor, turned_cache: Tensor | None, value_dim: int, **_: object) -> str | None:
+    if turned_cache is not None:
+        return ONE_CACHE
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if value_dim > 512 or q.shape[2] - value_dim > 128:
@@ -174,7 +188,7 @@ def _triton_reason(q: Tensor, cache: Tensor, value_dim: int, **_: object) -> str
 
 
 latent_attention.impl("triton", "attention_triton:forward", accepts=_triton_reason)
-
+latent_attention.impl("torch_npu", "attention_torch_npu:attention", accepts=attention_torch_npu.reason)
 
 _HEADS = {"heads": 4, "dim": 24, "value_dim": 16}
 _CASES: list[Values] = [
@@ -186,6 +200,7 @@ _CASES: list[Values] = [
     {"queries": (35,), "contexts": (150,), "heads": 3, "dim": 40, "value_dim": 33, "block": 16},
     {"queries": (5, 2), "contexts": (140, 2), "topk": 64, "block": 128, **_HEADS},
     {"queries": (2, 1), "contexts": (140, 9), "topk": 130, "coded": True, "heads": 5, "dim": 152, "value_dim": 140},
+    {"queries": (2, 1), "contexts": (30, 7), "topk": 9, "split": True, **_HEADS},
 ]
 _DEEPSEEK = {"heads": 128, "dim": 576, "value_dim": 512, "topk": 2048, "block": 64}
 _BENCH: list[Values] = [
@@ -206,6 +221,7 @@ def _make(
     block: int = 8,
     tokens: Sizes = (),
     coded: bool = False,
+    split: bool = False,
 ) -> Values:
     lengths, blocks = make_sequences(draw, queries, contexts, block)
     indices = torch.full((sum(queries), topk), -1, dtype=torch.int32)
@@ -216,16 +232,19 @@ def _make(
             chosen = torch.randperm(seen)[:topk].sort().values
             indices[row, : len(chosen)] = chosen.int()
             row += 1
-    cache = draw.scale * make_pages(draw, blocks, block, dim)
-    if coded and cache.is_meta:
-        cache = make_pages(draw, blocks, block, latent_bytes(value_dim, dim - value_dim), True)
+    pages = draw.scale * make_pages(draw, blocks, block, dim)
+    latents, turned = split_pages(pages, value_dim) if split else (pages, None)
+    if coded and pages.is_meta:
+        latents = make_pages(draw, blocks, block, latent_bytes(value_dim, dim - value_dim), True)
     elif coded:
-        cache = pack_latents(*cache.flatten(0, 1).split((value_dim, dim - value_dim), 1)).unflatten(0, (blocks, block))
+        parts = pages.flatten(0, 1).split((value_dim, dim - value_dim), 1)
+        latents = pack_latents(*parts).unflatten(0, (blocks, block))
     return {
         "q": draw.normal(sum(queries), heads, dim),
-        "cache": cache,
+        "cache": latents,
         **lengths,
         "indices": indices.to(draw.device) if topk else None,
+        "turned_cache": turned,
         "scale": dim**-0.5,
         "value_dim": value_dim,
     }

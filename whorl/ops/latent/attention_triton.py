@@ -245,6 +245,7 @@ def forward(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None,
+    turned_cache: None,
     scale: float,
     value_dim: int,
 ) -> Tensor:

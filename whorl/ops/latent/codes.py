@@ -27,12 +27,17 @@ def index_bytes(dim: int) -> int:
     return dim + SCALE_BYTES
 
 
+def power_above(x: Tensor) -> Tensor:
+    """The least power of two that is not below each positive number."""
+    fraction, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
+
+
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of x [..., D] as bytes, and fp32 scales [...]: the largest magnitude / 448, up to a power of two."""
     wide = x.float()
     largest = wide.abs().amax(-1).clamp_min(LEAST) / torch.full((), LARGEST, device=x.device)
-    fraction, exponent = torch.frexp(largest)
-    scales = torch.ldexp(torch.ones_like(largest), exponent - (fraction == 0.5).to(exponent.dtype))
+    scales = power_above(largest)
     codes = (wide / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(CODES)
     return codes.view(torch.uint8), scales
 

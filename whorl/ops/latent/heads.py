@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from whorl.contracts import transpose_batchmatmul_limit
+
+from .. import _torch_npu
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
+from .._torch_npu import dtype_name
 from ..linear import multiply
-
-WITHOUT = {"torch_npu": "the reference runs, until a call of npu_transpose_batchmatmul is written"}
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -28,7 +30,7 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake, flops=_flops)
+@operator(check=_check, forward_only=True, fake=_fake, flops=_flops)
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """y[t, h] = weight[h] @ x[t, h].
 
@@ -47,6 +49,35 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 
 head_linear.impl("triton", "heads_triton:forward", accepts=_triton_reason)
+NPU_INNER = 65536  # heads times channels below which npu_transpose_batchmatmul takes tokens first
+
+
+def _npu_reason(x: Tensor, weight: Tensor) -> str | None:
+    if not x.numel():
+        return "empty tensors are not taken"
+    heads, width, channels = weight.shape
+    return transpose_batchmatmul_limit(
+        shape=x.shape,
+        weight_shape=(heads, channels, width),
+        dtype=dtype_name(x),
+        weight_dtype=dtype_name(weight),
+        is_transposed=heads * channels < NPU_INNER,
+    )
+
+
+@head_linear.impl("torch_npu", accepts=_npu_reason)
+def _(x, weight):  # type: ignore[no-untyped-def]
+    """Tokens first, or, of very wide rows, as a view with heads first."""
+    is_first = x.shape[1] * x.shape[2] < NPU_INNER
+    return _torch_npu.call(
+        "npu_transpose_batchmatmul",
+        input=x if is_first else x.transpose(0, 1),
+        weight=weight.transpose(1, 2),
+        perm_x1=[1, 0, 2] if is_first else [0, 1, 2],
+        perm_x2=[0, 1, 2],
+        perm_y=[1, 0, 2],
+        batch_split_factor=1,
+    )
 
 
 _CASES: list[Values] = [

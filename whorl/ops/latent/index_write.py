@@ -6,11 +6,10 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
+from . import write_torch_npu
 from .codes import alignment_reason, index_bytes, store_index
 from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
 from .write import triton_reason
-
-WITHOUT = {"torch_npu": "torch_npu has none"}
 
 
 def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
@@ -30,7 +29,7 @@ def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tens
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 
 
-@operator(check=_check, mutates=("cache",), without=WITHOUT)
+@operator(check=_check, mutates=("cache",))
 def index_write(
     k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, *, eps: float = 1e-6
 ) -> None:
@@ -57,7 +56,7 @@ def _triton_reason(k: Tensor, cache: Tensor, **_: object) -> str | None:
 
 
 index_write.impl("triton", "write_triton:index_write", accepts=_triton_reason)
-
+index_write.impl("torch_npu", "write_torch_npu:index_write", accepts=write_torch_npu.index_reason)
 
 _CASES: list[Values] = [
     {"tokens": (1,), "dim": 8, "rotary": 4},

@@ -9,11 +9,11 @@ from ..indexer.bounds import chunks
 from ..indexer.scores import triton_reason
 from ..indexer.top_k import check_topk, too_many, top_k
 from ..linear import multiply
+from . import indexer_torch_npu
 from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
 from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
 KEYS = 256  # of every product, cut at multiples of their position
-WITHOUT = {"torch_npu": "the reference runs, until npu_lightning_indexer is called with block tables"}
 
 
 def _check(
@@ -69,7 +69,7 @@ def _fake(q: Tensor, topk: int, **_: object) -> Tensor:
     return q.new_empty(q.shape[0], topk, dtype=torch.int32)
 
 
-@operator(check=_check, forward_only=True, without=WITHOUT, fake=_fake)
+@operator(check=_check, forward_only=True, fake=_fake)
 def paged_indexer(
     q: Tensor,
     weights: Tensor,
@@ -120,7 +120,7 @@ def _triton_reason(q: Tensor, cache: Tensor, topk: int, **_: object) -> str | No
 
 
 paged_indexer.impl("triton", "indexer_triton:forward", accepts=_triton_reason)
-
+paged_indexer.impl("torch_npu", "indexer_torch_npu:indexer", accepts=indexer_torch_npu.reason)
 
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (5,), "heads": 1, "dim": 8, "topk": 3},

@@ -10,6 +10,8 @@ from .._draw import Draw, Sizes
 from .._op import Values
 from .._tracing import is_readable
 
+ONE_CACHE = "takes latents and turned channels that lie in one cache"
+
 
 def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
     """num_bytes: of a token where pages are bytes, which is another way to keep it."""
@@ -21,6 +23,21 @@ def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_by
         )
     if cache.dtype == torch.uint8 and not (cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]):
         raise ValueError(f"{name}: cache has strides {cache.stride()}: the bytes of a block must lie side by side")
+
+
+def check_latents(
+    name: str, cache: Tensor, turned_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
+) -> None:
+    """sizes: channels of a latent, and those that turn, which may have a cache of their own."""
+    if turned_cache is None:
+        check_pages(name, cache, dtype, sum(sizes), num_bytes)
+        return
+    for what, pages, width in zip(("cache", "turned_cache"), (cache, turned_cache), sizes, strict=True):
+        if pages.shape != (*cache.shape[:2], width) or pages.dtype != dtype:
+            raise ValueError(
+                f"{name}: {what} is {list(pages.shape)} {pages.dtype}, expected [blocks, block size, {width}] {dtype}, "
+                "with as many blocks as the other of two caches"
+            )
 
 
 def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Tensor) -> None:
@@ -54,6 +71,12 @@ def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
 
+def gather_latents(cache: Tensor, turned_cache: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """[length, N + R], whether they are in one cache or in two."""
+    latents = gather(cache, table, length)
+    return latents if turned_cache is None else torch.cat((latents, gather(turned_cache, table, length)), 1)
+
+
 def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Row t goes to slot slots[t]; to none where that is negative."""
     slots = slots.long()
@@ -71,6 +94,12 @@ def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = Fa
     if coded:
         return torch.zeros(blocks, block, width, dtype=torch.uint8, device=draw.device)
     return torch.randn(blocks, block + 2 * draw.sliced, width, **draw.kind)[:, :block]
+
+
+def split_pages(pages: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The same rows in two caches: latents, and the channels that turn."""
+    latents, turned = pages.split((rank, pages.shape[2] - rank), -1)
+    return latents.contiguous(), turned.contiguous()
 
 
 def make_slots(draw: Draw, count: int, slots: int, skipped: bool) -> Tensor:

@@ -7,19 +7,27 @@ from .._draw import Draw, Sizes
 from .._op import Values, operator
 from ..rms_norm import rms_norm
 from ..rope import rope
+from . import write_torch_npu
 from .codes import alignment_reason, latent_bytes, pack_latents
-from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
-
-WITHOUT = {"torch_npu": "npu_kv_rmsnorm_rope_cache writes two caches, and this is one"}
+from .pages import ONE_CACHE, check_latents, check_rows, make_angles, make_pages, make_slots, split_pages, store
 
 
-def _check(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
+def _check(
+    kv: Tensor,
+    weight: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    turned_cache: Tensor | None,
+    eps: float,
+) -> None:
     name = "latent_write"
     if kv.dim() != 2 or not kv.is_floating_point() or weight.dim() != 1:
         raise ValueError(
             f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]"
         )
-    check_pages(name, cache, kv.dtype, kv.shape[1], latent_bytes(weight.shape[0], kv.shape[1] - weight.shape[0]))
+    sizes = weight.shape[0], kv.shape[1] - weight.shape[0]
+    check_latents(name, cache, turned_cache, kv.dtype, sizes, latent_bytes(*sizes))
     check_rows(name, slots, cos_sin, kv.shape[0], cache)
     if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
         raise ValueError(
@@ -31,9 +39,16 @@ def _check(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Te
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 
 
-@operator(check=_check, mutates=("cache",), without=WITHOUT)
+@operator(check=_check, mutates=("cache", "turned_cache"))
 def latent_write(
-    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, *, eps: float = 1e-6
+    kv: Tensor,
+    weight: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    turned_cache: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
 ) -> None:
     """RMSNorm the latent of each new token, rotate the key channels behind it, and store both in the cache.
 
@@ -41,11 +56,17 @@ def latent_write(
     as `rms_norm` does, and R of the key that all heads share, turned in neighbouring pairs by cos_sin [T, R] as `rope`
     does (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place; slots: [T] as `write_kv`.
     Each half is rounded once. A cache of uint8, [blocks, block size, 656] of 512 and 64 channels, keeps e4m3 codes with
-    a power of two for every 128 of them, and the turned channels in bf16: `codes.py` says how. Returns nothing.
+    a power of two for every 128 of them, and the turned channels in bf16: `codes.py` says how. With turned_cache
+    [blocks, block size, R] the turned channels go there, and cache is [blocks, block size, N]: as Ascend's attention
+    takes them. Returns nothing.
     """
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)
     turned = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")[0][:, 0]
+    if turned_cache is not None:
+        store(latent, cache, slots)
+        store(turned, turned_cache, slots)
+        return
     is_coded = cache.dtype == torch.uint8
     store(pack_latents(latent, turned) if is_coded else torch.cat((latent, turned), -1), cache, slots)
 
@@ -57,13 +78,15 @@ def triton_reason(x: Tensor, cache: Tensor) -> str | None:
     return None if cache.stride(2) == 1 else "writes channels that lie side by side"
 
 
-def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, **_: object) -> str | None:
+def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, turned_cache: Tensor | None, **_: object) -> str | None:
+    if turned_cache is not None:
+        return ONE_CACHE
     reason = triton_reason(kv, cache)
     return reason or (alignment_reason(cache, weight.shape[0]) if cache.dtype == torch.uint8 else None)
 
 
 latent_write.impl("triton", "write_triton:latent_write", accepts=_triton_reason)
-
+latent_write.impl("torch_npu", "write_torch_npu:latent_write", accepts=write_torch_npu.latent_reason)
 
 _CASES: list[Values] = [
     {"tokens": (1,), "rank": 8, "rotary": 4},
@@ -72,6 +95,7 @@ _CASES: list[Values] = [
     {"tokens": (0,), "rank": 16, "rotary": 8},
     {"tokens": (6,), "rank": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
     {"tokens": (6,), "rank": 200, "rotary": 12, "skipped": True, "coded": True},
+    {"tokens": (5,), "rank": 24, "rotary": 8, "skipped": True, "split": True},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "rank": 512, "rotary": 64, "block": 64, "coded": coded}
@@ -89,15 +113,19 @@ def _make(
     skipped: bool = False,
     eps: float = 1e-6,
     coded: bool = False,
+    split: bool = False,
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
     width = latent_bytes(rank, rotary) if coded else rank + rotary
+    pages = make_pages(draw, blocks, block, width, coded)
+    latents, turned = split_pages(pages, rank) if split else (pages, None)
     return {
         "kv": draw.scaled(count, rank + rotary),
         "weight": 1 + 0.1 * torch.randn(rank, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
-        "cache": make_pages(draw, blocks, block, width, coded),
+        "cache": latents,
         "slots": make_slots(draw, count, blocks * block, skipped),
+        "turned_cache": turned,
         "eps": eps,
     }
 

@@ -157,7 +157,9 @@ def _index_write_kernel(
             tl.store(scales_ptr + at + tl.zeros((1,), tl.int64), scale)
 
 
-def latent_write(kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
+def latent_write(
+    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, turned_cache: None, eps: float
+) -> None:
     if not kv.shape[0]:
         return
     kv, angles, rank = unit_stride(kv), unit_stride(cos_sin), weight.shape[0]

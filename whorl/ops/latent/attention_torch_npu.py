@@ -1,0 +1,95 @@
+"""Latent attention over pages on Ascend: npu_sparse_flash_attention with block tables. Nothing is read on the host.
+
+Latents and the channels that turn are two caches there, each contiguous. Without a list of keys every run of keys up to
+the token's own is listed, and the operator's causal mask cuts the last.
+"""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import sparse_flash_attention_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+
+LONGEST_RUN = 128  # keys that one index may stand for
+ALL, CAUSAL = 0, 3  # sparse_mode
+
+
+def _run(block_size: int) -> int:
+    """Keys of a run: a power of two that divides a block."""
+    return min(block_size & -block_size, LONGEST_RUN)
+
+
+def reason(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    indices: Tensor | None,
+    turned_cache: Tensor | None,
+    value_dim: int,
+    **_: object,
+) -> str | None:
+    if cache.dtype == torch.uint8:
+        return "e4m3 codes are not taken: npu_kv_quant_sparse_flash_attention has int8, and a row in another order"
+    if turned_cache is None:
+        return "takes latents and the channels that turn as two caches, got one"
+    if not all(x.numel() for x in (q, cache, block_tables)):
+        return "empty tensors are not taken"
+    return sparse_flash_attention_limit(
+        query_shape=(*q.shape[:2], value_dim),
+        rope_shape=(*q.shape[:2], q.shape[2] - value_dim),
+        dtype=dtype_name(q),
+        attention_mode=2,
+        topk=1 if indices is None else indices.shape[1],
+        block_size=cache.shape[1],
+        sparse_block_size=_run(cache.shape[1]) if indices is None else 1,
+        contiguous=cache.is_contiguous() and turned_cache.is_contiguous(),
+    )
+
+
+def _every_run(positions: Tensor, num_keys: int, size: int) -> Tensor:
+    """[T, runs]: those that begin at or before each token's position, -1 behind them."""
+    runs = torch.arange(-(-num_keys // size), dtype=torch.int32, device=positions.device)
+    return torch.where(runs * size <= positions[:, None], runs, -1)
+
+
+def attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    indices: Tensor | None,
+    turned_cache: Tensor,
+    scale: float,
+    value_dim: int,
+) -> Tensor:
+    """What the device gives for a token without keys is not documented: zeros are put in here."""
+    positions = _torch_npu.positions(len(q), query_starts, context_lens)
+    size, mode, listed = 1, ALL, indices
+    if listed is None:
+        size, mode = _run(cache.shape[1]), CAUSAL
+        listed = _every_run(positions, block_tables.shape[1] * cache.shape[1], size)
+    key = cache.unsqueeze(2)
+    out, _, _ = _torch_npu.call(
+        "npu_sparse_flash_attention",
+        query=q[..., :value_dim].contiguous(),
+        key=key,
+        value=key,
+        sparse_indices=listed.unsqueeze(1).contiguous(),
+        scale_value=scale,
+        block_table=block_tables.contiguous(),
+        actual_seq_lengths_query=query_starts[1:].contiguous(),
+        actual_seq_lengths_kv=context_lens.contiguous(),
+        query_rope=q[..., value_dim:].contiguous(),
+        key_rope=turned_cache.unsqueeze(2),
+        sparse_block_size=size,
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=mode,
+        attention_mode=2,
+        return_softmax_lse=False,
+    )
+    is_empty = (listed[:, 0] < 0) | (positions < 0)
+    return out.masked_fill(is_empty[:, None, None], 0)  # type: ignore[no-any-return]

@@ -1,0 +1,58 @@
+"""The lightning indexer over pages on Ascend: npu_lightning_indexer with block tables. Nothing is read on the host."""
+
+import torch
+from torch import Tensor
+
+from whorl.contracts import lightning_indexer_limit
+
+from .. import _torch_npu
+from .._torch_npu import dtype_name
+
+CAUSAL = 3  # sparse_mode: the last query is at the last key
+
+
+def reason(q: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **_: object) -> str | None:
+    if cache.dtype == torch.uint8:
+        return "e4m3 codes are not taken: npu_quant_lightning_indexer has int8"
+    if not all(x.numel() for x in (q, cache, block_tables)):
+        return "empty tensors are not taken"
+    return lightning_indexer_limit(
+        query_shape=q.shape,
+        key_shape=(*cache.shape[:2], 1, cache.shape[2]),
+        dtype=dtype_name(q),
+        sparse_count=topk,
+        sparse_mode=CAUSAL,
+        block_size=cache.shape[1],
+        contiguous=cache.is_contiguous(),
+    )
+
+
+def indexer(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    topk: int,
+) -> Tensor:
+    """Weights are rounded to q's dtype, as every device takes them. Sorted here, since the device does not say in which
+    order it gives them; nor does it name its rule for ties."""
+    found, _ = _torch_npu.call(
+        "npu_lightning_indexer",
+        query=q.contiguous(),
+        key=cache.unsqueeze(2),
+        weights=weights.to(q.dtype).contiguous(),
+        actual_seq_lengths_query=query_starts[1:].contiguous(),
+        actual_seq_lengths_key=context_lens.contiguous(),
+        block_table=block_tables.contiguous(),
+        layout_query="TND",
+        layout_key="PA_BSND",
+        sparse_count=topk,
+        sparse_mode=CAUSAL,
+        return_value=False,
+    )
+    chosen, last = found[:, 0], block_tables.shape[1] * cache.shape[1]
+    is_none = (chosen < 0) | (_torch_npu.positions(len(q), query_starts, context_lens) < 0)[:, None]
+    chosen = torch.where(is_none, last, chosen).sort(-1).values
+    return torch.where(chosen < last, chosen, -1).int()
