@@ -17,6 +17,7 @@ from whorl.device import is_interpreting, unavailable
 from whorl.judge import LIMIT, adding_alike, judge
 from whorl.ops import OPS, Op, rms_norm_triton
 from whorl.ops.attention import qk_norm_rope_backward_triton
+from whorl.ops.latent.pages import ONE_CACHE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONSTANTS = ("cos_sin", "bias")  # tables and what only chooses experts: floating point, but never differentiated
@@ -230,7 +231,8 @@ def test_accelerated_backends_take_the_cases(op: Op) -> None:
         refused = []
         for case in op.cases:
             reason = reason_against(op, backend, arguments(op, case, torch.bfloat16))
-            refused += [] if reason is None else [reason]
+            # Two caches are what Ascend's operators take, and no model asks for them elsewhere.
+            refused += [] if reason in (None, ONE_CACHE) else [reason]
         assert len(refused) <= (1 if op.mutates else 0), refused
 
 
