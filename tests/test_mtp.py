@@ -216,6 +216,20 @@ def test_recorded_drafts_are_the_same(graphs: list[int]) -> None:
     assert len(graphs) > 20
 
 
+def test_after_a_full_warm_up_nothing_is_recorded(graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was warmed up leaves nothing behind: drafts are what the layer says."""
+    monkeypatch.setattr(runner_module, "_GRAPH_KEYS", 16)
+    proposer = checked("v3", 2)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 40, "num_blocks": 32, "block_size": 4}
+    llm = LLM(model=proposer.target, device="cpu", warmup="full", speculate=proposer, draft_length="fixed", **sizes)
+    runner = proposer.guesses.runner
+    recorded = dict(runner._graphs)
+    assert recorded.keys() == {(rows, keys) for rows in (1, 2, 4, 8) for keys in (16, 40)}
+    llm.generate([[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]], SamplingParams(temperature=0, max_tokens=24), progress=False)
+    assert proposer.num_checked > 20
+    assert runner._graphs == recorded
+
+
 def forget_a_state(patch: pytest.MonkeyPatch) -> None:
     """A token that was accepted keeps the state that was guessed for it."""
     take = _Behind.take

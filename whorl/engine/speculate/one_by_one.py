@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from whorl.device import lasting
 from whorl.engine.batch import Batch, Sample
 from whorl.engine.contents import Content
 from whorl.engine.runner import Result, Runner
@@ -154,9 +155,14 @@ def _ends(result: Result, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     ends = [each.row + each.chunk.length + len(each.chunk.draft) - 1 for each in result.placed]
     logits, ids, hidden = result.logits, result.token_ids, result.hidden
     if len(rows) < len(logits):
-        logits, ids = logits[rows], ids[rows]
+        at = _index(rows, logits.device)
+        logits, ids = logits.index_select(0, at), ids.index_select(0, at)
     # A recorded call's are written over by the next one.
-    return logits, ids.clone(), hidden[ends] if len(ends) < len(hidden) else hidden.clone()
+    return logits, ids.clone(), hidden.index_select(0, _index(ends, hidden.device))
+
+
+def _index(rows: list[int], device: torch.device) -> Tensor:
+    return lasting(torch.tensor(rows), device.type).to(device, non_blocking=True)
 
 
 def _draft(seq: Seq, room: int, probs: list[Tensor]) -> Draft:
