@@ -1,0 +1,127 @@
+"""Every command and option there is: a new one is a promise, and is made here on purpose."""
+
+from typing import Any
+
+import typer
+
+from whorl.cli import app
+
+# Of EngineSettings; bench decode sizes its engines itself.
+ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
+ANY_ENGINE |= {"--warmup", "--kv-cache-dtype", "--prompt-graphs"}
+ENGINE = ANY_ENGINE | {
+    *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
+    *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
+    *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
+    *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--encoder-cache"),
+    *("--quantize", "--unpack", "--no-unpack"),
+}
+DRAFTING = {
+    *("--pld-k", "--pld-ngram", "--pld-min-hist", "--pld-no-guard", "--pld-guard-distinct", "--pld-guard-tail"),
+    *("--pld-loop-warn", "--speculate", "--draft-model", "--draft-k", "--draft-fixed"),
+}
+TEXT = {
+    *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
+    *("--system", "--think", "--no-think", "--reset", "--no-stream", "--stop", "--when-full"),
+}
+PROMPT = {
+    "--prompts",
+    "--samples",
+    "--schema",
+    "--prompt",
+    "-p",
+    "--prompt-file",
+    "-f",
+    "--chat",
+    "-c",
+    "--interactive",
+    "-i",
+    "--json",
+    "--image",
+    "--video",
+}
+REPLICAS = {
+    *("--on", "--replicas", "--min-replicas", "--max-replicas", "--replica-cpus", "--routing", "--ray-address"),
+    "--ray-dashboard",
+}
+SURFACE = {
+    "whorl": ["--version"],
+    "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
+    "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
+    "whorl serve": sorted(
+        {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
+        | {"--api-key-file"}
+        | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
+        | {"--media-folder", "--media-hosts"}
+        | REPLICAS
+        | ENGINE
+        | DRAFTING
+    ),
+    "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
+    "whorl quantize": ["--format", "--ignore", "--json", "MODEL", "OUT"],
+    "whorl ops": ["--json"],
+    "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
+    "whorl train": sorted(
+        {"--plan", "--cards", "--dies", "--memory", "--seq", "--batch", "--hardware", "--efficiency", "--link"}
+        | {"--network", "--host", "--imbalance", "--top", "--json", "--states", "--checkpointing", "--no-checkpointing"}
+        | {"RECIPE", "--ranks", "--fresh", "--torchrun", "--dry-run", "--plot"}
+    ),
+    "whorl bench": [],
+    "whorl bench ops": [
+        "--compile",
+        "--device",
+        "--dtype",
+        "--full",
+        "--json",
+        "--no-compile",
+        "--plot",
+        "--quick",
+        "NAMES",
+    ],
+    "whorl bench calls": ["--device", "--dtype", "--json", "--repeats"],
+    "whorl bench collectives": ["--device", "--json", "--ranks", "--repeats", "--rows"],
+    "whorl bench decode": sorted(
+        {
+            *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
+            *("--classify", "--sweep", "--draft-lengths", "--verify", "--seed", "--context", "--profile", "--first"),
+        }
+        | ANY_ENGINE
+        | DRAFTING
+    ),
+    "whorl bench positions": ["--json", "--repeats"],
+    "whorl bench serve": sorted(
+        {"--api-key", "--body", "--chat", "--concurrency", "--ignore-eos", "--input", "--json", "--no-ignore-eos"}
+        | {"--output", "--plot", "--prefixes", "--random-config", "--rate", "--records", "--requests", "--seconds"}
+        | {"--seed", "--shared-prefix", "--slo", "--sweep", "--timeout", "--trace", "--url", "--warmup-requests"}
+        | ENGINE - {"--model-dir", "--model", "--report"}
+    ),
+    "whorl bench sp": sorted(
+        {"--delay", "--hidden", "--json", "--layers", "--plot", "--ranks", "--rate", "--repeats", "--simulate"}
+        | {"--timeout", "--tokens"}
+    ),
+    "whorl bench train": sorted(
+        {"--curve", "--device", "--full", "--json", "--layers", "--out", "--peer", "--plot", "--profile", "--read"}
+        | {"--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
+    ),
+    "whorl bench vision": sorted(
+        {"--batch", "--device", "--dtype", "--frame", "--frames", "--json", "--out", "--peer", "--pictures"}
+        | {"--processes", "--random-config", "--repeats", "--side", "--time-limit", "--tokens"}
+    ),
+    "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
+}
+
+
+def surface(command: Any, name: str) -> dict[str, list[str]]:
+    options = []
+    for parameter in command.params:
+        is_option = parameter.opts[0].startswith("-")
+        options += [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
+    found = {name: sorted(options)}
+    for sub, inner in getattr(command, "commands", {}).items():
+        found |= surface(inner, f"{name} {sub}")
+    return found
+
+
+def test_command_line() -> None:
+    """A new command or option is a promise: it is made here, on purpose."""
+    assert surface(typer.main.get_command(app), "whorl") == SURFACE
