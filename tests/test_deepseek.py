@@ -301,11 +301,15 @@ def test_what_a_step_reads_and_a_token_keeps() -> None:
     assert model.attention_flops(8) == 2 * 4 * 48 * 36 + 24 * 16 * 72
 
 
-def test_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of other models, where the device records: kernels read lengths there."""
+def test_calls_are_recorded_unless_a_model_says_that_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels read lengths on the device. Of a model that waits for it asking is refused, with its reason."""
     monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
     monkeypatch.setattr(runner, "graph_pool", lambda _: None)
-    assert (1, 64) in engine(tiny()).runner.graph_sizes(8)
+    assert (1, 256) in engine(tiny()).runner.graph_sizes(8)
+    monkeypatch.setattr(DeepSeek, "waits", "its lengths are read on the host", raising=False)
+    assert engine(tiny()).runner.graph_sizes(8) == []
+    with pytest.raises(ValueError, match="use_graphs was asked for: its lengths are read on the host"):
+        engine(tiny(), use_graphs=True)
 
 
 def test_training_is_somebody_elses() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import Inserted, Model, Step
+from whorl.nn import Inserted, Model, Step, recordable
 
 from .batch import Batch, Call, Sample, Score, Size, layout
 from .caches import cache_specs
@@ -84,7 +84,7 @@ class Runner:
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
         self._padding |= {"table_at": spare * width, "top_p": 1}
         self._inputs = _Inputs(max(max_rows, _GRAPH_ROWS[-1]), device)
-        self._use_graphs = wants_graphs(device, use_graphs)
+        self._use_graphs = wants_graphs(device, use_graphs) and recordable(model, use_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
         self._pool = graph_pool(device) if self._use_graphs else None
         tower = getattr(model, "tower", None)

@@ -11,7 +11,7 @@ from .experts import Experts, StackedExperts
 from .latent_cache import LatentCache, LatentKV
 from .latent_heads import LatentHeads
 from .linear import Linear, PlainLinear
-from .model import Model
+from .model import Model, recordable
 from .norm import LayerNorm, RMSNorm
 from .ranks import ONE, Ranks, Unit
 from .router import Router
@@ -55,6 +55,7 @@ __all__ = [
     "check_training",
     "hold",
     "pack",
+    "recordable",
     "slots",
     "trainable",
     "weighted",

@@ -34,3 +34,12 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, V] fp32 from hidden [N, C]."""
+
+
+def recordable(model: Model, asked: bool | None) -> bool:
+    """Whether a decode call of the model may be recorded as a graph: one says by `waits` why its calls wait for the
+    device, which no recording does."""
+    reason = getattr(model, "waits", None)
+    if asked and reason is not None:
+        raise ValueError(f"use_graphs was asked for: {reason}. Leave use_graphs out")
+    return reason is None
