@@ -236,10 +236,11 @@ def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.Monke
 def test_drafts_of_the_models_own_layer_are_timed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DeepSeek.tiny(num_nextn_predict_layers=1, num_hidden_layers=1) | {"dtype": "float32"}))
-    arguments = ["--random-config", str(path), "--draft-lengths", "2", "--tokens", "2", "--repeats", "1"]
-    document = json.loads(run(*arguments, "--json").stdout)
-    assert document["rows"][0]["mtp"] is None
-    assert document["rows"][1]["mtp"]["seconds"] > 0
+    arguments = ["--random-config", str(path), "--draft-lengths", "5", "--tokens", "2", "--repeats", "1"]
+    for context in ([], ["--context", "30"]):
+        document = json.loads(run(*arguments, *context, "--block-size", "2", "--json").stdout)
+        assert document["rows"][0]["mtp"] is None
+        assert document["rows"][1]["mtp"]["seconds"] > 0
 
 
 def test_break_even() -> None:

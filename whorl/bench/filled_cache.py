@@ -41,5 +41,5 @@ def fill(llm: LLM) -> None:
                 values.view(torch.int8).random_(0, _CODES, generator=generator)
             else:
                 values.normal_(generator=generator)
-    pool = llm.pool
-    llm.pool = llm.scheduler.pool = _FilledPool(pool.num_blocks, pool.block_size, use_prefix_cache=False)
+    # In place: the scheduler has it, and a proposer may.
+    llm.pool.__class__, llm.pool.use_prefix_cache = _FilledPool, False
