@@ -122,7 +122,8 @@ class RayCluster:
         """A new cluster, or part of a running one; returns when every replica takes requests."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._options.ray_address is None:
-            # Read when Ray is imported, which nothing before may do: its own ports, too, are then on the loopback interface alone, on any system.
+            # Its own ports, too, are then on the loopback interface alone, on any system. Read when Ray is imported,
+            # which nothing may have done before.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -161,6 +162,8 @@ class RayCluster:
         import ray
         from ray import serve
 
+        if not ray.is_initialized():  # it never began
+            return
         if self._options.ray_address is None:
             serve.shutdown()
         else:
