@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,19 @@ def talk(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
 def post(app: Any, path: str = CHAT, **options: Any) -> httpx.Response:
     given = {"json": {"messages": [{"role": "user", "content": "x" * 600}]}} | options
     return talk(app, lambda client: client.post(path, **given))
+
+
+def asked_for(**said: Any) -> Asked:
+    return Asked(
+        number="1",
+        request="1",
+        method="POST",
+        path="/v1/completions",
+        query=b"",
+        headers=[(b"content-type", b"application/json")],
+        body=json.dumps(said).encode(),
+        client=("-", 0),
+    )
 
 
 LOST = ReplicaLost("replica a was lost")
@@ -175,17 +189,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         async def send(message: Message) -> None:
             raise AssertionError(message)
 
-        scope = Asked(
-            number="",
-            request="",
-            method="POST",
-            path=CHAT,
-            query=b"",
-            headers=[(b"content-type", b"application/json")],
-            body=b"",
-            client=("-", 0),
-        ).scope()
-        await asyncio.wait_for(app(scope, receive, send), 20)
+        await asyncio.wait_for(app(asked_for().scope(), receive, send), 20)
 
     asyncio.run(run())
     assert replicas.closed == 1
@@ -322,20 +326,9 @@ def test_a_replica_answers_as_a_server_does() -> None:
 def test_a_request_that_is_closed_leaves_nothing_behind() -> None:
     llm = told(delay=0.01)
     replica = Replica(lambda: create_app(llm, Settings(names=("told",))))
-    said = {"messages": [{"role": "user", "content": "abc"}], "stream": True, "max_tokens": 500, "ignore_eos": True}
-    asked = Asked(
-        number="1",
-        request="1",
-        method="POST",
-        path=CHAT,
-        query=b"",
-        headers=[(b"content-type", b"application/json")],
-        body=json.dumps(said).encode(),
-        client=("-", 0),
-    )
 
     async def run() -> None:
-        answer = replica.answer(asked)
+        answer = replica.answer(asked_for(prompt="abc", stream=True, max_tokens=500, ignore_eos=True))
         async for message in answer:
             if message["type"] == "http.response.body":
                 break
@@ -346,3 +339,27 @@ def test_a_request_that_is_closed_leaves_nothing_behind() -> None:
         await replica._service.stop()
 
     asyncio.run(run())
+
+
+def test_a_replica_whose_engine_failed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray replaces what is dead; a server without an engine would go on refusing."""
+    ended = threading.Event()
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", lambda code: (codes.append(code), ended.set()))
+    llm = told()
+    model: Any = llm.model
+    model.failure = RuntimeError("out of memory")
+    replica = Replica(lambda: create_app(llm, Settings(names=("told",))))
+
+    async def run() -> None:
+        await replica.check_health()
+        async for message in replica.answer(asked_for(prompt="abc")):
+            if message["type"] == "http.response.start":
+                assert message["status"] == 503
+        assert await asyncio.to_thread(ended.wait, 20)
+        with pytest.raises(Exception, match="out of memory"):
+            await replica.check_health()
+        await replica._service.stop()
+
+    asyncio.run(run())
+    assert codes == [70]

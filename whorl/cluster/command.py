@@ -66,8 +66,8 @@ def _serve(cluster: RayCluster, settings: "Settings", options: ClusterOptions, h
             "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
         )
     _LOG.info("starting replicas of %s: %d", settings.names[0], options.start_with)
-    cluster.start()
     try:
+        cluster.start()
         endpoint: Any = Endpoint(cluster, settings, cluster.routing)
         server = HttpServer(endpoint, access_log=False, lifespan="off")
         limit_logs()

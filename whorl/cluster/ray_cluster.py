@@ -34,18 +34,23 @@ _RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 def need_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ValueError("serve: --on ray needs ray, which is not installed: pip install 'whorl[ray]'")
-    if importlib.util.find_spec("ray.serve") is None:
-        raise ValueError("serve: --on ray needs Ray Serve, and ray was installed without it: pip install 'whorl[ray]'")
+
+
+def _ray_serve() -> Any:
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise RuntimeError(f"serve: ray has no Ray Serve ({error}): pip install 'whorl[ray]'") from error
+    return serve
 
 
 def actor_options(engine: EngineSettings, options: ClusterOptions, resources: Mapping[str, float]) -> dict[str, Any]:
     """What a replica takes of a node, as Ray counts it. resources: of the whole cluster."""
     ranks = engine.tp or 1
-    devices = [device for device, name in _RESOURCES.items() if resources.get(name)]
-    device = engine.device or next(iter(devices), None)
-    if device not in _RESOURCES:
+    known = [name for name in _RESOURCES.values() if resources.get(name)]
+    name = next(iter(known), None) if engine.device is None else _RESOURCES.get(engine.device)
+    if name is None:
         return {"num_cpus": options.replica_cpus or ranks}
-    name = _RESOURCES[device]
     taken = {"num_gpus": ranks} if name == "GPU" else {"resources": {name: ranks}}
     return {"num_cpus": options.replica_cpus or 1, **taken}
 
@@ -73,6 +78,28 @@ def deployment_options(engine: EngineSettings, options: ClusterOptions, settings
     return found | {"autoscaling_config": scaling}
 
 
+class RayReplica(Replica):
+    """In a process of Ray's."""
+
+    def __init__(self, make: "Callable[[], FastAPI]", weights: int) -> None:
+        _keep_port_to_this_machine()
+        super().__init__(make, weights)
+
+    async def named_metrics(self) -> tuple[str, str]:
+        from ray.serve import get_replica_context
+
+        return str(get_replica_context().replica_id.unique_id), await self.metrics()
+
+
+def _keep_port_to_this_machine() -> None:
+    """Ray Serve opens a port in every replica, for calls from one deployment to another: to all networks, and without
+    asking who calls. Nobody calls ours."""
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
+
+
 class RayCluster:
     """`asked.Replicas`, on Ray. make: the application of one replica; it travels to where replicas run."""
 
@@ -95,11 +122,12 @@ class RayCluster:
         """A new cluster, or part of a running one; returns when every replica takes requests."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._options.ray_address is None:
-            # Read when Ray is imported: its own ports, too, are then on the loopback interface alone, on any system.
+            # Its own ports, too, are then on the loopback interface alone, on any system. Read when Ray is imported,
+            # which nothing may have done before.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
-        from ray import serve
 
+        serve = _ray_serve()
         if self._options.ray_address is None:
             most = max(self._options.max_replicas or 0, self._options.start_with)
             cores = most * actor_options(self._engine, self._options, {}).get("num_cpus", 1)
@@ -134,6 +162,8 @@ class RayCluster:
         import ray
         from ray import serve
 
+        if not ray.is_initialized():  # it never began
+            return
         if self._options.ray_address is None:
             serve.shutdown()
         else:
@@ -151,7 +181,7 @@ class RayCluster:
         )
         taken = actor_options(self._engine, self._options, ray.cluster_resources())
         deployment = serve.deployment(
-            Replica,
+            RayReplica,
             name=DEPLOYMENT,
             ray_actor_options=taken,
             request_router_config=router,
@@ -190,5 +220,7 @@ class RayCluster:
 
     async def metrics(self) -> list[tuple[str, str]]:
         """Of those that answer in time."""
-        results = self._handle.broadcast("metrics").results_async(timeout_s=_ANSWER_SECONDS, return_exceptions=True)
+        results = self._handle.broadcast("named_metrics").results_async(
+            timeout_s=_ANSWER_SECONDS, return_exceptions=True
+        )
         return [found for found in await results if isinstance(found, tuple)]

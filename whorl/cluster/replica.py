@@ -21,10 +21,10 @@ _CHARGED: ContextVar[list[int]] = ContextVar("whorl_charged")
 
 def settings_of_replicas(settings: "Settings") -> "Settings":
     """Who may ask, from where and how much is the endpoint's to say; keys stay, since each has its own prefix cache."""
-    free = {"max_running": None, "requests_per_minute": None, "tokens_per_minute": None}
-    return replace(
-        settings, allowed_hosts=("*",), origins=(), more_keys=tuple(replace(key, **free) for key in settings.more_keys)
+    keys = tuple(
+        replace(key, max_running=None, requests_per_minute=None, tokens_per_minute=None) for key in settings.more_keys
     )
+    return replace(settings, allowed_hosts=("*",), origins=(), more_keys=keys)
 
 
 class Replica:
@@ -87,14 +87,9 @@ class Replica:
             gone.set()
             task.cancel()
 
-    async def metrics(self) -> tuple[str, str]:
-        """Its name, and what it counts in Prometheus's text format."""
-        return self._name(), self._service.metrics.render()[0].decode()
-
-    def _name(self) -> str:
-        from ray.serve import get_replica_context
-
-        return str(get_replica_context().replica_id.unique_id)
+    async def metrics(self) -> str:
+        """What it counts, in Prometheus's text format."""
+        return self._service.metrics.render()[0].decode()
 
     async def cached_tokens(self) -> int:
         """That the prefix cache has room for."""
