@@ -148,8 +148,8 @@ def _latent_kernel(
     q, out = (), ()
     for c in tl.static_range(CHUNKS):
         channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
-        q = q + (tl.load(q_at + channels, mask=is_head & (channels < RANK), other=0.0),)
-        out = out + (tl.zeros((BLOCK_H, WIDTH), tl.float32),)
+        q = q + (tl.load(q_at + channels, mask=is_head & (channels < RANK), other=0.0),)  # type: ignore[assignment]
+        out = out + (tl.zeros((BLOCK_H, WIDTH), tl.float32),)  # type: ignore[assignment]
     if TURNED > 0:
         behind = tl.arange(0, BLOCK_R)[None, :]
         q_turned = tl.load(q_at + RANK + behind, mask=is_head & (behind < TURNED), other=0.0)
@@ -166,7 +166,7 @@ def _latent_kernel(
             chunk = _load_chunk(
                 cache_ptr, scales_ptr, at, is_real, c * WIDTH, WIDTH, RANK, q_ptr.dtype.element_ty, WIDEN
             )  # fmt: skip
-            latents = latents + (chunk,)
+            latents = latents + (chunk,)  # type: ignore[assignment]
             scores = _alone(q[c], tl.trans(chunk), scores, once, WIDEN)
         if TURNED > 0:
             turned = _load_turned(
@@ -186,7 +186,7 @@ def _latent_kernel(
         for c in tl.static_range(CHUNKS):
             cut_out = dot(weights, latents[c], tl.zeros((BLOCK_H, WIDTH), tl.float32), WIDEN)
             if WALKS:
-                sums = sums + (added(out[c], cut_out, keep, add),)
+                sums = sums + (added(out[c], cut_out, keep, add),)  # type: ignore[assignment]
             else:
                 channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
                 to = out_ptr + (row * cuts + i)[:, None] * RANK + channels
