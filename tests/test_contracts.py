@@ -189,21 +189,7 @@ INT8_GROUPS |= {"output_dtype": "bfloat16"}
 SCALED_GROUPS: dict[str, Any] = {"weight_shape": (4, 64, 48), "dtype": "float16", "weight_dtype": "int8"}
 SCALED_GROUPS |= {"scale_shape": (4, 48, 1), "scale_dtype": "float16"}
 
-PAGED_INDEXER: dict[str, Any] = {"query_shape": (7, 64, 128), "key_shape": (9, 128, 1, 128), "dtype": "bfloat16"}
-PAGED_INDEXER |= {"sparse_count": 2048, "sparse_mode": 3, "block_size": 128}
-PAGED_SPARSE: dict[str, Any] = {"query_shape": (7, 128, 512), "rope_shape": (7, 128, 64), "dtype": "bfloat16"}
-PAGED_SPARSE |= {"attention_mode": 2, "topk": 2048, "block_size": 128}
-ROWS: dict[str, Any] = {"shape": (512, 576), "index_shape": (7, 1), "updates_shape": (7, 576), "dtype": "bfloat16"}
-HEADS: dict[str, Any] = {"shape": (7, 128, 128), "weight_shape": (128, 128, 512), "dtype": "bfloat16"}
-HEADS |= {"weight_dtype": "bfloat16", "is_transposed": True}
-
 FIT = [
-    ("lightning_indexer", PAGED_INDEXER),
-    ("sparse_flash_attention", PAGED_SPARSE),
-    ("sparse_flash_attention", PAGED_SPARSE | {"sparse_block_size": 128, "topk": 3}),
-    ("scatter_nd_update", ROWS),
-    ("transpose_batchmatmul", HEADS),
-    ("transpose_batchmatmul", HEADS | {"weight_shape": (128, 512, 128), "is_transposed": False}),
     ("quant_matmul", INT8),
     ("weight_quant_matmul", WEIGHT_INT8),
     ("weight_quant_matmul", WEIGHT_INT8 | {"group": 32}),
@@ -347,21 +333,6 @@ BREAK = [
     ("swiglu", SWIGLU | {"shape": (0, 64)}, "empty"),
     ("swiglu", SWIGLU | {"dim": 2}, "dim 2"),
     ("swiglu", SWIGLU | {"contiguous": False}, "contiguous"),
-    ("lightning_indexer", PAGED_INDEXER | {"block_size": 24}, "multiple of 16 up to 1024, got 24"),
-    ("lightning_indexer", PAGED_INDEXER | {"contiguous": False}, "contiguous"),
-    ("lightning_indexer", PAGED_INDEXER | {"sparse_count": 2049}, "got 2049"),
-    ("sparse_flash_attention", PAGED_SPARSE | {"block_size": 2048}, "up to 1024, got 2048"),
-    ("sparse_flash_attention", PAGED_SPARSE | {"contiguous": False}, "contiguous"),
-    ("sparse_flash_attention", PAGED_SPARSE | {"block_size": 48, "sparse_block_size": 32}, "divides 48, got 32"),
-    ("sparse_flash_attention", PAGED_SPARSE | {"topk": 0}, "a column"),
-    ("sparse_flash_attention", PAGED_SPARSE | {"query_shape": (7, 96, 512)}, "power of two"),
-    ("scatter_nd_update", ROWS | {"dtype": "uint8"}, "got uint8"),
-    ("scatter_nd_update", ROWS | {"updates_shape": (7, 64)}, "do not fit"),
-    ("scatter_nd_update", ROWS | {"index_shape": (0, 1), "updates_shape": (0, 576)}, "empty"),
-    ("transpose_batchmatmul", HEADS | {"weight_shape": (128, 512, 128)}, "K * B must be below 65536"),
-    ("transpose_batchmatmul", HEADS | {"weight_shape": (128, 128, 40)}, "multiples of 16"),
-    ("transpose_batchmatmul", HEADS | {"weight_dtype": "float32"}, "input's dtype"),
-    ("transpose_batchmatmul", HEADS | {"shape": (7, 128)}, "3-D"),
     ("linear", LINEAR | {"dtype": "float64"}, "got float64"),
     ("linear", LINEAR | {"shape": (2, 3, 64)}, "2-D"),
     ("linear", LINEAR | {"bias_dtype": "float32"}, "bfloat16, got float32"),
