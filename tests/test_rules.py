@@ -292,20 +292,8 @@ TEXT = {
     *("--system", "--think", "--no-think", "--reset", "--no-stream", "--stop", "--when-full"),
 }
 PROMPT = {
-    "--prompts",
-    "--samples",
-    "--schema",
-    "--prompt",
-    "-p",
-    "--prompt-file",
-    "-f",
-    "--chat",
-    "-c",
-    "--interactive",
-    "-i",
-    "--json",
-    "--image",
-    "--video",
+    *("--prompt", "-p", "--prompt-file", "-f", "--prompts", "--samples", "--schema", "--json", "--image", "--video"),
+    *("--chat", "-c", "--interactive", "-i"),
 }
 SURFACE = {
     "whorl": ["--version"],
