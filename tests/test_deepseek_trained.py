@@ -124,7 +124,7 @@ def served(folder: Path) -> Iterator[str]:
 LEARNT = {
     "tiny": {"training.steps": 150},
     "debug": {
-        "training.steps": 100,
+        "training.steps": 160,
         "training.seq_len": 64,
         "training.local_batch_size": 3,
         "training.mixed_precision_param": "float32",
