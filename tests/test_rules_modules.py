@@ -1,10 +1,11 @@
 """The modules of whorl: none imports itself through others, and a long one has a reason."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_rules import PACKAGE, ROOT, SOURCES, imported
+from test_rules import PACKAGE, ROOT, SOURCES, imported, imports
 
 
 def when_run(node: ast.AST) -> Iterator[ast.AST]:
@@ -98,3 +99,14 @@ def test_a_long_file_is_a_kernel_or_has_a_reason() -> None:
     long = {name for name in long if not name.endswith("triton.py")}
     assert not long - set(REASONS), "split it where it holds two things, or say in REASONS why it is one"
     assert not set(REASONS) - long, "short again: take it out of REASONS"
+
+
+def test_the_rule_sees_relative_imports() -> None:
+    found = list(imports(PACKAGE / "ops" / "rope" / "x.py", ast.parse("from .._op import Op\nfrom . import cases")))
+    assert found == ["whorl.ops._op.Op", "whorl.ops.rope.cases"]
+
+
+def test_type_checkers_of_others_read_our_types() -> None:
+    assert (PACKAGE / "py.typed").read_text() == ""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data["whorl"] == ["py.typed"], "an installed package has the file, too"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 from whorl.serve import openai
+from whorl.serve.address import check_address
 
 from .options import ClusterOptions
 from .ray_cluster import RayCluster, need_ray
@@ -44,7 +45,7 @@ def prepare(
     """As `openai.prepare`, over replicas. make: the application of one replica; None: that of `model`."""
     need_ray()
     chosen = openai.settings_for(model, host=host, **settings)
-    openai.check_address(host, port)
+    check_address(host, port)
     inner = settings_of_replicas(chosen)
     load = make or functools.partial(openai.loaded, model, engine, drafting or DraftOptions())
     cluster = RayCluster(functools.partial(load, inner), engine=engine, options=options, settings=chosen)

@@ -5,7 +5,6 @@ FastAPI and what comes with it are imported inside: without the extra, this modu
 
 import importlib.util
 import logging
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 
-from .settings import DEFAULT_NAME, Settings
+from .address import check_address
+from .settings import Settings, names_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -173,7 +173,7 @@ def settings_for(
     from .key_limits import read_keys
 
     return Settings(
-        names=tuple(names) or _names(model),
+        names=tuple(names) or names_for(model),
         allowed_hosts=hosts_for(host, allowed_hosts),
         chat_template=None if chat_template is None else _read_template(Path(chat_template)),
         more_keys=() if api_key_file is None else read_keys(api_key_file),
@@ -249,16 +249,6 @@ def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
     return server.exit_code
 
 
-def check_address(host: str, port: int) -> None:
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-    except OSError as error:
-        raise ValueError(f"serve: cannot listen on {host}, port {port}: {error.strerror}") from error
-
-
 def _read_template(path: Path) -> str:
     """Its text; ValueError where it cannot be read, or is no template."""
     from whorl.engine.chat_template import ChatTemplate
@@ -269,12 +259,3 @@ def _read_template(path: Path) -> str:
         raise ValueError(f"serve: --chat-template {path}: cannot be read: {error}") from error
     ChatTemplate({"default": text}, {})
     return text
-
-
-def _names(model: str | Path | None) -> tuple[str, ...]:
-    """The model's path or id, and its last part."""
-    if model is None:
-        return (DEFAULT_NAME,)
-    text = str(model).rstrip("/")
-    last = text.rsplit("/", 1)[-1]
-    return (text,) if last == text else (text, last)

@@ -1,6 +1,7 @@
 """What a server is told once: its names, who may ask, and its limits."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from whorl.media import Limits
 
@@ -76,3 +77,12 @@ class Settings:
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
+
+
+def names_for(model: str | Path | None) -> tuple[str, ...]:
+    """The model's path or id, and its last part."""
+    if model is None:
+        return (DEFAULT_NAME,)
+    text = str(model).rstrip("/")
+    last = text.rsplit("/", 1)[-1]
+    return (text,) if last == text else (text, last)

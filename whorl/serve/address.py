@@ -1,0 +1,13 @@
+"""Whether a server may listen where it is told to."""
+
+import socket
+
+
+def check_address(host: str, port: int) -> None:
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"serve: cannot listen on {host}, port {port}: {error.strerror}") from error
