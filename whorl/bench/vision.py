@@ -17,7 +17,7 @@ from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
 from whorl.bench.vision_options import VisionOptions
 from whorl.models.qwen3_vl import Qwen3VL
-from whorl.models.qwen3_vl_tower import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 from whorl.timing import matmul_rate
 
 TINY = "tiny"

@@ -19,7 +19,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Processor
 from whorl.media.options import ImageOptions, Options
-from whorl.models.qwen3_vl_tower import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 
 BESIDE = 16  # tokens of text before and behind the pictures of a prompt
 _STEP = 8192  # tokens of a step

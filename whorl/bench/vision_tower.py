@@ -14,7 +14,7 @@ from whorl import nn
 from whorl.bench.decode import timed
 from whorl.bench.provenance import Document
 from whorl.engine.features import MOST_PATCHES, runs_several
-from whorl.models.qwen3_vl_tower import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 
 _TRIED = (1, 16, 12)  # patches on which answers are compared
 _SAME = 1e-6  # of the size of features: as good as equal, where a peer is exact

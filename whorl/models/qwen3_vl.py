@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from whorl.models import llama, qwen3
 from whorl.models.fields import count, flag
-from whorl.models.qwen3_vl_tower import Tower, TowerConfig
+from whorl.models.qwen3_vl_tower import Tower
+from whorl.models.qwen3_vl_tower_config import TowerConfig
 from whorl.nn import Ranks, StackedExperts
 from whorl.positions import PositionRule
 

@@ -1,0 +1,92 @@
+"""The sizes of Qwen3-VL's vision tower."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whorl.models.fields import count, number
+
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerConfig:
+    """`vision_config` by its own names."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    rope_theta: float = 10000.0
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "TowerConfig":
+        """With what Hugging Face's class fills in."""
+        if (activation := values.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+            raise ValueError(f"config.json: vision_config.hidden_act is {activation!r}, expected gelu_pytorch_tanh")
+        defaults = {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 3584,
+            "num_position_embeddings": 2304,
+        }
+        sizes = {name: count(values, name, default) for name, default in defaults.items()}
+        _check_sizes(sizes)
+        return cls(
+            **sizes,
+            deepstack_visual_indexes=_deepstack(values, sizes["depth"]),
+            rope_theta=number(values.get("rope_parameters") or {}, "rope_theta", 10000.0),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch: channels, frames, rows, columns."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """Of the square that positions were learned on."""
+        return math.isqrt(self.num_position_embeddings)
+
+    def num_tokens(self, grid: Grid) -> int:
+        return math.prod(grid) // self.spatial_merge_size**2
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    width, heads, positions = sizes["hidden_size"], sizes["num_heads"], sizes["num_position_embeddings"]
+    if width % heads or width // heads % 4:
+        raise ValueError(
+            f"config.json: vision_config has {heads} heads of {width} channels: rows and columns turn a quarter of a "
+            "head's channels each, in pairs"
+        )
+    if math.isqrt(positions) ** 2 != positions:
+        raise ValueError(f"config.json: vision_config.num_position_embeddings is {positions}, expected a square")
+
+
+def _deepstack(values: Mapping[str, Any], depth: int) -> tuple[int, ...]:
+    found = values.get("deepstack_visual_indexes", (8, 16, 24))
+    is_list = isinstance(found, list | tuple) and all(isinstance(i, int) and 0 <= i < depth for i in found)
+    if not is_list or list(found) != sorted(set(found)):
+        raise ValueError(
+            f"config.json: vision_config.deepstack_visual_indexes is {found!r}, expected numbers of its {depth} "
+            "layers, each higher than the one before"
+        )
+    return tuple(found)
