@@ -410,15 +410,20 @@ def test_published_checkpoints(tmp_path: Path) -> None:
     assert llm.num_drafted > 5
 
 
-def test_a_quantised_model_keeps_its_layer(tmp_path: Path) -> None:
-    """`whorl quantize` rounds what it serves; the layer stays as it is, and config.json says so."""
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_a_quantised_model_has_its_layer(tmp_path: Path, scheme: str) -> None:
+    """`whorl quantize` rounds what it serves, and the layer stays as it is, but for the makers' FP8: there it is
+    rounded as the others are. config.json says so."""
     from whorl.engine.weights.rewrite import quantize_folder
 
     published(tmp_path / "full")
-    quantize_folder(str(tmp_path / "full"), tmp_path / "small", scheme="fp8", progress=False)
-    full, small = layer_of(tmp_path / "full"), layer_of(tmp_path / "small")
-    for (name, ours), theirs in zip(full.named_parameters(), small.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+    quantize_folder(str(tmp_path / "full"), tmp_path / "small", scheme=scheme, progress=False)
+    full, small = (dict(layer_of(tmp_path / name).named_parameters()) for name in ("full", "small"))
+    assert full.keys() == small.keys()
+    is_equal = [torch.equal(ours, small[name]) for name, ours in full.items()]
+    assert all(is_equal) == (scheme == "w8a8")
+    for name, ours in full.items():
+        torch.testing.assert_close(small[name], ours, rtol=0.08, atol=2e-3, msg=name)
 
 
 def without_layer(folder: Path) -> Path:

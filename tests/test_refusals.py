@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from whorl.cli import app
 
 REFUSED = {
-    "generate": "nothing to complete: give --prompt TEXT, --prompt-file FILE or --interactive",
+    "generate": "nothing to complete: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive",
     "generate --prompt x --tp-size 10 --device cpu": "query heads: 9 cannot be shared by 10 ranks: take 9 or fewer",
     "generate --prompt x --pld-k 4": "--pld-k needs --pld",
     "generate --prompt x --draft-k 4": "--draft-k needs --draft-model",
@@ -29,7 +29,7 @@ REFUSED = {
     "generate --prompt x --device npu": "device 'npu' was asked for; this machine has",
     "bench decode --classify --verify": "--classify and --verify: say one of them",
     "bench decode --random-config Qwen3-0.6B --classify": "--classify needs a MODEL that speaks",
-    "bench decode --random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, Qwen3-VL",
+    "bench decode --random-config no-such-shape": "not one of Qwen3-30B-A3B, Qwen3-0.6B, ",
     "bench decode --random-config Qwen3-0.6B some-model": "say one of them",
     "bench decode --peer vllm": "--peer vllm: expected transformers",
     "bench decode --batch x": "--batch x: expected numbers",

@@ -1,7 +1,5 @@
 """GeGLU: the gated activation of Gemma."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -10,12 +8,11 @@ from whorl.contracts import geglu_limit
 from . import _torch_npu
 from ._check import check_like
 from ._draw import Draw, Sizes
+from ._gelu import CUBE, SLOPE
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 from .swiglu import row_wise
 
-CUBE = 0.044715
-SLOPE = 2 * math.sqrt(2 / math.pi)  # 1 + tanh(z) is 2 sigmoid(2 z)
 _HOW = {"dim": -1, "approximate": 1, "activate_left": True}  # tanh, and the gate is the first half
 
 

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._gelu import CUBE, SLOPE
 from ._launch_triton import launched
 from ._rows import ceil_div, empty_like
-from .geglu import CUBE, SLOPE
 from .swiglu_triton import flat_rows
 
 BLOCK = 1024

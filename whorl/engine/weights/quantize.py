@@ -41,13 +41,12 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """model: of the checkpoint, on "meta", which knows its matrices. ignore: names, or "re:" and a pattern."""
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
-    further = [f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ())]  # that the model knows not
-    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *further, *ignore]
+    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
     shapes = _chosen(checkpoint, model, ignored)
     columns = {name: columns for name, (_, columns) in shapes.items()}
     rounding = formats.rounding_to(scheme, columns, getattr(model, "block_scales", None))
-    if rounding.takes_patterns:
-        left = ignored
+    if rounding.takes_patterns:  # layers that the model leaves aside stay as they are
+        left = [*ignored, *(f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ()))]
     else:
         shapes |= _further_layers(checkpoint, model, shapes, ignored)
         left = [name for name in _matrices(model) if _is_matched(name, ignore)]

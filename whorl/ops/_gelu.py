@@ -1,0 +1,6 @@
+"""The numbers of tanh's approximation of GELU, for the operator and its kernel."""
+
+import math
+
+CUBE = 0.044715
+SLOPE = 2 * math.sqrt(2 / math.pi)  # 1 + tanh(z) is 2 sigmoid(2 z)
