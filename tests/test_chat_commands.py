@@ -246,6 +246,7 @@ def test_a_paste_is_one_message_and_stays_in_the_history(tmp_path: Path) -> None
         session.until("> ")
         session.send(f"/save {tmp_path}/one.json\r")
         session.until("2 messages written")
+        session.until("> ")  # before it the terminal would take the end for itself
         session.send("\x04")
         assert session.process.wait(timeout=30) == 0
     finally:
@@ -263,6 +264,7 @@ def test_a_paste_is_one_message_and_stays_in_the_history(tmp_path: Path) -> None
         again.until("> ")
         again.send(f"/save {tmp_path}/two.json\r")
         again.until("2 messages written")
+        again.until("> ")  # before it the terminal would take the end for itself
         again.send("\x04")
         assert again.process.wait(timeout=30) == 0
     finally:

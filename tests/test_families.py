@@ -30,6 +30,7 @@ def on_a_rank(paths: dict[str, Path]) -> dict[str, Tensor]:
     return {name: Runner(model).run(LONG) for name, model in models.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Three key heads are shared unevenly."""
     wide = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 3}
