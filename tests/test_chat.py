@@ -5,15 +5,14 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from chat_session import Session
 from default_model import Scripted, mock_llm
 from default_model import tokenizer as smollm2
+from scripted_chat import GREEDY, Terminal, prompts, talk, turn
 from tokenizers import Tokenizer as Backend
 from typer.testing import CliRunner
 
@@ -25,37 +24,6 @@ from whorl.chat.terminal import Screen, describe
 from whorl.cli import app
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.tokenizer import Tokenizer
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def talk(llm: Any, *lines: str, out: io.StringIO | None = None, params: SamplingParams = GREEDY, **options: Any) -> str:
-    """What the screen shows after these lines."""
-    screen = Screen(out or io.StringIO())
-    told: Iterator[str] = iter(lines)
-
-    def read(prompt: str) -> str:
-        for line in told:
-            return line
-        raise EOFError
-
-    stream = options.pop("is_streaming", True)
-    assert Chat(Conversation(llm, **options), params, screen=screen, read=read, is_streaming=stream).run() == 0
-    return screen.out.getvalue()
-
-
-def prompts(llm: Any) -> list[str]:
-    return [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False) for seq in llm.asked]
-
-
-def turn(role: str, text: str) -> str:
-    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
-
 
 OPEN = "<|im_start|>assistant\n"
 SMOL = turn("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")

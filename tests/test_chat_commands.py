@@ -3,13 +3,12 @@
 import io
 import json
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chat_session import Session
 from default_model import Scripted, mock_llm
+from scripted_chat import GREEDY, Terminal, prompts, talk, turn
 
 from whorl.chat import set_command
 from whorl.chat.conversation import Conversation
@@ -17,37 +16,6 @@ from whorl.chat.keyboard import Keyboard, history_file
 from whorl.chat.loop import Chat
 from whorl.chat.terminal import Screen
 from whorl.engine.sequence import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def talk(llm: Any, *lines: str, out: io.StringIO | None = None, params: SamplingParams = GREEDY, **options: Any) -> str:
-    """What the screen shows after these lines."""
-    screen = Screen(out or io.StringIO())
-    told: Iterator[str] = iter(lines)
-
-    def read(prompt: str) -> str:
-        for line in told:
-            return line
-        raise EOFError
-
-    full = options.pop("when_full", "ask")
-    assert Chat(Conversation(llm, **options), params, screen=screen, read=read, when_full=full).run() == 0
-    return screen.out.getvalue()
-
-
-def prompts(llm: Any) -> list[str]:
-    return [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False) for seq in llm.asked]
-
-
-def turn(role: str, text: str) -> str:
-    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
-
 
 # ---- /regenerate
 
@@ -235,38 +203,31 @@ app()
 """
 
 
-def test_a_paste_is_one_message_and_stays_in_the_history(tmp_path: Path) -> None:
-    pasted = "def f():\n    return 1\n/not a command"
-    state = tmp_path / "state"
+def run_and_save(state: Path, typed: str, to: Path) -> str:
+    """Type this into a chat that has its history there, and save it. The first message that was saved."""
     session = Session("-c", SCRIPTED, state=state)
     try:
         session.until("> ")
-        session.send(f"\x1b[200~{pasted}\x1b[201~\r")
+        session.send(f"{typed}\r")
         session.until("First.")
         session.until("> ")
-        session.send(f"/save {tmp_path}/one.json\r")
+        session.send(f"/save {to}\r")
         session.until("2 messages written")
         session.until("> ")  # before it the terminal would take the end for itself
         session.send("\x04")
         assert session.process.wait(timeout=30) == 0
     finally:
         session.close()
-    assert json.loads((tmp_path / "one.json").read_text())[0]["content"] == pasted
+    content: str = json.loads(to.read_text())[0]["content"]
+    return content
+
+
+def test_a_paste_is_one_message_and_stays_in_the_history(tmp_path: Path) -> None:
+    pasted = "def f():\n    return 1\n/not a command"
+    state = tmp_path / "state"
+    assert run_and_save(state, f"\x1b[200~{pasted}\x1b[201~", tmp_path / "one.json") == pasted
     file = state / "chat_history"
     assert [json.loads(line) for line in file.read_text().splitlines()] == [pasted, f"/save {tmp_path}/one.json"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-    again = Session("-c", SCRIPTED, state=state)
-    try:
-        again.until("> ")
-        again.send("\x1b[A\x1b[A\r")  # two up: the paste, of the run before
-        again.until("First.")
-        again.until("> ")
-        again.send(f"/save {tmp_path}/two.json\r")
-        again.until("2 messages written")
-        again.until("> ")  # before it the terminal would take the end for itself
-        again.send("\x04")
-        assert again.process.wait(timeout=30) == 0
-    finally:
-        again.close()
-    assert json.loads((tmp_path / "two.json").read_text())[0]["content"] == pasted
+    two_up = "\x1b[A\x1b[A"  # the paste, of the run before
+    assert run_and_save(state, two_up, tmp_path / "two.json") == pasted
