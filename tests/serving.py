@@ -79,6 +79,8 @@ class Told:
         self.vocab_size = len(tokenizer) + 5  # padding, as real models have
         self.answers = {question: [*tokenizer.encode(text), tokenizer.eos_ids[0]] for question, text in answers.items()}
         self.failure: Exception | None = None
+        self.may_step = threading.Event()
+        self.may_step.set()
 
     def cache_specs(self) -> list[PagedKV]:
         return [PagedKV(num_kv_heads=1, head_dim=1, dtype=self.dtype)]
@@ -86,6 +88,7 @@ class Told:
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         if self.failure is not None:
             raise self.failure
+        self.may_step.wait(60)
         time.sleep(self.delay)
         cells = caches[0].k.view(-1)
         is_written = step.slots >= 0
