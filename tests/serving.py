@@ -28,7 +28,7 @@ from whorl.serve import openai
 from whorl.serve.connections import listen
 from whorl.serve.http_server import HttpServer
 from whorl.serve.openai import create_app
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 TESTS = Path(__file__).parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -168,7 +168,7 @@ class Served:
 @contextlib.contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
     processor, port = settings.pop("processor", None), settings.pop("port", 0)
-    chosen = Settings(**({"names": (MODEL,)} | settings))
+    chosen = ServerSettings(**({"names": (MODEL,)} | settings))
     with listening(llm, create_app(llm, chosen, processor), next(iter(chosen.keys), None), port=port) as served:
         yield served
 

@@ -69,12 +69,12 @@ def test_without_root_or_tools_a_link_is_refused_politely(monkeypatch: pytest.Mo
     with pytest.raises(
         ValueError, match=r"bench sp: --rate: network namespaces need root\. Without --rate the ranks talk"
     ):
-        sp.Settings(rate="1mbit")
+        sp.SpSettings(rate="1mbit")
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     assert network.refusal() == "ip and tc not found: install iproute2"
     monkeypatch.setattr(network.platform, "system", lambda: "Darwin")
     assert network.refusal() == "network namespaces are Linux's, this is Darwin"
-    sp.Settings()  # loopback needs nothing
+    sp.SpSettings()  # loopback needs nothing
 
 
 def test_a_kernel_that_cannot_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_shown(tmp_path: Path) -> None:
     assert "SP + int8" in (tmp_path / "plot.svg").read_text() or (tmp_path / "plot.svg").stat().st_size > 1000
 
 
-def check_run(settings: sp.Settings) -> dict[str, Any]:
+def check_run(settings: sp.SpSettings) -> dict[str, Any]:
     found = sp.run(settings)
     assert sp.is_good(found), found
     rows = {row["name"]: row for row in found["rows"]}
@@ -206,7 +206,7 @@ def check_run(settings: sp.Settings) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_measured_on_loopback() -> None:
-    check_run(sp.Settings(tokens=129, hidden=256, layers=1, repeats=1, timeout=400))
+    check_run(sp.SpSettings(tokens=129, hidden=256, layers=1, repeats=1, timeout=400))
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_measured_in_namespaces() -> None:
     if (reason := network.refusal()) is not None:
         pytest.skip(reason)  # namespaces of the network are for root, on Linux
     try:
-        rows = check_run(sp.Settings(tokens=128, hidden=256, layers=1, repeats=1, rate="20mbit", timeout=400))
+        rows = check_run(sp.SpSettings(tokens=128, hidden=256, layers=1, repeats=1, rate="20mbit", timeout=400))
     except ValueError as refused:
         if "this kernel does not take" not in str(refused):
             raise

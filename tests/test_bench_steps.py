@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from whorl.bench import decode, decode_command, decode_profile, first_steps, step_trace
-from whorl.bench.decode import Settings
+from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.decode_profile import marked, part_bytes
 from whorl.bench.step_trace import Kernel, as_launched, kernels, segments
@@ -47,9 +47,9 @@ def test_rows_of_every_context(shape: str) -> None:
     assert "keys" in run(*arguments).stdout
 
 
-def settings(shape: str, **changes: Any) -> Settings:
+def settings(shape: str, **changes: Any) -> DecodeSettings:
     given = {"num_tokens": 4, "batch": "2", "engine": EngineSettings(device="cpu")}
-    return Settings.resolve(random_config=shape, **(given | changes))
+    return DecodeSettings.resolve(random_config=shape, **(given | changes))
 
 
 def test_a_filled_cache_computes_no_prompt(shape: str) -> None:

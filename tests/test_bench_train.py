@@ -19,7 +19,7 @@ cpu.install()
 from whorl.bench import train, train_curve, train_model, train_report  # noqa: E402  # after the device is chosen
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
-from whorl.plan.layout import Layout, Settings  # noqa: E402
+from whorl.plan.layout import Parallelism, PlanSettings  # noqa: E402
 from whorl.plan.memory import GB, memory_of  # noqa: E402
 from whorl.plan.model_shape import DEEPSEEK_V32  # noqa: E402
 from whorl.titan.converters.table import CONVERTERS  # noqa: E402
@@ -81,7 +81,7 @@ def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pyt
         return ours(asked, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.Settings.resolve(device="cpu", rows="fused", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(device="cpu", rows="fused", layers="2", seq="16", steps=1, warmup=1)
     first, second = train.run(settings)["rows"]
     assert first["note"] == "out of memory"
     assert second["switches"] == ["checkpoint", "dsa"]
@@ -95,7 +95,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
         return ours(asked, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.Settings.resolve(device="cpu", rows="kernels,fused", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(device="cpu", rows="kernels,fused", layers="2", seq="16", steps=1, warmup=1)
     document = train.run(settings)
     assert document["rows"][0]["note"] == "did not run: RuntimeError: no such kernel"
     assert document["rows"][1]["tok_s"] > 0
@@ -109,7 +109,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(CONVERTERS["whorl_gmm"], "_compare", refuse)
     monkeypatch.setattr(train_model, "verdicts", found := dict[str, str]())
     monkeypatch.setattr(train, "verdicts", found)
-    settings = train.Settings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
     document = train.run(settings)
     assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
     text = train_report.render(document)
@@ -119,7 +119,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_begins_after_the_time_limit() -> None:
-    settings = train.Settings.resolve(device="cpu", rows="small,fused", layers="2", seq="16", time_limit=0)
+    settings = train.TrainSettings.resolve(device="cpu", rows="small,fused", layers="2", seq="16", time_limit=0)
     assert [row["note"] for row in train.run(settings)["rows"]] == ["left out: 0 s are over"] * 2
 
 
@@ -168,8 +168,8 @@ def test_prediction_is_the_planners() -> None:
     """Which tests/test_train_plan.py holds to what was measured."""
     args = Shape(layers=8, seq=32768, tiny=False, device="cuda").args()
     trim = dataclasses.replace(DEEPSEEK_V32, layers=8, experts=8, chosen=2, dense=frozenset({0}))
-    settings = Settings(seq=32768, batch=1, weight=2, gradient=2, moment=2, chunk=512)
-    planned = memory_of(trim, Layout(pp=1, tp=1, cp=1, dp=1, ep=1, swap=True), settings)
+    settings = PlanSettings(seq=32768, batch=1, weight=2, gradient=2, moment=2, chunk=512)
+    planned = memory_of(trim, Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap=True), settings)
     found = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), 2)
     assert found == pytest.approx(planned.allocated * GB)
     for row in ("dsa+checkpoint", "dsa+swap", "checkpoint+swap"):  # each of them less by one
@@ -190,7 +190,7 @@ def test_shapes_are_the_planners() -> None:
 
 
 def test_rate_rises_and_falls() -> None:
-    settings = train_curve.Settings(device="cpu", switches=frozenset(), before=100, steps=200, lr=1.0, warmup=20)
+    settings = train_curve.CurveSettings(device="cpu", switches=frozenset(), before=100, steps=200, lr=1.0, warmup=20)
     assert [settings.rate(step) for step in (1, 20, 150)] == pytest.approx([0.05, 1, 1])
     assert settings.rate(225) == pytest.approx(0.55)
     assert settings.rate(300) == pytest.approx(0.1)
@@ -198,7 +198,7 @@ def test_rate_rises_and_falls() -> None:
 
 def test_curve_learns_and_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    settings = train_curve.Settings(
+    settings = train_curve.CurveSettings(
         device="cpu", switches=frozenset({"dsa"}), flavour="tiny", seq=32, batch=2, before=4, steps=8, warmup=2
     )
     document = train_curve.run(settings)

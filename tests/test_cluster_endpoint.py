@@ -16,7 +16,7 @@ from whorl.cluster.replica import Replica, settings_of_replicas
 from whorl.cluster.routing import Routing
 from whorl.serve.key_limits import ApiKey
 from whorl.serve.openai import create_app
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null}]}\n\n'
@@ -65,7 +65,7 @@ class Scripted:
 def endpoint(*scripts: Sequence[Message | Exception], **settings: Any) -> tuple[Endpoint, Scripted]:
     routing = Routing()
     replicas = Scripted(routing, *scripts)
-    return Endpoint(replicas, Settings(**settings), routing), replicas
+    return Endpoint(replicas, ServerSettings(**settings), routing), replicas
 
 
 def talk(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -290,7 +290,7 @@ class Direct:
 
 def test_a_replica_answers_as_a_server_does() -> None:
     keys = (ApiKey(key="secret", name="alice", requests_per_minute=1), ApiKey(key="other", name="bob"))
-    settings = Settings(names=("told",), more_keys=keys, origins=("http://page.example",))
+    settings = ServerSettings(names=("told",), more_keys=keys, origins=("http://page.example",))
     inner = settings_of_replicas(settings)
     assert inner.keys == settings.keys
     assert inner.more_keys[0].requests_per_minute is None, "limits are the endpoint's"
@@ -325,7 +325,7 @@ def test_a_replica_answers_as_a_server_does() -> None:
 
 def test_a_request_that_is_closed_leaves_nothing_behind() -> None:
     llm = told(delay=0.01)
-    replica = Replica(lambda: create_app(llm, Settings(names=("told",))))
+    replica = Replica(lambda: create_app(llm, ServerSettings(names=("told",))))
 
     async def run() -> None:
         answer = replica.answer(asked_for(prompt="abc", stream=True, max_tokens=500, ignore_eos=True))
@@ -349,7 +349,7 @@ def test_a_replica_whose_engine_failed_ends(monkeypatch: pytest.MonkeyPatch) -> 
     llm = told()
     model: Any = llm.model
     model.failure = RuntimeError("out of memory")
-    replica = Replica(lambda: create_app(llm, Settings(names=("told",))))
+    replica = Replica(lambda: create_app(llm, ServerSettings(names=("told",))))
 
     async def run() -> None:
         await replica.check_health()

@@ -20,7 +20,7 @@ from whorl.cluster.prompt_blocks import BLOCK, MOST_BLOCKS, prompt_blocks
 from whorl.cluster.ray_cluster import actor_options, deployment_options
 from whorl.cluster.routing import Routing
 from whorl.engine.settings import EngineSettings
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -272,7 +272,7 @@ def test_what_a_replica_takes_of_a_node() -> None:
 
 
 def test_how_many_replicas() -> None:
-    engine, settings = EngineSettings(max_num_seqs=8), Settings(timeout=30)
+    engine, settings = EngineSettings(max_num_seqs=8), ServerSettings(timeout=30)
     fixed = deployment_options(engine, ClusterOptions(on="ray", replicas=3), settings)
     assert fixed["num_replicas"] == 3
     assert fixed["graceful_shutdown_timeout_s"] == 30, "one that is replaced finishes what it has"

@@ -18,7 +18,7 @@ from whorl import nn
 from whorl.engine.launch import RankError
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
-from whorl.engine.sequence_parallel import PromptForward, Settings, for_ranks
+from whorl.engine.sequence_parallel import PromptForward, SPSettings, for_ranks
 from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -121,7 +121,7 @@ def proposers(path: Path, dtype: torch.dtype) -> list[Any]:
 
 def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     model = share(path, dtype)
-    prompts = Counted(PromptForward(model, "cpu", Settings(mode="on")))
+    prompts = Counted(PromptForward(model, "cpu", SPSettings(mode="on")))
     off = serve(model, None, chunk=CHUNK, together=False)
     for proposer in proposers(path, dtype):
         on = serve(model, prompts, chunk=CHUNK, proposer=proposer)
@@ -141,7 +141,7 @@ def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
 
 def rounded(path: Path) -> dict[str, Any]:
     model = share(path, torch.float32)
-    prompts = Counted(PromptForward(model, "cpu", Settings(mode="on", quantize="int8")))
+    prompts = Counted(PromptForward(model, "cpu", SPSettings(mode="on", quantize="int8")))
     off = serve(model, None, chunk=64, together=False)
     alone = serve(model, prompts, chunk=64, together=False)
     check_equal(serve(model, prompts, chunk=CHUNK), alone)
@@ -161,7 +161,7 @@ def fused(path: Path) -> dict[str, Any]:
     model = share(path, torch.float32)
     settings = for_ranks(EngineSettings(sp="on", sp_min_tokens=5, sp_fuse=True), 2, device="cpu")
     assert settings is not None
-    prompts = Counted(PromptForward(model, "cpu", Settings(**settings)))
+    prompts = Counted(PromptForward(model, "cpu", SPSettings(**settings)))
     off = serve(model, None, chunk=CHUNK, together=False)
     check_equal(serve(model, prompts, chunk=CHUNK), off)
     report = prompts.prompts.report
@@ -173,13 +173,13 @@ def two_models(path: Path) -> list[str]:
     from torch._dynamo import config
 
     with config.patch(recompile_limit=1):
-        prompts = [PromptForward(share(path, torch.float32), "cpu", Settings(mode="on")) for _ in range(2)]
+        prompts = [PromptForward(share(path, torch.float32), "cpu", SPSettings(mode="on")) for _ in range(2)]
     return [each._compiled.last_run for each in prompts]
 
 
 def automatic(path: Path) -> tuple[Any, list[bool]]:
     """Where it begins, and what becomes of prompts around there."""
-    prompts = PromptForward(share(path, torch.float32), "cpu", Settings(mode="auto"))
+    prompts = PromptForward(share(path, torch.float32), "cpu", SPSettings(mode="auto"))
     start = prompts.report.min_tokens
     sizes = [1 << 20] if start == "never" else [max(int(start) - 1, 0), int(start)]
     return start, [prompts.takes(cast("nn.Step", Prompt(size))) for size in sizes]
@@ -248,15 +248,15 @@ def test_fused_products_from_so_many_tokens_on(checkpoints: dict[str, Path]) -> 
 
 SP = '{"pass_config": {"enable_sp": true%s}}'
 COMPILED = {
-    SP % ', "sp_min_token_num": 512': Settings(mode="on", min_tokens=512),
-    SP % ', "sp_min_token_num": 9999': Settings(mode="on", min_tokens=2048),
-    SP % ', "fuse_gemm_comms": true, "sp_min_token_num": 8': Settings(mode="on", min_tokens=8, fuse=True),
-    '{"pass_config": {"enable_async_tp": true, "sp_min_token_num": 8}}': Settings(mode="on", min_tokens=8, fuse=True),
+    SP % ', "sp_min_token_num": 512': SPSettings(mode="on", min_tokens=512),
+    SP % ', "sp_min_token_num": 9999': SPSettings(mode="on", min_tokens=2048),
+    SP % ', "fuse_gemm_comms": true, "sp_min_token_num": 8': SPSettings(mode="on", min_tokens=8, fuse=True),
+    '{"pass_config": {"enable_async_tp": true, "sp_min_token_num": 8}}': SPSettings(mode="on", min_tokens=8, fuse=True),
 }
 
 
 @pytest.mark.parametrize(("text", "expected"), COMPILED.items())
-def test_a_compilation_config_is_what_it_comes_to(text: str, expected: Settings) -> None:
+def test_a_compilation_config_is_what_it_comes_to(text: str, expected: SPSettings) -> None:
     asked = EngineSettings(compilation_config=text)
     assert for_ranks(asked, 2, device="cpu") == asdict(expected)
     with pytest.raises(ValueError, match="sp is on, and there is one rank"):
@@ -267,7 +267,7 @@ def test_a_compilation_config_knows_devices_and_experts(checkpoints: dict[str, P
     asked = EngineSettings(compilation_config=SP % "")
     for name, least in {"llama": 1000, "qwen3_moe": 1}.items():
         model = load_model(checkpoints[name], device="cpu", progress=False)
-        assert for_ranks(asked, 2, device="npu", model=model) == asdict(Settings(mode="on", min_tokens=least))
+        assert for_ranks(asked, 2, device="npu", model=model) == asdict(SPSettings(mode="on", min_tokens=least))
     with pytest.warns(RuntimeWarning, match="cpu has no default: enable_sp becomes False"):
         assert for_ranks(asked, 2, device="cpu") is None
     off = EngineSettings(compilation_config='{"pass_config": {"enable_sp": false}}')
@@ -337,7 +337,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             LLM(model=model, device="cpu", **dict(wrong))
     with pytest.raises(ValueError, match="MockModel has no `hidden`"):
-        PromptForward(model, "cpu", Settings(mode="on"))
+        PromptForward(model, "cpu", SPSettings(mode="on"))
 
 
 @pytest.mark.slow

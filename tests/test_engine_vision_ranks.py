@@ -12,7 +12,7 @@ from test_engine_vision import EXPANDED, run
 
 from whorl import nn
 from whorl.engine.llm import LLM
-from whorl.engine.sequence_parallel import PromptForward, Settings
+from whorl.engine.sequence_parallel import PromptForward, SPSettings
 from whorl.engine.weights import load_model
 from whorl.models.qwen3_vl import Qwen3VL
 
@@ -59,7 +59,7 @@ def serve(model: Any, prompts: Any, **options: Any) -> tuple[list[list[int]], li
 def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     mine = nn.Ranks(rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size())
     model = load_model(path, device="cpu", dtype=dtype, tp=mine, progress=False)
-    prompts = Counted(PromptForward(model, "cpu", Settings(mode="on")))
+    prompts = Counted(PromptForward(model, "cpu", SPSettings(mode="on")))
     off = serve(model, None, use_prefix_cache=False, max_prompt_tokens=2048)
     for chunk in (7, 64):
         on = serve(model, prompts, max_prompt_tokens=chunk)

@@ -34,7 +34,7 @@ class Made:
     def __init__(self) -> None:
         self.path: Any = None
         self.settings = EngineSettings()
-        self.served: list[openai.Settings] = []
+        self.served: list[openai.ServerSettings] = []
 
     def answer(self, path: str | None, settings: EngineSettings, **options: Any) -> Any:
         self.path, self.settings, self.options = path, settings, options

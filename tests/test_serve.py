@@ -17,7 +17,7 @@ from whorl.serve import openai
 from whorl.serve.grammar import Grammars
 from whorl.serve.prepare import Preparer
 from whorl.serve.schemas import ChatRequest
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 from whorl.serve.worker_pool import WorkerPool
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -463,7 +463,7 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("bad", [{"names": ()}, {"api_key": " "}, {"timeout": 0}, {"max_queue": -1}])
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="serve: "):
-        Settings(**bad)
+        ServerSettings(**bad)
 
 
 def test_what_clients_add_to_messages_is_left_out(served: Served) -> None:

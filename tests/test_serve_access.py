@@ -18,7 +18,7 @@ from whorl.serve.gate import ApiError, Gate
 from whorl.serve.key_limits import ApiKey, KeyUse, read_keys
 from whorl.serve.request_log import Numbered
 from whorl.serve.running import Running
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
@@ -75,7 +75,7 @@ def test_pages_that_are_allowed() -> None:
 @pytest.mark.parametrize("origin", ["http://page:3000/", "page:3000", "http://page/x", "HTTP://Page", "", "localhost"])
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match="expected one such as http://localhost:3000"):
-        Settings(origins=(origin,))
+        ServerSettings(origins=(origin,))
 
 
 def test_a_page_elsewhere_makes_the_server_do_nothing() -> None:
@@ -141,7 +141,7 @@ def test_what_is_wrong_with_a_file_of_keys(tmp_path: Path, text: str, says: str)
 
 def test_a_key_is_given_once() -> None:
     with pytest.raises(ValueError, match="given twice"):
-        Settings(api_key="k", more_keys=(ApiKey(key="k", name="k"),))
+        ServerSettings(api_key="k", more_keys=(ApiKey(key="k", name="k"),))
 
 
 class Clock:

@@ -15,7 +15,7 @@ from seeing import Looking, looking, seeing, seeing_tokenizer
 from serving import TEMPLATE, Served, serving, told
 
 from whorl.media import Limits, Processor
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 TEXT = {"type": "text", "text": "\nwhat is it"}
@@ -326,7 +326,7 @@ def test_many_at_once(served: Served) -> None:
 
 def test_settings() -> None:
     with pytest.raises(ValueError, match="max_media_body is 0"):
-        Settings(max_media_body=0)
+        ServerSettings(max_media_body=0)
     processor = Processor(OPTIONS, num_processes=1)
     with (
         pytest.raises(ValueError, match="is no name of a host"),

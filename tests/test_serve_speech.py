@@ -15,7 +15,7 @@ from whorl.engine.call_forms import FORMS
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve.openai import prepare
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 D = "\uff5cDSML\uff5c"
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
@@ -264,7 +264,7 @@ def test_a_template_of_ones_own_and_thinking_as_content() -> None:
 )
 def test_parsers_that_there_are_not(options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Settings(**options)
+        ServerSettings(**options)
 
 
 def test_a_template_file_that_cannot_be_used(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import shared
-from titan_layouts import BATCH, LENGTH, TIMEOUT, TOLERANCE, Layout, batch, build, fuse, job
+from titan_layouts import BATCH, LENGTH, TIMEOUT, TOLERANCE, Degrees, batch, build, fuse, job
 from torch import Tensor, nn
 
 COPIES = ("clone", "copy", "contiguous", "_to_copy")
@@ -17,7 +17,7 @@ def _model(path: str, converters: tuple[str, ...] = ()) -> nn.Module:
     from whorl.titan.cpu import install
 
     install()
-    config = job(Layout())
+    config = job(Degrees())
     model = build(config)
     fuse(model, path)
     if converters:

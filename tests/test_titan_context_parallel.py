@@ -3,40 +3,40 @@
 import pytest
 import torch
 from ranks import shared
-from titan_layouts import LENGTH, TIMEOUT, Layout, build, cases, check, collectives, dims, job
+from titan_layouts import LENGTH, TIMEOUT, Degrees, build, cases, check, collectives, dims, job
 from torch import Tensor, nn
 
 FOUR_RANKS = {
-    "cp": Layout(cp=4),
-    "cp x fsdp": Layout(cp=2),
-    "cp x fsdp, in order": Layout(cp=2, balancer=None),
-    "cp x tp": Layout(cp=2, tp=2),
-    "cp x tp x ep": Layout(cp=2, tp=2, ep=4),
-    "cp x tp x ep, over context": Layout(cp=2, tp=2, ep=2),
-    "cp x tp x ep, fused": Layout(cp=2, tp=2, ep=4, core="absorbed"),
-    "cp x ep x etp": Layout(cp=2, tp=2, ep=2, etp=2),
+    "cp": Degrees(cp=4),
+    "cp x fsdp": Degrees(cp=2),
+    "cp x fsdp, in order": Degrees(cp=2, balancer=None),
+    "cp x tp": Degrees(cp=2, tp=2),
+    "cp x tp x ep": Degrees(cp=2, tp=2, ep=4),
+    "cp x tp x ep, over context": Degrees(cp=2, tp=2, ep=2),
+    "cp x tp x ep, fused": Degrees(cp=2, tp=2, ep=4, core="absorbed"),
+    "cp x ep x etp": Degrees(cp=2, tp=2, ep=2, etp=2),
 }
 TWO_RANKS = {
-    "in order": Layout(cp=2, balancer=None),
-    "absorbed": Layout(cp=2, core="absorbed"),
+    "in order": Degrees(cp=2, balancer=None),
+    "absorbed": Degrees(cp=2, core="absorbed"),
 }
 MORE_ON_TWO_RANKS = {
-    "masked": Layout(cp=2, core="masked"),
-    "absorbed, warm-up": Layout(cp=2, core="absorbed", stage="warmup"),
-    "checkpointing": Layout(cp=2, checkpointing="full"),
-    "accumulating": Layout(cp=2, micro_batches=2),
+    "masked": Degrees(cp=2, core="masked"),
+    "absorbed, warm-up": Degrees(cp=2, core="absorbed", stage="warmup"),
+    "checkpointing": Degrees(cp=2, checkpointing="full"),
+    "accumulating": Degrees(cp=2, micro_batches=2),
 }
 SLOW = (*cases(2, MORE_ON_TWO_RANKS, pytest.mark.slow), *cases(4, FOUR_RANKS, pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [*cases(2, TWO_RANKS), *SLOW])
-def test_as_one_rank(ranks: int, layout: Layout) -> None:
+def test_as_one_rank(ranks: int, layout: Degrees) -> None:
     check(ranks, layout)
 
 
 def test_heads_and_context() -> None:
     """The fused core under tensor parallelism: its target is added up in backward."""
-    check(2, Layout(tp=2, core="absorbed"))
+    check(2, Degrees(tp=2, core="absorbed"))
 
 
 # ---- the base class
@@ -132,7 +132,7 @@ def _layer_counts() -> dict[str, dict[str, int]]:
     install()
     from whorl.titan.deepseek_v32.infra.context_parallel import ContextParallelDSA
 
-    layout = Layout(cp=2)
+    layout = Degrees(cp=2)
     model = build(job(layout))
     attention = model.layers["1"].attention
     mesh = dims(layout).get_mesh("cp")
@@ -155,8 +155,8 @@ def _without_positions() -> str:
     install()
     from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
-    config = job(Layout(cp=2))
-    model = parallelize_deepseek_v32(build(config), dims(Layout(cp=2)), config)
+    config = job(Degrees(cp=2))
+    model = parallelize_deepseek_v32(build(config), dims(Degrees(cp=2)), config)
     with pytest.raises(ValueError, match="called without positions") as caught:
         model(torch.zeros(1, LENGTH // 2, dtype=torch.long))
     return str(caught.value)

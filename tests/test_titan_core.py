@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from whorl.device import BACKENDS
 from whorl.ops import OPS
 from whorl.titan.deepseek_v32 import fused, warmup
-from whorl.titan.deepseek_v32.core import Core, Settings, SmallOps, attach_loss, new_log, pop_log
+from whorl.titan.deepseek_v32.core import AttentionSettings, Core, SmallOps, attach_loss, new_log, pop_log
 from whorl.titan.deepseek_v32.fused import FusedDSA
 
 T, H, TOP = 24, 4, 7
-SETTINGS = Settings(scale=0.3, topk=TOP, nope=16, value=12, coefficient=0.5, global_tokens=100, stage="sparse")
+SETTINGS = AttentionSettings(scale=0.3, topk=TOP, nope=16, value=12, coefficient=0.5, global_tokens=100, stage="sparse")
 HEAD_TAIL = [0, 1, 2, 3, 4, 19, 20, 21, 22, 23]  # the first of two context-parallel ranks might hold these
 
 

@@ -15,7 +15,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter, TokenReorderer
 
 from whorl.titan.deepseek_v32.args import FLAVOURS
-from whorl.titan.deepseek_v32.core import Core, Settings, pop_log
+from whorl.titan.deepseek_v32.core import AttentionSettings, Core, pop_log
 from whorl.titan.deepseek_v32.loss import build_loss, chunked_cross_entropy
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.deepseek_v32.moe import Reorderer, Router
@@ -299,8 +299,8 @@ def test_update_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Whorl(stage="warmup", indexer_loss_coeff=0.25, attention="absorbed", bootstrap_indexer=True)
     args.update_from_config(SimpleNamespace(**more, whorl=ours))
     assert args.global_tokens == 64 * 32
-    assert Settings.of(args) == dataclasses.replace(
-        Settings.of(tiny()), stage="warmup", coefficient=0.25, path="absorbed", global_tokens=64 * 32
+    assert AttentionSettings.of(args) == dataclasses.replace(
+        AttentionSettings.of(tiny()), stage="warmup", coefficient=0.25, path="absorbed", global_tokens=64 * 32
     )
     assert args.bootstrap_indexer
 

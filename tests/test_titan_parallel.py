@@ -11,7 +11,7 @@ from titan_layouts import (
     LENGTH,
     TIMEOUT,
     TOLERANCE,
-    Layout,
+    Degrees,
     Result,
     batch,
     build,
@@ -27,59 +27,59 @@ from titan_layouts import (
 from torch import Tensor
 
 CONVERTERS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
-ALONE = {"fsdp": Layout(), "tp": Layout(tp=2), "ep": Layout(ep=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}
+ALONE = {"fsdp": Degrees(), "tp": Degrees(tp=2), "ep": Degrees(ep=2), "pp": Degrees(pp=2), "cp": Degrees(cp=2)}
 TWO_RANKS = {
-    "fsdp, accumulating": Layout(micro_batches=2),
-    "tp, warm-up": Layout(tp=2, stage="warmup"),
-    "tp x ep": Layout(tp=2, ep=2),
-    "tp x ep, every converter": Layout(tp=2, ep=2, converters=CONVERTERS),
-    "ep, selective checkpointing": Layout(ep=2, checkpointing="selective"),
-    "pp, selective checkpointing": Layout(pp=2, checkpointing="selective"),
-    "pp, interleaved": Layout(pp=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
-    "pp, DualPipeV": Layout(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
+    "fsdp, accumulating": Degrees(micro_batches=2),
+    "tp, warm-up": Degrees(tp=2, stage="warmup"),
+    "tp x ep": Degrees(tp=2, ep=2),
+    "tp x ep, every converter": Degrees(tp=2, ep=2, converters=CONVERTERS),
+    "ep, selective checkpointing": Degrees(ep=2, checkpointing="selective"),
+    "pp, selective checkpointing": Degrees(pp=2, checkpointing="selective"),
+    "pp, interleaved": Degrees(pp=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
+    "pp, DualPipeV": Degrees(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
 }
 SPLIT = TWO_RANKS["pp, DualPipeV"]
 MORE_ON_TWO_RANKS = {
-    "fsdp, predicting further": Layout(model=(("n_mtp_layers", 1),)),
-    "fsdp, every converter, selective checkpointing": Layout(converters=CONVERTERS, checkpointing="selective"),
-    "fsdp, warm-up": Layout(stage="warmup"),
-    "tp, whole logits, checkpointing": Layout(tp=2, loss_parallel=False, checkpointing="full"),
-    "tp, selective checkpointing": Layout(tp=2, checkpointing="selective"),
-    "tp x ep, warm-up": Layout(tp=2, ep=2, stage="warmup"),
-    "ep, predicting further": Layout(ep=2, model=(("n_mtp_layers", 1),)),
-    "pp, warm-up": Layout(pp=2, stage="warmup"),
-    "pp, checkpointing": Layout(pp=2, checkpointing="full"),
-    "pp, zero bubble": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),)),
-    "pp, zero bubble, every converter": Layout(
+    "fsdp, predicting further": Degrees(model=(("n_mtp_layers", 1),)),
+    "fsdp, every converter, selective checkpointing": Degrees(converters=CONVERTERS, checkpointing="selective"),
+    "fsdp, warm-up": Degrees(stage="warmup"),
+    "tp, whole logits, checkpointing": Degrees(tp=2, loss_parallel=False, checkpointing="full"),
+    "tp, selective checkpointing": Degrees(tp=2, checkpointing="selective"),
+    "tp x ep, warm-up": Degrees(tp=2, ep=2, stage="warmup"),
+    "ep, predicting further": Degrees(ep=2, model=(("n_mtp_layers", 1),)),
+    "pp, warm-up": Degrees(pp=2, stage="warmup"),
+    "pp, checkpointing": Degrees(pp=2, checkpointing="full"),
+    "pp, zero bubble": Degrees(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),)),
+    "pp, zero bubble, every converter": Degrees(
         pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 4),), converters=CONVERTERS
     ),
-    "pp, zero bubble, warm-up": Layout(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 6),), stage="warmup"),
-    "pp, zero bubble, interleaved": Layout(pp=2, schedule="InterleavedZeroBubble", model=(("n_layers", 4),)),
-    "cp, warm-up": Layout(cp=2, stage="warmup"),
+    "pp, zero bubble, warm-up": Degrees(pp=2, schedule="ZBVZeroBubble", model=(("n_layers", 6),), stage="warmup"),
+    "pp, zero bubble, interleaved": Degrees(pp=2, schedule="InterleavedZeroBubble", model=(("n_layers", 4),)),
+    "cp, warm-up": Degrees(cp=2, stage="warmup"),
 }
 FOUR_RANKS = {
-    "fsdp": Layout(),
-    "hsdp": Layout(replicate=2),
-    "fsdp x tp": Layout(tp=2),
-    "fsdp x ep": Layout(ep=2),
-    "ep": Layout(ep=4),
-    "hsdp x ep": Layout(ep=2, replicate=2),
-    "fsdp x tp x ep": Layout(tp=2, ep=4),
-    "fsdp x tp x ep, over data": Layout(tp=2, ep=2),
-    "fsdp x tp x ep x etp": Layout(tp=2, ep=2, etp=2),
-    "pp x fsdp": Layout(pp=2),
-    "pp x tp": Layout(pp=2, tp=2),
-    "pp x tp x ep": Layout(pp=2, tp=2, ep=2),
-    "pp x ep": Layout(pp=2, ep=2),
-    "pp x fsdp, DualPipeV": Layout(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
-    "pp x ep, interleaved": Layout(pp=2, ep=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
-    "pp x cp": Layout(pp=2, cp=2),
+    "fsdp": Degrees(),
+    "hsdp": Degrees(replicate=2),
+    "fsdp x tp": Degrees(tp=2),
+    "fsdp x ep": Degrees(ep=2),
+    "ep": Degrees(ep=4),
+    "hsdp x ep": Degrees(ep=2, replicate=2),
+    "fsdp x tp x ep": Degrees(tp=2, ep=4),
+    "fsdp x tp x ep, over data": Degrees(tp=2, ep=2),
+    "fsdp x tp x ep x etp": Degrees(tp=2, ep=2, etp=2),
+    "pp x fsdp": Degrees(pp=2),
+    "pp x tp": Degrees(pp=2, tp=2),
+    "pp x tp x ep": Degrees(pp=2, tp=2, ep=2),
+    "pp x ep": Degrees(pp=2, ep=2),
+    "pp x fsdp, DualPipeV": Degrees(pp=2, schedule="DualPipeV", model=(("n_layers", 4),)),
+    "pp x ep, interleaved": Degrees(pp=2, ep=2, schedule="Interleaved1F1B", model=(("n_layers", 4),)),
+    "pp x cp": Degrees(pp=2, cp=2),
 }
 SLOW = (*cases(2, MORE_ON_TWO_RANKS, pytest.mark.slow), *cases(4, FOUR_RANKS, pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [*cases(2, ALONE | TWO_RANKS), *SLOW])
-def test_as_one_rank(ranks: int, layout: Layout) -> None:
+def test_as_one_rank(ranks: int, layout: Degrees) -> None:
     check(ranks, layout)
 
 
@@ -138,7 +138,7 @@ def _train(trainer_name: str, folder: str) -> Result:
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
     register()
-    config = job(Layout(pp=2))
+    config = job(Degrees(pp=2))
     model = build(config)
     spec = train_spec.get_train_spec("deepseek_v32")
     if "deepseek_v32_test" not in train_spec._extra_train_specs:
@@ -167,7 +167,7 @@ def _train(trainer_name: str, folder: str) -> Result:
 def _masked_alone() -> Result:
     from torchtitan.components.loss import cross_entropy_loss
 
-    model = build(job(Layout()))
+    model = build(job(Degrees()))
     ((inputs, labels),) = list(_Loader())
     num_labels = int((labels != -100).sum())
     (cross_entropy_loss(model(inputs["input"]), labels) / num_labels).backward()
@@ -237,7 +237,7 @@ def _block(layer: int, ep: int) -> dict[str, Any]:
     install()
     from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
-    layout = Layout(tp=2, ep=ep)
+    layout = Degrees(tp=2, ep=ep)
     config = job(layout)
     model = parallelize_deepseek_v32(build(config), dims(layout), config)
     block = model.layers[str(layer)]
@@ -289,8 +289,8 @@ def _trace(explicit: bool) -> list[tuple[str, float]]:
 
     from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
 
-    config = job(Layout())
-    model = parallelize_deepseek_v32(build(config), dims(Layout()), config)
+    config = job(Degrees())
+    model = parallelize_deepseek_v32(build(config), dims(Degrees()), config)
     if not explicit:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -332,7 +332,7 @@ def test_without_being_told_to_forward_asks_late() -> None:
 # ---- what does not fit
 
 
-def _refused(layout: Layout, length: int) -> str:
+def _refused(layout: Degrees, length: int) -> str:
     from whorl.titan.cpu import install
 
     install()
@@ -352,14 +352,14 @@ def _refused(layout: Layout, length: int) -> str:
 @pytest.mark.parametrize(
     ("layout", "length", "words"),
     [
-        (Layout(cp=2), 30, "training.seq_len is 30, expected a multiple of 4"),
-        (Layout(tp=2, model=(("n_heads", 3),)), LENGTH, "3 heads cannot be shared out over 2"),
-        (Layout(replicate=2), LENGTH, "data_parallel_replicate_degree is 2 without shards"),
-        (Layout(cp=2, balancer="ptrr"), LENGTH, "expected 'headtail'"),
+        (Degrees(cp=2), 30, "training.seq_len is 30, expected a multiple of 4"),
+        (Degrees(tp=2, model=(("n_heads", 3),)), LENGTH, "3 heads cannot be shared out over 2"),
+        (Degrees(replicate=2), LENGTH, "data_parallel_replicate_degree is 2 without shards"),
+        (Degrees(cp=2, balancer="ptrr"), LENGTH, "expected 'headtail'"),
         (dataclasses.replace(SPLIT, checkpointing="full"), LENGTH, "activation_checkpoint.mode is 'full'"),
         (dataclasses.replace(SPLIT, compiled=True), LENGTH, "DualPipeV, splits backward"),
         (dataclasses.replace(SPLIT, stage="warmup"), LENGTH, "a pipeline stage (norm, output"),
     ],
 )
-def test_what_does_not_fit_is_refused(layout: Layout, length: int, words: str) -> None:
+def test_what_does_not_fit_is_refused(layout: Degrees, length: int, words: str) -> None:
     assert words in shared(2).run(_refused, layout, length, timeout=TIMEOUT)[0]

@@ -9,7 +9,7 @@ import pytest
 import titan_bytes
 import titan_job
 
-from whorl.plan.layout import Layout, Settings, layouts, stages
+from whorl.plan.layout import Parallelism, PlanSettings, layouts, stages
 from whorl.plan.memory import GB, memory_of, stage_memory
 from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face
 
@@ -26,7 +26,7 @@ def shape(args: dict[str, Any]) -> ModelShape:
     return from_hugging_face(model.config.to_hf(), "")
 
 
-def flags(folder: Path, flavour: str, layout: Layout, seq: int, batch: int) -> list[str]:
+def flags(folder: Path, flavour: str, layout: Parallelism, seq: int, batch: int) -> list[str]:
     return [
         *("--job.dump_folder", str(folder), "--model.flavor", flavour, "--training.seq_len", str(seq)),
         *("--training.local_batch_size", str(batch // layout.dp)),
@@ -40,12 +40,12 @@ def flags(folder: Path, flavour: str, layout: Layout, seq: int, batch: int) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "cp", "dp", "ep"), [(2, 1, 4, 4), (1, 1, 8, 8), (4, 1, 4, 1), (2, 2, 2, 1)])
 def test_a_step_of_a_middle_sized_model(tp: int, cp: int, dp: int, ep: int, tmp_path: Path) -> None:
-    layout = Layout(pp=1, tp=tp, cp=cp, dp=dp, ep=ep, swap=False)
+    layout = Parallelism(pp=1, tp=tp, cp=cp, dp=dp, ep=ep, swap=False)
     ranks = str(layout.pp * layout.stage)
     # Several sequences for a rank: with one, the peak may come before all gradients are there.
     job = [ranks, *flags(tmp_path, "debug", layout, seq=64, batch=16)]
     found = titan_job.run(job, function=titan_bytes.of_a_step)[0].answer
-    predicted = memory_of(shape(found["args"]), layout, Settings(seq=64, batch=16))
+    predicted = memory_of(shape(found["args"]), layout, PlanSettings(seq=64, batch=16))
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(predicted, name) * GB == pytest.approx(found[name], rel=NORM), name
 
@@ -54,13 +54,13 @@ def test_a_step_of_a_middle_sized_model(tp: int, cp: int, dp: int, ep: int, tmp_
 @pytest.mark.parametrize(("pp", "tp", "ep"), [(2, 4, 64), (1, 8, 32), (4, 4, 64)])
 def test_weights_of_the_whole_model(pp: int, tp: int, ep: int, tmp_path: Path) -> None:
     """Of every pipeline stage."""
-    layout = Layout(pp=pp, tp=tp, cp=1, dp=16, ep=ep, swap=True)
+    layout = Parallelism(pp=pp, tp=tp, cp=1, dp=16, ep=ep, swap=True)
     batch = 8 * layout.dp
     job = flags(tmp_path, "671b", layout, seq=32768, batch=batch)
     ranks = layout.pp * layout.stage
     firsts = [str(stage * layout.stage) for stage in range(layout.pp)]
     answers = [titan_job.run([r, str(ranks), *job], function=titan_bytes.of_a_rank)[0].answer for r in firsts]
-    model, settings = shape(answers[0]["args"]), Settings(seq=32768, batch=batch)
+    model, settings = shape(answers[0]["args"]), PlanSettings(seq=32768, batch=batch)
     found = [answer["parameters"] for answer in answers]
     predicted = [stage_memory(model, layout, settings, stage).parameters * GB for stage in range(layout.pp)]
     assert predicted == pytest.approx(found, rel=NORM)
@@ -94,8 +94,8 @@ def _taken_by_torch(stages: int, microbatches: int) -> bool:
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_microbatches_are_enough_for_torchs_schedule(batch: int) -> None:
     ranks = 32
-    of_many = {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, Settings(seq=4096, batch=ranks * ranks))}
+    of_many = {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, PlanSettings(seq=4096, batch=ranks * ranks))}
     whole = {(pp, dp) for pp, dp in of_many if batch % dp == 0}
     taken = {(pp, dp) for pp, dp in whole if pp == 1 or _taken_by_torch(pp, batch // dp)}
-    assert {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, Settings(seq=4096, batch=batch))} == taken
+    assert {(a.pp, a.dp) for a in layouts(DEEPSEEK_V32, ranks, PlanSettings(seq=4096, batch=batch))} == taken
     assert (taken < whole) == (batch < ranks)

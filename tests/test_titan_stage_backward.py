@@ -9,7 +9,7 @@ import pytest
 import titan_job
 import torch
 from ranks import shared
-from titan_layouts import TIMEOUT, TOLERANCE, Layout, Result, batch, build, check, collect, dims, job, wanted
+from titan_layouts import TIMEOUT, TOLERANCE, Degrees, Result, batch, build, check, collect, dims, job, wanted
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,9 +22,9 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZe
 FOUR_LAYERS, SIX_LAYERS = (("n_layers", 4),), (("n_layers", 6),)
 CONVERTERS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
 # With parameters that are given back after forward, on four ranks, two of them for a stage.
-OTHERS: dict[str, Layout] = {}
+OTHERS: dict[str, Degrees] = {}
 for each in SCHEDULES[3:]:
-    base = Layout(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
+    base = Degrees(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
     OTHERS |= {
         f"{each}, cp": dataclasses.replace(base, cp=2),
         f"{each}, cp x ep": dataclasses.replace(base, cp=2, ep=2),
@@ -34,7 +34,7 @@ for each in SCHEDULES[3:]:
     if each != "DualPipeV":  # which wants four micro-batches at a time
         OTHERS[f"{each}, accumulating"] = dataclasses.replace(base, micro_batches=2)
 for each in ("1F1B", "Interleaved1F1B"):
-    base = Layout(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
+    base = Degrees(pp=2, schedule=each, reshard="always", model=FOUR_LAYERS)
     OTHERS |= {
         f"{each}, cp": dataclasses.replace(base, cp=2),
         f"{each}, accumulating": dataclasses.replace(base, micro_batches=2),
@@ -57,7 +57,7 @@ def _unreduced(parts: list[nn.Module]) -> bool:
     return any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in found)
 
 
-def _on_one(csv: str, layout: Layout) -> Result:
+def _on_one(csv: str, layout: Degrees) -> Result:
     """A pipeline whose stages are all on one rank, so that two ranks are enough for FSDP2 over them."""
     from whorl.titan.cpu import install
 
@@ -98,7 +98,7 @@ def _on_one(csv: str, layout: Layout) -> Result:
     return {**collect(parts), "whole": whole[-ORDER.count("F") :]}
 
 
-def _run(tmp_path: Path, order: str, layout: Layout) -> Result:
+def _run(tmp_path: Path, order: str, layout: Degrees) -> Result:
     csv = tmp_path / "order.csv"
     csv.write_text(order + "\n")
     return shared(2).run(_on_one, str(csv), layout, timeout=TIMEOUT)[0]
@@ -116,7 +116,7 @@ def _worst(got: Result, want: Result) -> tuple[float, str]:
 @pytest.mark.parametrize(("order", "ep"), [(ORDER, 1), (ORDER, 2), (WHOLE, 2)], ids=["parts", "parts, ep", "whole, ep"])
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_backward_with_others_between(reshard: str, order: str, ep: int, tmp_path: Path) -> None:
-    got = _run(tmp_path, order, Layout(reshard=reshard, ep=ep))
+    got = _run(tmp_path, order, Degrees(reshard=reshard, ep=ep))
     worst, name = _worst(got, wanted(2))
     assert worst < TOLERANCE, name
     assert any(got["whole"]) == (reshard == "never"), "a stage is gathered, and its gradients are, while it computes"
@@ -125,7 +125,7 @@ def test_backward_with_others_between(reshard: str, order: str, ep: int, tmp_pat
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_parts_are_added_up_in_fp32(reshard: str, tmp_path: Path) -> None:
     """As whole backwards are, when parameters and so their gradients are bfloat16."""
-    layout = Layout(reshard=reshard, dtype="bfloat16")
+    layout = Degrees(reshard=reshard, dtype="bfloat16")
     got, want = _run(tmp_path, ORDER, layout), _run(tmp_path, WHOLE, layout)
     worst, name = _worst(got, want)
     assert worst < TOLERANCE, name
@@ -136,7 +136,7 @@ def test_parts_are_added_up_in_fp32(reshard: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reshard", ["always", "never", "default"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_and_policy(schedule: str, reshard: str, ep: int) -> None:
-    check(4, Layout(pp=2, ep=ep, schedule=schedule, reshard=reshard, model=FOUR_LAYERS))
+    check(4, Degrees(pp=2, ep=ep, schedule=schedule, reshard=reshard, model=FOUR_LAYERS))
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def eight_ranks() -> Iterator[None]:
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "ep": 4}, {"replicate": 2}, {"cp": 2}], ids=str)
 def test_products_of_three(degrees: dict[str, Any]) -> None:
     """A pipeline, FSDP2, and others."""
-    check(8, Layout(pp=2, schedule="ZBVZeroBubble", reshard="always", model=FOUR_LAYERS, **degrees))
+    check(8, Degrees(pp=2, schedule="ZBVZeroBubble", reshard="always", model=FOUR_LAYERS, **degrees))
 
 
 @pytest.mark.slow

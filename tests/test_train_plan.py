@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from whorl.cli import app
 from whorl.plan.command import prepare
 from whorl.plan.hardware import A3, H200, Cluster
-from whorl.plan.layout import Layout, Settings, fullest, held, layouts, stage_weights, stages
+from whorl.plan.layout import Parallelism, PlanSettings, fullest, held, layouts, stage_weights, stages
 from whorl.plan.memory import GB, Part, masks, memory_of, peak
 from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
 from whorl.plan.options import PlanOptions
 from whorl.plan.search import Plan, make_plan
 from whorl.plan.speed import time_of
 
-PUBLISHED = Layout(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True)
+PUBLISHED = Parallelism(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True)
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
 
 
@@ -107,7 +107,7 @@ def test_the_efficiency_is_that_of_the_published_trims() -> None:
 
 def plan_of(cards: int, memory: float = 64, **settings: Any) -> Plan:
     cluster = Cluster(hardware=A3, cards=cards, dies=2, memory=memory)
-    return make_plan(DEEPSEEK_V32, cluster, Settings(seq=32768, batch=cluster.ranks, **settings))
+    return make_plan(DEEPSEEK_V32, cluster, PlanSettings(seq=32768, batch=cluster.ranks, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +175,12 @@ def test_context_parallel_ranks_take_two_pieces_of_a_sequence_each() -> None:
     """One from its beginning and one from its end, so that every rank has as many keys to see."""
     shape = from_hugging_face({"model_type": "llama", **TINY, "num_hidden_layers": 3, "num_key_value_heads": 4}, "tiny")
     for seq, widest in ((12, 2), (16, 4)):
-        found = {layout.cp for layout in layouts(shape, 4, Settings(seq=seq, batch=4)) if layout.tp == 1}
+        found = {layout.cp for layout in layouts(shape, 4, PlanSettings(seq=seq, batch=4)) if layout.tp == 1}
         assert max(found) == widest
 
 
-@pytest.mark.parametrize("layout", [PUBLISHED, Layout(pp=4, tp=2, cp=4, dp=4, ep=8, swap=False)])
-def test_all_ranks_together_hold_the_model_once(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [PUBLISHED, Parallelism(pp=4, tp=2, cp=4, dp=4, ep=8, swap=False)])
+def test_all_ranks_together_hold_the_model_once(layout: Parallelism) -> None:
     total = sum(
         held(stage_weights(DEEPSEEK_V32, layers), layout) * layout.stage for layers in stages(DEEPSEEK_V32, layout.pp)
     )
@@ -194,11 +194,11 @@ def test_stages_share_all_layers() -> None:
 
 
 def test_each_kind_of_parallelism_costs_and_saves_what_it_should() -> None:
-    settings = Settings(seq=32768, batch=256)  # several microbatches in every layout
+    settings = PlanSettings(seq=32768, batch=256)  # several microbatches in every layout
     cluster = Cluster(hardware=H200, cards=128, memory=141)
 
     def both(**changes: Any) -> tuple[Any, Any]:
-        layout = dataclasses.replace(Layout(pp=1, tp=1, cp=1, dp=128, ep=1, swap=False), **changes)
+        layout = dataclasses.replace(Parallelism(pp=1, tp=1, cp=1, dp=128, ep=1, swap=False), **changes)
         return memory_of(DEEPSEEK_V32, layout, settings), time_of(DEEPSEEK_V32, layout, cluster, settings)
 
     memory, time = both()
@@ -222,10 +222,10 @@ def test_each_kind_of_parallelism_costs_and_saves_what_it_should() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(pp=1, tp=4, cp=8, dp=4, ep=64, swap=False), dataclasses.replace(PUBLISHED, pp=1)]
+    "layout", [Parallelism(pp=1, tp=4, cp=8, dp=4, ep=64, swap=False), dataclasses.replace(PUBLISHED, pp=1)]
 )
-def test_all_ranks_together_do_the_work_once(layout: Layout) -> None:
-    settings = Settings(seq=32768, batch=layout.dp, imbalance=0)
+def test_all_ranks_together_do_the_work_once(layout: Parallelism) -> None:
+    settings = PlanSettings(seq=32768, batch=layout.dp, imbalance=0)
     cluster = Cluster(hardware=A3, cards=64, dies=2, memory=64)
     done = time_of(DEEPSEEK_V32, layout, cluster, settings).compute * A3.flops * A3.efficiency * layout.tp * layout.cp
     repeated = sum(DEEPSEEK_V32.layer_work(i, 32768).whole for i in range(61)) * (layout.tp - 1)
@@ -235,9 +235,9 @@ def test_all_ranks_together_do_the_work_once(layout: Layout) -> None:
 def test_load_of_the_fullest_rank() -> None:
     """The formula is an upper estimate of what independent loads give."""
     torch.manual_seed(0)
-    settings = Settings(seq=4096, batch=128)
+    settings = PlanSettings(seq=4096, batch=128)
     for ep in (8, 64):
-        layout = Layout(pp=1, tp=1, cp=1, dp=128, ep=ep, swap=False)
+        layout = Parallelism(pp=1, tp=1, cp=1, dp=128, ep=ep, swap=False)
         loads = 1 + settings.imbalance * torch.randn(2000, ep, 256 // ep)
         drawn = loads.mean(2).amax(1).mean().item() - 1
         assert drawn < fullest(DEEPSEEK_V32, layout, settings) - 1 < 1.5 * drawn
@@ -245,7 +245,7 @@ def test_load_of_the_fullest_rank() -> None:
 
 def test_dense_models_have_no_expert_parallelism() -> None:
     shape = from_hugging_face(transformers.LlamaConfig(num_key_value_heads=8).to_dict(), "llama")
-    found = list(layouts(shape, 16, Settings(seq=4096, batch=16)))
+    found = list(layouts(shape, 16, PlanSettings(seq=4096, batch=16)))
     assert {layout.ep for layout in found} == {1}
     assert max(layout.tp for layout in found) == 8, "a rank has a whole key head"
 
@@ -253,7 +253,7 @@ def test_dense_models_have_no_expert_parallelism() -> None:
 # ---- memory, as it was measured
 
 MEASURED = Path(__file__).parents[1] / "bench" / "results" / "training_h200.json"
-ALONE = Layout(pp=1, tp=1, cp=1, dp=1, ep=1, swap=False)
+ALONE = Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap=False)
 GIB = 2**30
 
 
@@ -279,7 +279,7 @@ def test_memory_is_near_the_allocators_peak(row: Any) -> None:
     more than is counted, up to 1.7 GiB.
     """
     has = set(row["switches"]).__contains__
-    settings = Settings(
+    settings = PlanSettings(
         seq=row["seq"],
         batch=1,
         weight=2,
@@ -315,18 +315,18 @@ def test_peak_follows_backward() -> None:
 
 
 def test_sizes_are_what_is_asked_for() -> None:
-    wide = memory_of(trim(4), ALONE, Settings(seq=4096, batch=2))
-    narrow = memory_of(trim(4), ALONE, Settings(seq=4096, batch=2, weight=2, gradient=2, moment=2))
+    wide = memory_of(trim(4), ALONE, PlanSettings(seq=4096, batch=2))
+    narrow = memory_of(trim(4), ALONE, PlanSettings(seq=4096, batch=2, weight=2, gradient=2, moment=2))
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(wide, name) == pytest.approx(2 * getattr(narrow, name))
     assert wide.buffers == pytest.approx(wide.parameters / 2), "autocast's copy of the weights"
     assert narrow.buffers == 0, "one rank has nothing to gather"
-    assert memory_of(trim(4), dataclasses.replace(ALONE, dp=2), Settings(seq=4096, batch=2)).buffers > 0
+    assert memory_of(trim(4), dataclasses.replace(ALONE, dp=2), PlanSettings(seq=4096, batch=2)).buffers > 0
 
 
 def test_cross_entropy_at_once() -> None:
     def whole(chunk: int) -> float:
-        settings = Settings(seq=8192, batch=1, weight=2, gradient=2, moment=2, checkpoint=True, chunk=chunk)
+        settings = PlanSettings(seq=8192, batch=1, weight=2, gradient=2, moment=2, checkpoint=True, chunk=chunk)
         return memory_of(dataclasses.replace(trim(1), heads=8), ALONE, settings).activations * GB
 
     wide = 8192 * DEEPSEEK_V32.vocab * 4 * 2
@@ -349,7 +349,7 @@ def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_seque
     plans = [prepare("deepseek-v3.2", 64, each) for each in asked]
     assert [plan.settings.masked for plan in plans] == [False, True]
     size = {"weight": 2, "gradient": 2, "moment": 2}
-    own = [Settings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]
+    own = [PlanSettings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]
     absorbed, masked = (memory_of(trim(8), ALONE, settings).activations for settings in own)
     assert absorbed > masked, "absorbed queries and what each head gathered are kept besides"
 

@@ -11,7 +11,7 @@ from whorl.selftest_ranks.compare import TOLERANCE, compare
 from whorl.selftest_ranks.layouts import (
     BATCH,
     LENGTH,
-    Layout,
+    Degrees,
     Result,
     _pipelined,
     _plain,
@@ -33,7 +33,7 @@ __all__ = [
     "LENGTH",
     "TIMEOUT",
     "TOLERANCE",
-    "Layout",
+    "Degrees",
     "Result",
     "_pipelined",
     "_plain",
@@ -64,18 +64,18 @@ def wanted(ranks: int, micro_batches: int = 1, stage: str = "sparse", model: tup
     return shared(ranks).run(alone, micro_batches, stage, model, timeout=TIMEOUT)[0]
 
 
-def found(ranks: int, layout: Layout) -> Result:
+def found(ranks: int, layout: Degrees) -> Result:
     """What the ranks have together."""
     return together(shared(ranks).run(run, layout, timeout=TIMEOUT), layout)
 
 
-def check(ranks: int, layout: Layout) -> None:
+def check(ranks: int, layout: Degrees) -> None:
     if "V" in layout.schedule and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 lets a rank of a V-shaped schedule send to itself first, where gloo hangs")
     compare(found(ranks, layout), wanted(ranks, 1, layout.stage, layout.model), layout)
 
 
-def cases(ranks: int, layouts: dict[str, Layout], *marks: Any) -> list[Any]:
+def cases(ranks: int, layouts: dict[str, Degrees], *marks: Any) -> list[Any]:
     """For tests that take `ranks` and `layout`."""
     return [pytest.param(ranks, layout, id=f"{name} on {ranks}", marks=marks) for name, layout in layouts.items()]
 

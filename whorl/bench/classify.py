@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from whorl.bench.columns import table
-from whorl.bench.decode import Settings, header, load
+from whorl.bench.decode import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
@@ -85,7 +85,7 @@ def answer(llm: LLM, prompt: list[int], max_tokens: int) -> Run:
 class Subject:
     """A model and its prompts; engines over it are cheap to make."""
 
-    def __init__(self, settings: Settings, num_prompts: int) -> None:
+    def __init__(self, settings: DecodeSettings, num_prompts: int) -> None:
         self.settings = settings
         self.model, self.tokenizer = load(settings)
         self.prompts = [(name, self._encode(text)) for name, texts in PROMPTS.items() for text in texts[:num_prompts]]
@@ -110,7 +110,7 @@ class Subject:
         )
 
 
-def run(settings: Settings, make: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
+def run(settings: DecodeSettings, make: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
     """Plain decoding and speculation by turns: {"header": ..., "speculation": ..., "classes": [...]}."""
     proposer = make()
     with Progress(1 + settings.repeats * num_prompts * len(PROMPTS)) as progress:

@@ -32,7 +32,7 @@ from whorl.device import (
     synchronize,
     versions,
 )
-from whorl.engine.launch import Member, Place, start
+from whorl.engine.launch import Place, Rank, start
 from whorl.nn import Ranks
 
 WIDTH = 4096  # hidden size of Qwen3-235B-A22B
@@ -103,7 +103,7 @@ def measure(asked: dict[str, Any]) -> list[dict[str, Any]]:
         crew.close()
 
 
-def follow(member: Member) -> None:
+def follow(member: Rank) -> None:
     asked = member.get("settings")
     member.say("here", True)
     member.get("go")
@@ -112,7 +112,7 @@ def follow(member: Member) -> None:
 
 
 @torch.inference_mode()
-def _rows(member: Member, asked: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(member: Rank, asked: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for rows in asked["rows"]:
         rows = -(-rows // member.size) * member.size
@@ -122,7 +122,7 @@ def _rows(member: Member, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _forms(member: Member, rows: int) -> dict[str, Form]:
+def _forms(member: Rank, rows: int) -> dict[str, Form]:
     size, device = member.size, member.device
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     ranks = Ranks(rank=member.rank, size=size)
@@ -157,7 +157,7 @@ def _forms(member: Member, rows: int) -> dict[str, Form]:
     }
 
 
-def _time(member: Member, form: Form, rows: int, repeats: int) -> dict[str, Any]:
+def _time(member: Rank, form: Form, rows: int, repeats: int) -> dict[str, Any]:
     call, expected, share = form
     is_equal = torch.tensor(int(torch.equal(call(), expected)))
     distributed.all_reduce(is_equal, distributed.ReduceOp.MIN, group=member.control)

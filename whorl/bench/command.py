@@ -47,7 +47,7 @@ def bench_ops(
 
     with asking():
         where = require(device.value) if device else None
-        settings = bench_module.Settings.resolve(
+        settings = bench_module.OpsSettings.resolve(
             names=names or (), device=where, dtype=dtype.value, quick=quick, compiled=compiled
         )
         if plot is not None:
@@ -198,7 +198,7 @@ def bench_sp(
         print_json(table) if as_json else print(sp.render_simulation(table))
         return
     with asking():
-        settings = sp.Settings(
+        settings = sp.SpSettings(
             ranks=ranks,
             tokens=tokens,
             hidden=hidden or 512,

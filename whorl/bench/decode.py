@@ -26,7 +26,7 @@ CONTEXT = 16  # tokens of a prompt before decoding is timed, where nobody asks f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class DecodeSettings:
     """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill.
 
     contexts: keys of each sequence before decoding is timed, which the cache is filled with; (): a short prompt's.
@@ -56,7 +56,7 @@ class Settings:
         prompt_tokens: int = 0,
         repeats: int = 5,
         peer: str | None = None,
-    ) -> "Settings":
+    ) -> "DecodeSettings":
         if model is not None and random_config is not None:
             raise ValueError(f"bench decode: MODEL {model} and --random-config {random_config}: say one of them")
         if peer not in (None, "transformers"):
@@ -75,7 +75,7 @@ class Settings:
             raise ValueError(
                 f"--context {context} and --tokens {num_tokens}: {random_config} has {most} positions: say fewer"
             )
-        return Settings(
+        return DecodeSettings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
             config=config,
@@ -110,7 +110,7 @@ class Settings:
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
-Peer = Callable[[Settings, List[Document], Progress], list[Document]]
+Peer = Callable[[DecodeSettings, List[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def load(settings: Settings) -> tuple[Any, Any]:
+def load(settings: DecodeSettings) -> tuple[Any, Any]:
     """The model, and its tokenizer where there is one. Random weights need neither safetensors nor tokenizers."""
     from whorl.engine.weights import DTYPES, load_model, random_model, resolve
 
@@ -144,7 +144,7 @@ def load(settings: Settings) -> tuple[Any, Any]:
     return load_model(folder, device=settings.device, dtype=settings.dtype), Tokenizer.from_path(folder)
 
 
-def run(settings: Settings, peer: Peer | None = None) -> Document:
+def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
     """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: who does the same, given our rows."""
     num_rows = len(settings.rows)
     peer_rows = 0 if peer is None else num_rows * 2
@@ -168,7 +168,7 @@ def run(settings: Settings, peer: Peer | None = None) -> Document:
     return document
 
 
-def header(settings: Settings, model: Any) -> Document:
+def header(settings: DecodeSettings, model: Any) -> Document:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
         **provenance(settings.device),
@@ -186,7 +186,7 @@ def header(settings: Settings, model: Any) -> Document:
 # ---- ours
 
 
-def engine(model: Any, batch: int, context: int, settings: Settings, **changes: Any) -> LLM:
+def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **changes: Any) -> LLM:
     """One for `batch` sequences of `context` keys and as many tokens as are to be made."""
     length = context + settings.num_tokens + 1
     sizes: dict[str, Any] = {
@@ -213,7 +213,7 @@ def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) 
     return sequences
 
 
-def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Settings) -> Document:
+def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
     """Steps of `batch` sequences that all decode, timed through `LLM.step`."""
     free(settings.device)  # the row before may have had a large cache
     llm = engine(model, batch, context, settings)
@@ -237,7 +237,7 @@ def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype:
     }
 
 
-def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: Settings) -> float:
+def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> float:
     """Seconds of a decode step: the mean over `num_tokens` of them."""
     sequences = start(llm, vocab_size, batch, context, settings.num_tokens)
     made = sum(seq.num_outputs for seq in sequences)
@@ -257,7 +257,7 @@ def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return [row.tolist() for row in found]
 
 
-def _prefill(model: Any, vocab_size: int, settings: Settings) -> Document:
+def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
     length = settings.prompt_tokens
     llm = LLM(
         model=model,

@@ -12,7 +12,7 @@ from whorl.bench import (
     draft_sweep,
     first_steps,
 )
-from whorl.bench.decode import Settings
+from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.provenance import Document
 from whorl.device import accelerator, default_device
@@ -82,7 +82,9 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
     return time_all
 
 
-def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Settings:
+def _settings(
+    model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions
+) -> DecodeSettings:
     mode = asked.mode
     if (given := drafting.given()) and mode not in ("classify", "sweep"):
         raise ValueError(f"{given[0]} is about drafting: add --classify or --sweep")
@@ -95,7 +97,7 @@ def _settings(model: str | None, asked: DecodeOptions, engine: EngineSettings, d
     device = engine.device or default_device()
     if mode == "profile":
         decode_profile.need_profiler(device)
-    return Settings.resolve(
+    return DecodeSettings.resolve(
         model=model,
         random_config=asked.random_config,
         engine=engine.changed(device=device),

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import Settings, prompts, timed
+from whorl.bench.decode import DecodeSettings, prompts, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 
 
-def run(settings: Settings, ours: Sequence[Document], progress: Progress) -> list[Document]:
+def run(settings: DecodeSettings, ours: Sequence[Document], progress: Progress) -> list[Document]:
     """A row for each of ours and way; one that fails says why and does not end the run."""
     ways: dict[str, dict[str, Any]] = {"transformers": {}}
     if devices.accelerator(settings.device) is not None:
@@ -46,7 +46,7 @@ def _compare(ours: Document, seconds: float) -> Document:
     }
 
 
-def _seconds(model: Any, row: Document, options: dict[str, Any], settings: Settings) -> float:
+def _seconds(model: Any, row: Document, options: dict[str, Any], settings: DecodeSettings) -> float:
     """Of a decode step: what `num_tokens` more tokens take."""
     ids = torch.tensor(prompts(row["batch"], row["context"], model.config.vocab_size), device=settings.device)
 
@@ -67,7 +67,7 @@ def _seconds(model: Any, row: Document, options: dict[str, Any], settings: Setti
     return statistics.median(found)
 
 
-def _load(settings: Settings) -> Any:
+def _load(settings: DecodeSettings) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if settings.config is None:

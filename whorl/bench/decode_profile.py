@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from whorl import device as devices
 from whorl.bench import step_trace
 from whorl.bench.columns import table
-from whorl.bench.decode import Settings, engine, free, header, load, start
+from whorl.bench.decode import DecodeSettings, engine, free, header, load, start
 from whorl.bench.decode_report import render_header, size
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
@@ -116,7 +116,7 @@ def need_profiler(device: str) -> None:
         raise ValueError(f"--profile: torch's profiler knows no kernels of {device}: leave it out, or say --device cpu")
 
 
-def run(settings: Settings) -> Document:
+def run(settings: DecodeSettings) -> Document:
     """{"header": ..., "profiles": [{"batch", "context", "how", "step_us", "parts": [...]}]}."""
     with Progress(1 + len(settings.rows)) as progress:
         with progress(f"weights of {settings.name}"):
@@ -129,7 +129,7 @@ def run(settings: Settings) -> Document:
         return {"header": header(settings, model), "profiles": profiles}
 
 
-def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: Settings) -> Document:
+def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
     is_host = devices.accelerator(settings.device) is None
     read = _host_parts if is_host else _kernels
 

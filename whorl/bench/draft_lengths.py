@@ -15,7 +15,7 @@ from typing import Any
 
 from whorl import device as devices
 from whorl.bench.columns import table
-from whorl.bench.decode import Settings, engine, free, header, load, start
+from whorl.bench.decode import DecodeSettings, engine, free, header, load, start
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
@@ -56,7 +56,7 @@ class Refused(Proposer):
         return [(seq.id + (len(seq.token_ids) + i) * _STRIDE) % self._vocab_size for i in range(k)]
 
 
-def run(settings: Settings, lengths: Sequence[int]) -> Document:
+def run(settings: DecodeSettings, lengths: Sequence[int]) -> Document:
     """{"header": ..., "rows": [{"batch", "context", "k", "seconds", "times", "break_even", "mtp"}]}; k 0: plain. mtp:
     the same with drafts of the model's own layer of multi-token prediction, where it has one."""
     with Progress(1 + len(settings.rows) * (1 + len(lengths))) as progress:
@@ -79,7 +79,7 @@ def run(settings: Settings, lengths: Sequence[int]) -> Document:
     return {"header": header(settings, model), "rows": rows}
 
 
-def check(settings: Settings, lengths: Sequence[int]) -> None:
+def check(settings: DecodeSettings, lengths: Sequence[int]) -> None:
     """Refuse steps that the engine does not take as one."""
     most = max(settings.batches) * (1 + max(lengths))
     if most > _MOST_ROWS:
@@ -89,7 +89,7 @@ def check(settings: Settings, lengths: Sequence[int]) -> None:
         )
 
 
-def _layer(model: Any, settings: Settings) -> Any:
+def _layer(model: Any, settings: DecodeSettings) -> Any:
     """Of multi-token prediction; None where the model has none."""
     if not getattr(model.config, "num_nextn_predict_layers", 0):
         return None
@@ -103,14 +103,16 @@ def _found(k: int, seconds: float, plain: float) -> Document:
     return {"seconds": seconds, "times": times, "break_even": break_even(k, times) if k else None}
 
 
-def _with_layer(model: Any, layer: Any, vocab_size: int, batch: int, context: int, settings: Settings, k: int) -> float:
+def _with_layer(
+    model: Any, layer: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings, k: int
+) -> float:
     from whorl.engine.speculate.mtp import MTP
 
     return _seconds(model, vocab_size, batch, context, settings, MTP(layer=layer, k=k))
 
 
 def _seconds(
-    model: Any, vocab_size: int, batch: int, context: int, settings: Settings, proposer: Proposer | None
+    model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings, proposer: Proposer | None
 ) -> float:
     """Of a step, the median of runs; each takes the mean of as many steps as tokens were asked for."""
     free(settings.device)
@@ -121,7 +123,7 @@ def _seconds(
     return statistics.median(runs[1:])
 
 
-def _time(llm: LLM, vocab_size: int, batch: int, context: int, settings: Settings, most: int) -> float:
+def _time(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeSettings, most: int) -> float:
     sequences = start(llm, vocab_size, batch, context, most)
     devices.synchronize(settings.device)
     before, started = llm.num_steps, time.perf_counter()

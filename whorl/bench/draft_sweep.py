@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from whorl.bench.classify import OK, Run, Subject, answer, classify
 from whorl.bench.columns import table
-from whorl.bench.decode import Settings, header, load
+from whorl.bench.decode import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.draft_lengths import break_even, shown_share
 from whorl.bench.progress import Progress
@@ -31,7 +31,7 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
     return {"k": [10], "ngram": [1]} | found
 
 
-def sweep(settings: Settings, asked: Mapping[str, Iterable[int]], drafting: DraftOptions) -> Document:
+def sweep(settings: DecodeSettings, asked: Mapping[str, Iterable[int]], drafting: DraftOptions) -> Document:
     """Drafts of fixed length: {"header": ..., "plain_tok_s": ..., "rows": [{"k", "ngram", "tok_s", ...}]}."""
     pairs = [(k, ngram) for k in asked["k"] for ngram in asked["ngram"]]
     with Progress(2 + len(pairs)) as progress:
@@ -95,7 +95,7 @@ def _tok_s(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def verify(settings: Settings) -> Document:
+def verify(settings: DecodeSettings) -> Document:
     """What a step costs by the number of tokens it checks: {"header": ..., "seconds": {rows: s}}."""
     with Progress(2) as progress:
         with progress(f"weights of {settings.name}"):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from whorl import device as devices
 from whorl.bench.columns import table
-from whorl.bench.decode import Settings, header, load
+from whorl.bench.decode import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
@@ -63,7 +63,7 @@ def since_start() -> float | None:
         return None
 
 
-def run(settings: Settings) -> Document:
+def run(settings: DecodeSettings) -> Document:
     """{"header", "phases": [...], "warmup": ..., "load": {...}}."""
     phases: list[tuple[str, float | None]] = [("interpreter and imports", since_start())]
     with Progress(4) as progress:
@@ -88,7 +88,7 @@ def _kind(llm: LLM) -> str:
     return "off" if llm.warmed is None else llm.warmed.kind
 
 
-def _engine(model: Any, tokenizer: Any, settings: Settings) -> LLM:
+def _engine(model: Any, tokenizer: Any, settings: DecodeSettings) -> LLM:
     batch, step_tokens = max(settings.batches), settings.prompt_tokens or STEP_TOKENS
     length = max(settings.contexts, default=CONTEXT) + settings.num_tokens
     return LLM(
@@ -105,7 +105,7 @@ def _engine(model: Any, tokenizer: Any, settings: Settings) -> LLM:
     )
 
 
-def _warm_up(llm: LLM, settings: Settings) -> list[tuple[str, float | None]]:
+def _warm_up(llm: LLM, settings: DecodeSettings) -> list[tuple[str, float | None]]:
     """Phases of it. Trials are made in the middle of steps, and counted by themselves."""
     before = _trial_store.seconds()
     kind = settings.engine.warmup or ("off" if devices.accelerator(settings.device) is None else "full")
@@ -117,7 +117,7 @@ def _warm_up(llm: LLM, settings: Settings) -> list[tuple[str, float | None]]:
     return [*found.items(), ("warm-up: trials", tried)]
 
 
-def _load(llm: LLM, settings: Settings) -> Document:
+def _load(llm: LLM, settings: DecodeSettings) -> Document:
     first, again = (_steps(llm, settings) for _ in range(2))
     median = statistics.median(step["seconds"] for step in again)
     slow = []
@@ -138,7 +138,7 @@ def _load(llm: LLM, settings: Settings) -> Document:
     }
 
 
-def _steps(llm: LLM, settings: Settings) -> list[Document]:
+def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
     """Every step of the load: its seconds, what ran in it, and what was done in it for good."""
     rng = random.Random(0)
     longest, most = max(settings.contexts, default=CONTEXT), settings.num_tokens

@@ -31,7 +31,7 @@ PEER_ERROR = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class OpsSettings:
     names: tuple[str, ...]
     device: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Settings:
         dtype: str = "bfloat16",
         quick: bool | None = None,
         compiled: bool | None = None,
-    ) -> "Settings":
+    ) -> "OpsSettings":
         """What was asked for, completed for this machine."""
         unknown = [n for n in names if n not in OPS and n not in GROUPS]
         if unknown:
@@ -55,7 +55,7 @@ class Settings:
         wanted = dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,)))
         device = devices.require(device or devices.default_device())
         quick = devices.accelerator(device) is None if quick is None else quick
-        return Settings(
+        return OpsSettings(
             names=tuple(wanted) or tuple(OPS),
             device=device,
             dtype=getattr(torch, dtype),
@@ -70,7 +70,7 @@ class Settings:
         return [case for i, case in enumerate(cases) if case not in cases[:i]]
 
 
-def run(settings: Settings) -> Document:
+def run(settings: OpsSettings) -> Document:
     """{"header": ..., "rows": [...]}; shows a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
@@ -91,7 +91,7 @@ def is_good(document: Document) -> bool:
     return all(row["passed"] for row in document["rows"])
 
 
-def _header(settings: Settings) -> Document:
+def _header(settings: OpsSettings) -> Document:
     notes = [
         "TB/s counts what must be read and written once; a peer's is of the same bytes, so that it compares time.",
         "TFLOP/s counts the operations that the question needs, also for a peer that does more.",
@@ -124,7 +124,7 @@ def _name(dtype: torch.dtype) -> str:
 # ---- one case
 
 
-def _row(op: Op, case: Values, settings: Settings) -> Document:
+def _row(op: Op, case: Values, settings: OpsSettings) -> Document:
     device = settings.device
     make = functools.partial(op.make, **case, dtype=settings.dtype, device=device)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ def load_engine(model: str | None, random_config: str | None, settings: EngineSe
         return LLM(model, settings)
     from whorl.bench import decode
 
-    made, _ = decode.load(decode.Settings.resolve(random_config=random_config, engine=settings))
+    made, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
     return LLM(model=made, settings=settings)
 
 

@@ -32,7 +32,7 @@ class EventReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Arrival:
     """num_chars: of its text. total: of the answer's tokens so far, where the server says it."""
 
     at: float
@@ -44,7 +44,7 @@ class Answer:
     """What has come of one answer."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[Arrival] = []
         self.usage: dict[str, Any] = {}
         self.is_done = False
         self.error: str | None = None
@@ -62,7 +62,7 @@ class Answer:
         self.usage = chunk.get("usage") or self.usage
         if choices := chunk.get("choices"):
             total = (chunk.get("usage") or {}).get("completion_tokens")
-            self.pieces.append(Piece(now, sum(_num_chars(choice) for choice in choices), total))
+            self.pieces.append(Arrival(now, sum(_num_chars(choice) for choice in choices), total))
             self.is_done = self.is_done or any(choice.get("finish_reason") for choice in choices)
 
     def count(self, record: Record) -> None:
@@ -94,7 +94,7 @@ def _num_chars(choice: dict[str, Any]) -> int:
     return sum(len(text) for text in texts if text) + calls
 
 
-def _running(pieces: list[Piece], total: int | None) -> list[tuple[float, int]]:
+def _running(pieces: list[Arrival], total: int | None) -> list[tuple[float, int]]:
     """By what each piece's usage adds. What only the last usage has, the last piece brought."""
     found: list[tuple[float, int]] = []
     seen = 0
@@ -108,7 +108,7 @@ def _running(pieces: list[Piece], total: int | None) -> list[tuple[float, int]]:
     return found
 
 
-def _spread(pieces: list[Piece], total: int) -> list[tuple[float, int]]:
+def _spread(pieces: list[Arrival], total: int) -> list[tuple[float, int]]:
     """The answer's tokens over its pieces: one each, where there are enough, the rest by the length of the texts."""
     each = 1 if total >= len(pieces) else 0
     chars, rest = sum(piece.num_chars for piece in pieces), total - each * len(pieces)

@@ -25,13 +25,13 @@ from whorl.bench.ops_report import need_plot
 from whorl.bench.provenance import Document
 from whorl.passes.cost import TABLE, CostModel, Traffic
 
-__all__ = ["Settings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
+__all__ = ["SpSettings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
 
 BYTES_OFF = 0.02  # of what the report says: gloo's own headers, and the barriers around a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class SpSettings:
     ranks: int = 2
     tokens: int = 512
     hidden: int = 512
@@ -61,7 +61,7 @@ class Settings:
 # ---- measuring
 
 
-def run(settings: Settings) -> Document:
+def run(settings: SpSettings) -> Document:
     """Measure; a rank that fails or hangs ends them all with a RuntimeError that shows what it said."""
     with _placed(settings) as (prefixes, environment):
         found = _run_ranks(settings, prefixes, environment)
@@ -83,7 +83,7 @@ def is_good(document: Document) -> bool:
     return all(abs(row["bytes_error"]) <= BYTES_OFF for row in document["rows"])
 
 
-def _header(settings: Settings) -> Document:
+def _header(settings: SpSettings) -> Document:
     link = settings.link
     return {
         "device_name": devices.device_name(devices.HOST),
@@ -96,7 +96,7 @@ def _header(settings: Settings) -> Document:
 
 
 @contextlib.contextmanager
-def _placed(settings: Settings) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
+def _placed(settings: SpSettings) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
     """For each rank the command that puts it in its place; and what all of them are told."""
     link = settings.link
     if link is None:
@@ -111,7 +111,7 @@ def _placed(settings: Settings) -> Iterator[tuple[list[list[str]], dict[str, str
         yield [["ip", "netns", "exec", name] for name in names], where
 
 
-def _run_ranks(settings: Settings, prefixes: Sequence[Sequence[str]], environment: dict[str, str]) -> Document:
+def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environment: dict[str, str]) -> Document:
     told = os.environ | environment | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(settings.ranks)}
     told["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [told.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", "-m", "whorl.bench.sp_rank", json.dumps(asdict(settings))]

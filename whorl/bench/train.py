@@ -33,7 +33,7 @@ ROWS = {  # each with what the one before it has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class TrainSettings:
     device: str
     tiny: bool
     rows: dict[str, frozenset[str]]  # switches by name
@@ -60,7 +60,7 @@ class Settings:
         time_limit: float = 3600,
         profile: str = "",
         out: Path | None = None,
-    ) -> "Settings":
+    ) -> "TrainSettings":
         found = devices.require(device or devices.default_device())
         if peer not in (None, PEER):
             raise ValueError(f"--peer {peer}: expected {PEER}")
@@ -72,7 +72,7 @@ class Settings:
         profiled = tuple(filter(None, profile.split(",")))
         if strangers := [name for name in profiled if name not in (*named, PEER)]:
             raise ValueError(f"--profile {strangers[0]}: not one of --rows {', '.join(named)}")
-        return Settings(
+        return TrainSettings(
             device=found,
             tiny=devices.accelerator(found) is None if tiny is None else tiny,
             rows=named,
@@ -110,7 +110,7 @@ def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 # ---- running
 
 
-def run(settings: Settings) -> Document:
+def run(settings: TrainSettings) -> Document:
     """{"header": ..., "rows": [...]}; every row is shown when it is there, and one that fails says why."""
     begin = time.perf_counter()
     document: Document = {"header": header(settings), "rows": []}
@@ -124,7 +124,7 @@ def run(settings: Settings) -> Document:
     return document
 
 
-def _add(document: Document, settings: Settings, shape: Shape, name: str, begin: float, *, is_first: bool) -> None:
+def _add(document: Document, settings: TrainSettings, shape: Shape, name: str, begin: float, *, is_first: bool) -> None:
     """One row; ours once more, with checkpointing, where memory does not suffice without."""
     switches = settings.rows.get(name, frozenset())
     tries = [switches] if name == PEER or "checkpoint" in switches else [switches, switches | {"checkpoint"}]
@@ -146,7 +146,9 @@ def _add(document: Document, settings: Settings, shape: Shape, name: str, begin:
             return
 
 
-def _measured(settings: Settings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool) -> Document:
+def _measured(
+    settings: TrainSettings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool
+) -> Document:
     try:
         return measure(settings, shape, name, switches, is_profiled=is_profiled)
     except torch.OutOfMemoryError:
@@ -159,7 +161,7 @@ def _measured(settings: Settings, shape: Shape, name: str, switches: frozenset[s
 
 
 def measure(
-    settings: Settings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool = False
+    settings: TrainSettings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool = False
 ) -> Document:
     clock = Clock(settings.device)
     trainee = transformers_model(shape) if name == PEER else ours(shape, switches)
@@ -216,7 +218,7 @@ def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds
 
 def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int) -> float:
     """Bytes at the peak of a step, by the planner; `size`: of a weight, a gradient and a moment each."""
-    settings = plan_layout.Settings(
+    settings = plan_layout.PlanSettings(
         seq=seq,
         batch=1,
         weight=size,
@@ -227,7 +229,7 @@ def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int
         fused="dsa" in switches,
         chunk=CHUNK,
     )
-    alone = plan_layout.Layout(pp=1, tp=1, cp=1, dp=1, ep=1, swap="swap" in switches)
+    alone = plan_layout.Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap="swap" in switches)
     return memory_of(from_hugging_face(to_hf_config(args), "trained here"), alone, settings).allocated * GB
 
 
@@ -258,7 +260,7 @@ def is_good(document: Document) -> bool:
 # ---- showing
 
 
-def header(settings: Settings) -> Document:
+def header(settings: TrainSettings) -> Document:
     return {
         **provenance(settings.device),
         "model": "a tiny DeepSeek-V3.2" if settings.tiny else "DeepSeek-V3.2, full width, top-2 of 8 experts",

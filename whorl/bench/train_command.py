@@ -33,7 +33,7 @@ def _table(asked: TrainOptions, device: str) -> Work:
     from whorl.bench import train, train_report
 
     taken = ("tiny", "rows", "layers", "seq", "warmup", "peer", "time_limit", "profile", "out")
-    settings = train.Settings.resolve(
+    settings = train.TrainSettings.resolve(
         device=device, steps=asked.steps or 6, **{name: getattr(asked, name) for name in taken}
     )
 
@@ -48,7 +48,7 @@ def _curve(asked: TrainOptions, device: str) -> Work:
     from whorl.bench import train_curve
 
     row = asked.rows if "," not in asked.rows else "kernels"
-    settings = train_curve.Settings.resolve(device=device, tiny=asked.tiny, row=row, steps=asked.steps or 200)
+    settings = train_curve.CurveSettings.resolve(device=device, tiny=asked.tiny, row=row, steps=asked.steps or 200)
     earlier = None if asked.read is None else json.loads(asked.read.read_text(encoding="utf-8"))
 
     def work() -> tuple[Document, str, bool]:

@@ -23,7 +23,7 @@ PLOTTED = {"loss": "loss", "grad_norm": "gradient norm, before clipping", "index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class CurveSettings:
     device: str
     switches: frozenset[str]
     flavour: str = "debug"
@@ -42,14 +42,14 @@ class Settings:
         return self.lr * min(1.0, step / self.warmup, 1 - 0.9 * (step - half) / half)
 
     @staticmethod
-    def resolve(*, device: str | None, tiny: bool | None, row: str, steps: int, before: int = 100) -> "Settings":
+    def resolve(*, device: str | None, tiny: bool | None, row: str, steps: int, before: int = 100) -> "CurveSettings":
         found = devices.require(device or devices.default_device())
         is_tiny = devices.accelerator(found) is None if tiny is None else tiny
         sizes: dict[str, Any] = {"flavour": "tiny", "seq": 64} if is_tiny else {}
-        return Settings(device=found, switches=switches_of(row), before=before, steps=steps, **sizes)
+        return CurveSettings(device=found, switches=switches_of(row), before=before, steps=steps, **sizes)
 
 
-def run(settings: Settings) -> Document:
+def run(settings: CurveSettings) -> Document:
     """{"header": ..., "steps": [{"step", "loss", "grad_norm", "indexer_kl", "layers"}, ...]}
 
     New attention is uniform, and so is what a new indexer says of it: their divergence starts at nothing. So indexers
@@ -87,7 +87,7 @@ def set_coefficient(model: nn.Module, coefficient: float) -> None:
 
 
 def _train(
-    settings: Settings, model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, step: int
+    settings: CurveSettings, model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, step: int
 ) -> Document:
     for group in optimizer.param_groups:
         group["lr"] = settings.rate(step)
@@ -110,7 +110,7 @@ def _train(
     }
 
 
-def _header(settings: Settings, num_tokens: int, model: Any) -> Document:
+def _header(settings: CurveSettings, num_tokens: int, model: Any) -> Document:
     return {
         **provenance(settings.device),
         "flavour": settings.flavour,

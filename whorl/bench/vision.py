@@ -25,7 +25,7 @@ _PARTS = 6  # of a model, see `_parts`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class VisionSettings:
     """configs: by name. side, frame: in pixels, multiples of what becomes a token."""
 
     configs: dict[str, dict[str, Any]]
@@ -44,7 +44,7 @@ class Settings:
     out: Path | None
 
     @staticmethod
-    def resolve(asked: VisionOptions) -> "Settings":
+    def resolve(asked: VisionOptions) -> "VisionSettings":
         device = devices.require(asked.device or devices.default_device())
         is_small = devices.accelerator(device) is None
         names = (asked.random_config or (TINY if is_small else "Qwen3-VL-30B-A3B")).split(",")
@@ -56,7 +56,7 @@ class Settings:
         for name, values in configs.items():
             if values.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
                 raise ValueError(f"--random-config {name}: model_type is {values.get('model_type')!r}: no vision model")
-        settings = Settings(
+        settings = VisionSettings(
             configs=configs,
             device=device,
             dtype=getattr(torch, asked.dtype or ("float32" if is_small else "bfloat16")),
@@ -96,7 +96,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def prepare(asked: VisionOptions) -> Callable[[], tuple[Document, str, bool]]:
     """Refuse with ValueError what cannot be measured; the rest is the work."""
-    settings = Settings.resolve(asked)
+    settings = VisionSettings.resolve(asked)
 
     def work() -> tuple[Document, str, bool]:
         document = run(settings)
@@ -111,7 +111,7 @@ def is_good(document: Document) -> bool:
     return not any("note" in part or part.get("is_right") is False for part in parts)
 
 
-def run(settings: Settings) -> Document:
+def run(settings: VisionSettings) -> Document:
     until = time.monotonic() + settings.time_limit
     document: Document = {"header": _header(settings), "models": []}
     with Progress(_PARTS * len(settings.configs)) as progress:
@@ -126,7 +126,7 @@ def run(settings: Settings) -> Document:
     return document
 
 
-def _header(settings: Settings) -> Document:
+def _header(settings: VisionSettings) -> Document:
     return {
         **provenance(settings.device),
         "weights": "random",
@@ -151,7 +151,9 @@ def _guarded(work: Callable[[], Document], until: float) -> Document:
         return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
 
 
-def _parts(settings: Settings, values: dict[str, Any], matmul: float) -> Iterator[tuple[str, Callable[[], Document]]]:
+def _parts(
+    settings: VisionSettings, values: dict[str, Any], matmul: float
+) -> Iterator[tuple[str, Callable[[], Document]]]:
     """What is measured of a model, in turn; weights are made before the first and dropped before the last."""
     from whorl.engine.weights import random_model
 
@@ -180,7 +182,7 @@ def _parts(settings: Settings, values: dict[str, Any], matmul: float) -> Iterato
         yield "text_model", lambda: _text_model(settings, values, rows)
 
 
-def _tower(settings: Settings, model: Any, matmul: float) -> Document:
+def _tower(settings: VisionSettings, model: Any, matmul: float) -> Document:
     picture, video = settings.grids(model.tower.config)
     common: dict[str, Any] = {"device": settings.device, "repeats": settings.repeats, "matmul": matmul}
     return {
@@ -191,7 +193,7 @@ def _tower(settings: Settings, model: Any, matmul: float) -> Document:
     }
 
 
-def _peer(settings: Settings, model: Any, values: dict[str, Any], matmul: float) -> Document:
+def _peer(settings: VisionSettings, model: Any, values: dict[str, Any], matmul: float) -> Document:
     picture, video = settings.grids(model.tower.config)
     peer = vision_tower.Peer(model, values, settings.device)
     config, repeats = model.tower.config, settings.repeats
@@ -202,7 +204,7 @@ def _peer(settings: Settings, model: Any, values: dict[str, Any], matmul: float)
     }
 
 
-def _engine(settings: Settings, model: Any, rows: list[Document]) -> Document:
+def _engine(settings: VisionSettings, model: Any, rows: list[Document]) -> Document:
     """The first token behind one picture and behind all; decoding behind a picture and behind as much text."""
     item = vision_engine.picture(model.tower.config, settings.grids(model.tower.config)[0])
     counts = sorted({1, settings.pictures})
@@ -221,7 +223,7 @@ def _engine(settings: Settings, model: Any, rows: list[Document]) -> Document:
     return {"first_token": first, "decode": rows}
 
 
-def _text_model(settings: Settings, values: dict[str, Any], rows: list[Document]) -> Document:
+def _text_model(settings: VisionSettings, values: dict[str, Any], rows: list[Document]) -> Document:
     """The same decoding by the model of text alone, which has no tower and positions of one axis."""
     from whorl.engine.weights import random_model
 

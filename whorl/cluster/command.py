@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from whorl.serve.settings import Settings
+    from whorl.serve.settings import ServerSettings
 
 _LOG = logging.getLogger("whorl.serve")
 
@@ -39,7 +39,7 @@ def prepare(
     drafting: DraftOptions | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    make: "Callable[[Settings], FastAPI] | None" = None,
+    make: "Callable[[ServerSettings], FastAPI] | None" = None,
     **settings: Any,
 ) -> Callable[[], int]:
     """As `openai.prepare`, over replicas. make: the application of one replica; None: that of `model`."""
@@ -52,7 +52,7 @@ def prepare(
     return lambda: _serve(cluster, chosen, options, host, port)
 
 
-def _serve(cluster: RayCluster, settings: "Settings", options: ClusterOptions, host: str, port: int) -> int:
+def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOptions, host: str, port: int) -> int:
     from whorl.serve.connections import listen
     from whorl.serve.hosts import is_loopback
     from whorl.serve.http_server import HttpServer

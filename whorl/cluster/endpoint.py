@@ -20,7 +20,7 @@ from whorl.serve.gate import KEY_NUMBER, ApiError, Cors, Gate
 from whorl.serve.key_limits import KeyUse
 from whorl.serve.openai import WITH_MEDIA
 from whorl.serve.running import Running
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 from .asked import END, Asked, Message, ReplicaLost, Replicas, passed_on
 from .prompt_blocks import prompt_blocks
@@ -41,7 +41,7 @@ _PER_REPLICA = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)$")
 class Endpoint:
     """app.state.service is what `HttpServer` asks for settings and requests in progress."""
 
-    def __init__(self, replicas: Replicas, settings: Settings, routing: Routing) -> None:
+    def __init__(self, replicas: Replicas, settings: ServerSettings, routing: Routing) -> None:
         self.settings, self.routing, self.running = settings, routing, Running()
         self.uses = [KeyUse(key) for key in settings.who]
         self.num_lost = self.num_retried = 0

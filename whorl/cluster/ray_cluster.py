@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.settings import EngineSettings
 from whorl.serve.engine_thread import QueueFull
-from whorl.serve.settings import Settings
+from whorl.serve.settings import ServerSettings
 
 from .asked import Asked, Message, ReplicaLost
 from .options import ClusterOptions
@@ -55,7 +55,7 @@ def actor_options(engine: EngineSettings, options: ClusterOptions, resources: Ma
     return {"num_cpus": options.replica_cpus or 1, **taken}
 
 
-def deployment_options(engine: EngineSettings, options: ClusterOptions, settings: Settings) -> dict[str, Any]:
+def deployment_options(engine: EngineSettings, options: ClusterOptions, settings: ServerSettings) -> dict[str, Any]:
     """Of Ray Serve's deployment, but for what a replica takes of a node and the router."""
     at_once = engine.max_num_seqs
     found: dict[str, Any] = {
@@ -109,7 +109,7 @@ class RayCluster:
         *,
         engine: EngineSettings,
         options: ClusterOptions,
-        settings: Settings,
+        settings: ServerSettings,
     ) -> None:
         self.routing = Routing(in_turn=options.routing == "round_robin")
         self.num_deployed = 0

@@ -12,14 +12,14 @@ from .asked import END, Asked, Message
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from whorl.serve.settings import Settings
+    from whorl.serve.settings import ServerSettings
 
 WEIGHTS = b"x-whorl-weights"  # a header: which weights answered, counted from 1
 _FAILED = 70  # exit code of a replica whose engine failed
 _CHARGED: ContextVar[list[int]] = ContextVar("whorl_charged")
 
 
-def settings_of_replicas(settings: "Settings") -> "Settings":
+def settings_of_replicas(settings: "ServerSettings") -> "ServerSettings":
     """Who may ask, from where and how much is the endpoint's to say; keys stay, since each has its own prefix cache."""
     keys = tuple(
         replace(key, max_running=None, requests_per_minute=None, tokens_per_minute=None) for key in settings.more_keys

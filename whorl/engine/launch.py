@@ -98,7 +98,7 @@ class Address:
         return distributed.PrefixStore(f"whorl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-class Member:
+class Rank:
     """One rank's side of the store and of the process groups."""
 
     def __init__(self, place: Place, device: str, store: distributed.Store) -> None:
@@ -145,7 +145,7 @@ class Member:
 # ---- rank 0
 
 
-class Crew(Member):
+class RankGroup(Rank):
     """Rank 0, and its hold on the others. `close` ends them."""
 
     def __init__(
@@ -279,8 +279,8 @@ class Crew(Member):
                 process.stdin.close()
 
 
-def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> Crew:
-    """Rank 0's side. job: "module:function", which every other rank calls with its `Member`, where it finds `settings`.
+def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> RankGroup:
+    """Rank 0's side. job: "module:function", which every other rank calls with its `Rank`, where it finds `settings`.
 
     Where torchrun started the ranks, this does not return on the others: they work, then their process ends.
     """
@@ -296,13 +296,13 @@ def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune
     if place.is_given and place.rank > 0:
         _work(place, Address.given(place.rank), job, device)
     if place.is_given:
-        crew = Crew(place, device, Address.given(0))
+        crew = RankGroup(place, device, Address.given(0))
         if crew.has("settings"):
             raise ValueError("tensor parallel: torchrun's ranks serve one engine, and there has been one")
     else:
         address = Address.open()
         processes = [_spawn(rank, place.size, address, job, device) for rank in range(1, place.size)]
-        crew = Crew(place, device, address, processes)
+        crew = RankGroup(place, device, address, processes)
     crew.put("settings", settings)
     return crew
 
@@ -382,7 +382,7 @@ def _end_with_rank_0() -> NoReturn:
 def _work(place: Place, address: Address, job: str, device: str) -> NoReturn:
     store = address.connect()
     try:
-        member = Member(place, device, store)
+        member = Rank(place, device, store)
         module, _, name = job.partition(":")
         getattr(importlib.import_module(module), name)(member)
         member.leave()

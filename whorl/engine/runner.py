@@ -27,7 +27,7 @@ from .encoder import Work
 from .features import Features
 from .lanes import Lanes
 from .scheduler import Chunk
-from .sequence_parallel import PromptForward, Settings
+from .sequence_parallel import PromptForward, SPSettings
 from .small_copy import start_copy
 
 _GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
@@ -59,7 +59,7 @@ class Runner:
     """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
 
     max_rows: of one call; vocab_size: of ids from here on none is sampled; None: all may be. prompt_graphs: tokens of
-    prompts up to which a call is recorded, too. sp: the fields of `sequence_parallel.Settings`, for one rank of many;
+    prompts up to which a call is recorded, too. sp: the fields of `sequence_parallel.SPSettings`, for one rank of many;
     None: prompts run as anything else. beside: a runner of the same sizes, whose lanes and block tables are these, too:
     this one's caches lie in the same blocks.
     """
@@ -102,7 +102,7 @@ class Runner:
         self._states = torch.zeros(_GRAPH_ROWS[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
         self.features = None if tower is None else Features(tower, device)
-        self.prompts = None if sp is None else PromptForward(model, device, Settings(**sp))
+        self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
 
     def encode(self, work: Work) -> None:
         """The tower's part of a step, before `run`."""

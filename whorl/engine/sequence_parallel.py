@@ -29,7 +29,7 @@ _ATTEND: ContextVar[Callable[[int, Tensor, int], Tensor]] = ContextVar("attend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class SPSettings:
     """What every rank is told; `EngineSettings` checks it.
 
     mode: "on" for every prompt, "auto" from as many tokens of a call on as pay by the passes' cost model. min_tokens:
@@ -50,17 +50,17 @@ def for_ranks(asked: EngineSettings, size: int, *, device: str, model: Any = Non
     return None if size == 1 or found.mode == "off" else asdict(found)
 
 
-def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> Settings:
+def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> SPSettings:
     if asked.compilation_config is None:
         options = {"quantize": asked.sp_quantize, "min_tokens": asked.sp_min_tokens, "fuse": asked.sp_fuse}
-        return Settings(mode=asked.sp, **options)  # type: ignore[arg-type]
+        return SPSettings(mode=asked.sp, **options)  # type: ignore[arg-type]
     from whorl.passes.settings import resolve
 
     found = resolve(asked.compilation_config, is_moe=is_moe, device=device, max_tokens=asked.step_tokens)
     if found is None:
-        return Settings()
+        return SPSettings()
     assert isinstance(found.min_tokens, int)
-    return Settings(mode="on", min_tokens=found.min_tokens, fuse=found.fuse)
+    return SPSettings(mode="on", min_tokens=found.min_tokens, fuse=found.fuse)
 
 
 def _has_experts(model: Any) -> bool:
@@ -108,7 +108,7 @@ class PromptForward:
     rounded by itself, so with mode "on" and any number of tokens it is still nobody's affair what runs beside it.
     """
 
-    def __init__(self, model: Any, device: str, settings: Settings) -> None:
+    def __init__(self, model: Any, device: str, settings: SPSettings) -> None:
         from whorl import passes
 
         self._attentions = [layer.self_attn for layer in _layers(model)]

@@ -22,7 +22,7 @@ from .batch import Call, Insert, layout
 from .caches import cache_memory, cache_specs, token_bytes
 from .encoder import Job, Work
 from .features import as_tensor
-from .launch import Crew, Member, Place, start
+from .launch import Place, Rank, RankGroup, start
 from .runner import Result, Runner
 
 _STOP, _CALL, _LOGITS, _DROP, _ENCODE = range(5)
@@ -33,7 +33,7 @@ _INSERT = len(Insert._fields)
 class Lead:
     """Rank 0's model and the crew that runs it with it."""
 
-    def __init__(self, crew: Crew, model: Model, kv_cache_dtype: str = "auto") -> None:
+    def __init__(self, crew: RankGroup, model: Model, kv_cache_dtype: str = "auto") -> None:
         self.crew, self._own, self._kv_cache_dtype = crew, model, kv_cache_dtype
         self.model: Any = SharedModel(crew, model)
         self._end = weakref.finalize(self, _end, crew)
@@ -92,7 +92,7 @@ def load(
     return Lead(crew, model, kv_cache_dtype)
 
 
-def _end(crew: Crew) -> None:
+def _end(crew: RankGroup) -> None:
     crew.close(goodbye=lambda: _send(crew, _STOP))
 
 
@@ -106,7 +106,7 @@ def _room(model: Any, device: str, kv_cache_dtype: str = "auto") -> dict[str, in
 class SharedModel:
     """Rank 0's model for what is computed outside of a call: the logits that score a prompt."""
 
-    def __init__(self, crew: Crew, model: Any) -> None:
+    def __init__(self, crew: RankGroup, model: Any) -> None:
         self._crew, self._model = crew, model
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +120,7 @@ class SharedModel:
 
 
 class LeadRunner(Runner):
-    crew: Crew
+    crew: RankGroup
 
     def run_call(self, call: Call, states: Tensor | None = None) -> Result:
         assert states is None, "ranks share no model that takes the hidden states of another"
@@ -148,7 +148,7 @@ class LeadRunner(Runner):
             super().encode(work)
 
 
-def _send(crew: Crew, *header: int) -> None:
+def _send(crew: RankGroup, *header: int) -> None:
     distributed.broadcast(torch.tensor([*header, *[0] * (_HEADER - len(header))]), 0, group=crew.control)
 
 
@@ -191,7 +191,7 @@ def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarr
 # ---- the others do what they are told
 
 
-def follow(member: Member) -> None:
+def follow(member: Rank) -> None:
     """A rank's whole life."""
     from .weights import load_model
 
@@ -207,7 +207,7 @@ def follow(member: Member) -> None:
 
 class FollowRunner(Runner):
     @torch.inference_mode()
-    def follow(self, member: Member) -> None:
+    def follow(self, member: Rank) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         while True:
             distributed.broadcast(header, 0, group=member.control)
@@ -225,7 +225,7 @@ class FollowRunner(Runner):
             else:
                 self.encode(Work([], [self._job(member, *numbers[:6])], 0))
 
-    def _job(self, member: Member, number: int, layers: int, frames: int, rows: int, columns: int, width: int) -> Job:
+    def _job(self, member: Rank, number: int, layers: int, frames: int, rows: int, columns: int, width: int) -> Job:
         if not width:
             return Job(number=number, layers=layers)
         patches = torch.empty(frames * rows * columns, width)
@@ -234,7 +234,7 @@ class FollowRunner(Runner):
         item = MediaItem(kind="image", patches=patches.numpy(), grid=(frames, rows, columns), digest=b"")
         return Job(number=number, layers=layers, item=item)
 
-    def _receive(self, member: Member, rows: int, entries: int, samples: int, *more: int) -> Call:
+    def _receive(self, member: Rank, rows: int, entries: int, samples: int, *more: int) -> Call:
         size = rows, entries, samples
         num_bytes = layout(size)[1]
         packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * _more(rows, *more[2:]), dtype=torch.uint8)

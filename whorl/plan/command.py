@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from whorl.plan.hardware import HARDWARE, Cluster, Hardware
-from whorl.plan.layout import Settings
+from whorl.plan.layout import PlanSettings
 from whorl.plan.memory import GB
 from whorl.plan.model_shape import read_model
 from whorl.plan.options import PlanOptions
@@ -38,7 +38,7 @@ def prepare(model: str, cards: int, asked: PlanOptions) -> Plan:
     if asked.states not in STATES:
         raise ValueError(f"states is {asked.states!r}: use one of {', '.join(STATES)}")
     size = STATES[asked.states]
-    settings = Settings(
+    settings = PlanSettings(
         seq=asked.seq,
         batch=asked.batch or cluster.ranks,
         imbalance=asked.imbalance,

@@ -9,7 +9,7 @@ from whorl.plan.model_shape import ModelShape, Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class PlanSettings:
     """As in the recipe of the whole model, unless said; weight, gradient, moment, compute: bytes of an element."""
 
     seq: int
@@ -38,7 +38,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Parallelism:
     """Ranks = pp * tp * cp * dp; dp is FSDP. Experts are shared by ep of the tp * cp * dp ranks of a stage."""
 
     pp: int
@@ -67,7 +67,7 @@ def powers(limit: int) -> list[int]:
     return sorted({2**i for i in range(limit.bit_length()) if limit % 2**i == 0} | {limit})
 
 
-def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layout]:
+def layouts(model: ModelShape, ranks: int, settings: PlanSettings) -> Iterator[Parallelism]:
     """Those that divide evenly, as TorchTitan asks, with a layer for each stage.
 
     And with a microbatch, which is one sequence, for each stage: torch refuses 1F1B with fewer.
@@ -85,7 +85,7 @@ def layouts(model: ModelShape, ranks: int, settings: Settings) -> Iterator[Layou
                 for ep in powers(tp * cp * dp) if model.experts else [1]:
                     if ep == 1 or model.experts % ep == 0:
                         for swap in (False, True):
-                            yield Layout(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, swap=swap)
+                            yield Parallelism(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, swap=swap)
 
 
 def stages(model: ModelShape, pp: int) -> list[range]:
@@ -99,19 +99,19 @@ def stages(model: ModelShape, pp: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise([*starts, model.layers])]
 
 
-def fullest(model: ModelShape, layout: Layout, settings: Settings) -> float:
+def fullest(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> float:
     """Load of the fullest expert-parallel rank over the mean: the largest of ep sums of independent loads."""
     if layout.ep == 1 or not model.experts:
         return 1.0
     return 1 + settings.imbalance * math.sqrt(2 * math.log(layout.ep) / (model.experts / layout.ep))
 
 
-def held(weights: Weights, layout: Layout) -> float:
+def held(weights: Weights, layout: Parallelism) -> float:
     """Parameters that a rank keeps: everything is sharded over its stage, but for what TP replicates."""
     return (weights.split / layout.tp + weights.whole) / layout.shards + weights.experts / layout.stage
 
 
-def gathered(weights: Weights, layout: Layout) -> float:
+def gathered(weights: Weights, layout: Parallelism) -> float:
     """Parameters that a rank computes with; TP cuts experts where expert parallelism does not spread them."""
     by = layout.ep if layout.ep > 1 else layout.tp
     return weights.split / layout.tp + weights.whole + weights.experts / by

@@ -7,8 +7,8 @@ Backward goes from the head to the embedding: what a part has kept is free when 
 from dataclasses import dataclass, replace
 
 from whorl.plan.layout import (
-    Layout,
-    Settings,
+    Parallelism,
+    PlanSettings,
     embedding_weights,
     fullest,
     gathered,
@@ -78,12 +78,12 @@ def peak(parts: list[Part], *, accumulates: bool = False) -> Peak:
     return most
 
 
-def memory_of(model: ModelShape, layout: Layout, settings: Settings) -> Memory:
+def memory_of(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> Memory:
     """Of the stage that needs most."""
     return max((stage_memory(model, layout, settings, s) for s in range(layout.pp)), key=lambda m: m.total)
 
 
-def stage_memory(model: ModelShape, layout: Layout, settings: Settings, stage: int) -> Memory:
+def stage_memory(model: ModelShape, layout: Parallelism, settings: PlanSettings, stage: int) -> Memory:
     layers = stages(model, layout.pp)[stage]
     weights = held(stage_weights(model, layers), layout)
     parts = _Parts(model, layout, settings).of_stage(layers)
@@ -106,7 +106,7 @@ def stage_memory(model: ModelShape, layout: Layout, settings: Settings, stage: i
 class _Parts:
     """What the parts of a stage hold, with one sequence in a microbatch."""
 
-    def __init__(self, model: ModelShape, layout: Layout, settings: Settings) -> None:
+    def __init__(self, model: ModelShape, layout: Parallelism, settings: PlanSettings) -> None:
         self.model, self.layout, self.settings = model, layout, settings
         self.size, self.accumulates = settings.compute, settings.batch // layout.dp > 1
         self.tokens = settings.seq / layout.cp

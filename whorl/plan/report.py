@@ -3,18 +3,18 @@
 from dataclasses import asdict
 from typing import Any
 
-from whorl.plan.layout import Layout
+from whorl.plan.layout import Parallelism
 from whorl.plan.memory import GB, RING
 from whorl.plan.search import Plan, Row
 
 # What others have published, to set beside a prediction: (model, hardware, cards, tokens), layout, tokens/s of a card.
-PUBLISHED: dict[tuple[str, str, int, int], tuple[Layout, float]] = {
-    ("deepseek-v3.2", "a3", 64, 32768): (Layout(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True), 29.0),
+PUBLISHED: dict[tuple[str, str, int, int], tuple[Parallelism, float]] = {
+    ("deepseek-v3.2", "a3", 64, 32768): (Parallelism(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True), 29.0),
 }
 COLUMNS = ("layout", "params", "grads", "optim", "activ", "buffers", "reserve", "total", "step s", "tok/s/card")
 
 
-def published(plan: Plan) -> tuple[Layout, float] | None:
+def published(plan: Plan) -> tuple[Parallelism, float] | None:
     key = (plan.model.name, plan.cluster.hardware.name, plan.cluster.cards, plan.settings.seq)
     return PUBLISHED.get(key)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.plan.hardware import Cluster
-from whorl.plan.layout import Layout, Settings, layouts
+from whorl.plan.layout import Parallelism, PlanSettings, layouts
 from whorl.plan.memory import GB, Memory, memory_of
 from whorl.plan.model_shape import ModelShape
 from whorl.plan.speed import Time, time_of
@@ -15,7 +15,7 @@ from whorl.plan.speed import Time, time_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    layout: Layout
+    layout: Parallelism
     memory: Memory
     time: Time
     fits: bool
@@ -26,7 +26,7 @@ class Row:
 class Plan:
     model: ModelShape
     cluster: Cluster
-    settings: Settings
+    settings: PlanSettings
     rows: list[Row]  # all that fit, fastest first, then those that do not, smallest first
     problem: str | None  # why nothing fits
 
@@ -34,12 +34,12 @@ class Plan:
     def feasible(self) -> list[Row]:
         return [row for row in self.rows if row.fits]
 
-    def rank(self, layout: Layout) -> int | None:
+    def rank(self, layout: Parallelism) -> int | None:
         """1: the fastest; None: it does not fit."""
         return next((n for n, row in enumerate(self.feasible, 1) if row.layout == layout), None)
 
 
-def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
+def make_plan(model: ModelShape, cluster: Cluster, settings: PlanSettings) -> Plan:
     counts = {"cards": cluster.cards, "dies": cluster.dies, "seq": settings.seq, "batch": settings.batch}
     for name, value in counts.items():
         if value < 1:
@@ -57,7 +57,7 @@ def make_plan(model: ModelShape, cluster: Cluster, settings: Settings) -> Plan:
     return Plan(model=model, cluster=cluster, settings=settings, rows=rows, problem=problem)
 
 
-def _row(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> Row:
+def _row(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> Row:
     memory, time = memory_of(model, layout, settings), time_of(model, layout, cluster, settings)
     return Row(
         layout=layout,
@@ -68,7 +68,7 @@ def _row(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings
     )
 
 
-def _problem(model: ModelShape, cluster: Cluster, settings: Settings, rows: list[Row]) -> str | None:
+def _problem(model: ModelShape, cluster: Cluster, settings: PlanSettings, rows: list[Row]) -> str | None:
     if rows[0].fits:
         return None
     need = settings.needed(model.parameters) / GB

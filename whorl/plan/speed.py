@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 
 from whorl.plan.hardware import Cluster
-from whorl.plan.layout import Layout, Settings, fullest, held, stage_weights, stages
+from whorl.plan.layout import Parallelism, PlanSettings, fullest, held, stage_weights, stages
 from whorl.plan.model_shape import FORWARDS, ModelShape
 
 
@@ -24,13 +24,13 @@ class Time:
         return sum(asdict(self).values())
 
 
-def _speed(cluster: Cluster, settings: Settings, span: int) -> float:
+def _speed(cluster: Cluster, settings: PlanSettings, span: int) -> float:
     """Bytes per second within a group of ranks whose first and last are `span` apart."""
     hardware = cluster.hardware
     return (hardware.link if span <= hardware.domain else hardware.network) * settings.comm_efficiency
 
 
-def time_of(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> Time:
+def time_of(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> Time:
     """Of the slowest stage, one microbatch after the other (1F1B), and of the fullest rank's update."""
     slowest = max((_stage_time(model, layout, cluster, settings, s) for s in range(layout.pp)), key=lambda t: t.total)
     micro = settings.batch // layout.dp
@@ -48,7 +48,7 @@ def time_of(model: ModelShape, layout: Layout, cluster: Cluster, settings: Setti
     )
 
 
-def _update_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings) -> float:
+def _update_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> float:
     """AdamW reads weight, gradient and moments, and writes all but the gradient."""
     kept = max(held(stage_weights(model, layers), layout) for layers in stages(model, layout.pp))
     moved = 2 * settings.weight + settings.gradient + 4 * settings.moment
@@ -56,7 +56,7 @@ def _update_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: 
     return max(update, 2 * kept * settings.moment / cluster.hardware.host) if layout.swap else update
 
 
-def _stage_time(model: ModelShape, layout: Layout, cluster: Cluster, settings: Settings, stage: int) -> Time:
+def _stage_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings, stage: int) -> Time:
     """One microbatch, forward and backward."""
     layers = stages(model, layout.pp)[stage]
     tokens = settings.seq / layout.cp

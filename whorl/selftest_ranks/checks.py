@@ -260,7 +260,7 @@ def _trains(**degrees: Any) -> Callable[[str, int], str]:
 
         if ranks % 2 or layouts.BATCH % ranks:
             raise Skipped(f"the test's batch of {layouts.BATCH} is shared by 2, 4 or 8 ranks, not by {ranks}")
-        layout = layouts.Layout(**degrees)
+        layout = layouts.Degrees(**degrees)
         mine = _on_host(layouts.run(layout, device))
         answers: list[Any] = [None] * ranks
         dist.all_gather_object(answers, mine)

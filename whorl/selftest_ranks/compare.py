@@ -2,12 +2,12 @@
 
 import torch
 
-from .layouts import Layout, Result
+from .layouts import Degrees, Result
 
 TOLERANCE = 5e-6  # of a gradient's largest element, fp32 on a CPU; observed: 8e-7
 
 
-def compare(got: Result, want: Result, layout: Layout, tolerance: float = TOLERANCE) -> None:
+def compare(got: Result, want: Result, layout: Degrees, tolerance: float = TOLERANCE) -> None:
     """One rank's loss, gradients, gradient norm, routing, biases and KL."""
     loose = tolerance / TOLERANCE
     torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6 * loose, atol=0)

@@ -17,7 +17,7 @@ Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Degrees:
     """Degrees as TorchTitan names them; what is left over is sharded data parallelism."""
 
     tp: int = 1
@@ -40,7 +40,7 @@ class Layout:
     model: tuple[tuple[str, Any], ...] = ()
 
 
-def job(layout: Layout) -> Any:
+def job(layout: Degrees) -> Any:
     from torchtitan.config import JobConfig
 
     from whorl.titan.config import Whorl
@@ -126,7 +126,7 @@ def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOS
     """What every layout is compared with; micro-batches are added up in order."""
     from torchtitan.components.loss import cross_entropy_loss
 
-    model = build(job(Layout(stage=stage)), **more).to(device)
+    model = build(job(Degrees(stage=stage)), **more).to(device)
     loss = torch.zeros((), device=device)
     for tokens, labels in zip(*(t.to(device).chunk(micro_batches) for t in batch()), strict=True):
         part = cross_entropy_loss(model(tokens), labels) / (BATCH * LENGTH)
@@ -136,13 +136,13 @@ def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOS
     return {"loss": loss, "norm": norm, **collect([model])}
 
 
-def dims(layout: Layout) -> Any:
+def dims(layout: Degrees) -> Any:
     from whorl.titan.job_options import parallel_dims
 
     return parallel_dims(job(layout), dist.get_world_size())
 
 
-def run(layout: Layout, device: str = HOST) -> Result:
+def run(layout: Degrees, device: str = HOST) -> Result:
     """On every rank; loss and counts are summed as TorchTitan sums them."""
     prepare(device)
     torch._dynamo.reset()  # another layout, other shapes
@@ -254,7 +254,7 @@ def _pipelined(model: Any, parallel_dims: Any, config: Any) -> Any:
     return step
 
 
-def together(answers: list[Result], layout: Layout) -> Result:
+def together(answers: list[Result], layout: Degrees) -> Result:
     """What all ranks' answers say of the one model."""
     if layout.pp == 1:
         return answers[0]

@@ -98,7 +98,7 @@ class EmbeddingReply(Reply):
         self._request, self._run = request, run
 
     async def whole(self, deadline: float) -> dict[str, Any]:
-        async for _ in self.job.pieces(deadline):
+        async for _ in self.job.outputs(deadline):
             pass
         vectors = [self._vector(seq.embedding) for seq in self.job.sequences]
         num_tokens = sum(seq.prompt_len for seq in self.job.sequences)

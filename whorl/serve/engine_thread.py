@@ -46,7 +46,7 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StepOutput:
     """What one step added to one of a request's sequences. num_drafted: of its tokens, the first ones."""
 
     index: int
@@ -66,12 +66,12 @@ class Job:
     media: List[List[MediaItem]]
     size: int  # how many sequences
     loop: asyncio.AbstractEventLoop
-    events: "asyncio.Queue[Piece | Exception]" = field(default_factory=asyncio.Queue)
+    events: "asyncio.Queue[StepOutput | Exception]" = field(default_factory=asyncio.Queue)
     accepted: "asyncio.Future[None] | None" = None
     sequences: list[Sequence] = field(default_factory=list)
     has_begun: bool = False
 
-    async def pieces(self, deadline: float) -> AsyncIterator[Piece]:
+    async def outputs(self, deadline: float) -> AsyncIterator[StepOutput]:
         """Until every sequence is finished; TimeoutError at the deadline, on the loop's clock."""
         left = len(self.sequences)
         while left:
@@ -184,10 +184,10 @@ class EngineThread:
             job.has_begun = True
             self._num_waiting -= job.size
 
-    def _deliver(self, pieces: list[tuple[Job, Piece | Exception]]) -> None:
-        for job, piece in pieces:
+    def _deliver(self, outputs: list[tuple[Job, StepOutput | Exception]]) -> None:
+        for job, output in outputs:
             self._begin(job)
-            job.events.put_nowait(piece)
+            job.events.put_nowait(output)
 
     # ---- on the thread
 
@@ -257,7 +257,7 @@ class EngineThread:
             self.metrics.admitted(seq, started)
 
     def _publish(self, deltas: List[Any]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Piece | Exception]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, StepOutput | Exception]]] = {}
         for delta in deltas:
             seq = delta.sequence
             owner = self._owners.get(seq)
@@ -266,18 +266,18 @@ class EngineThread:
             job, index = owner
             end = seq.num_outputs
             logprobs = seq.logprobs[end - len(delta.token_ids) : end] if seq.logprobs else []
-            piece: Piece | Exception = Piece(
+            output: StepOutput | Exception = StepOutput(
                 index, delta.text, delta.token_ids, logprobs, delta.finish_reason, delta.num_drafted
             )
             if seq.error is not None:
-                piece = seq.error
-            by_loop.setdefault(job.loop, []).append((job, piece))
+                output = seq.error
+            by_loop.setdefault(job.loop, []).append((job, output))
             self.metrics.progressed(seq, len(delta.token_ids))
             if delta.finish_reason is not None:
                 del self._owners[seq]
                 self.metrics.finished(seq, delta.finish_reason)
-        for loop, pieces in by_loop.items():
-            self._call(loop, self._deliver, pieces)
+        for loop, outputs in by_loop.items():
+            self._call(loop, self._deliver, outputs)
 
     def _give_up(self, reason: str) -> None:
         """Tell everybody who still waits, and those whose command has not been taken yet."""

@@ -14,7 +14,7 @@ from whorl.media.sources import Sources
 from .engine_thread import EngineError, QueueFull
 from .gate import ApiError
 from .schema_parts import ChatMessage, ImagePart, VideoPart
-from .settings import Settings
+from .settings import ServerSettings
 
 _T = TypeVar("_T")
 _NUM_THREADS = 4  # some may wait for the network while others decode
@@ -38,7 +38,7 @@ def media_of(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart |
 class MediaIntake:
     """processor: closed with this. settings: whose limits and origins are kept."""
 
-    def __init__(self, processor: Processor, settings: Settings) -> None:
+    def __init__(self, processor: Processor, settings: ServerSettings) -> None:
         self._processor, self._limits, self._max_queue = processor, processor.limits, settings.max_queue
         self._sources = Sources(processor.limits, hosts=settings.media_hosts, folder=settings.media_folder)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="whorl-media")

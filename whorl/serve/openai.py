@@ -16,7 +16,7 @@ from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 
 from .address import check_address
-from .settings import Settings, names_for
+from .settings import ServerSettings, names_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -39,7 +39,7 @@ def need_extra() -> None:
         raise ValueError(f"serve: {', '.join(missing)} not installed: pip install 'whorl[serve]'")
 
 
-def create_app(llm: "LLM", settings: Settings, processor: "Processor | None" = None) -> "FastAPI":
+def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> "FastAPI":
     """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown.
 
     processor: of the model's pictures and videos; None: it takes none.
@@ -134,7 +134,7 @@ def prepare(
     model, engine: as `LLM` takes them, or hand in an `llm`, and with it the `processor` of its pictures. names: what
     clients may call the model; default: its own. drafting: what commands take about speculation; None: none.
     chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
-    settings: fields of `Settings`.
+    settings: fields of `ServerSettings`.
     """
     chosen = settings_for(
         model,
@@ -166,13 +166,13 @@ def settings_for(
     chat_template: str | Path | None = None,
     api_key_file: str | Path | None = None,
     **settings: Any,
-) -> Settings:
+) -> ServerSettings:
     """As `prepare` takes them, files read."""
     need_extra()
     from .hosts import hosts_for
     from .key_limits import read_keys
 
-    return Settings(
+    return ServerSettings(
         names=tuple(names) or names_for(model),
         allowed_hosts=hosts_for(host, allowed_hosts),
         chat_template=None if chat_template is None else _read_template(Path(chat_template)),
@@ -181,7 +181,9 @@ def settings_for(
     )
 
 
-def loaded(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: Settings) -> "FastAPI":
+def loaded(
+    model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: ServerSettings
+) -> "FastAPI":
     """The application over a model that is loaded for it."""
     from .embeddings import read_pooling
 
@@ -192,7 +194,7 @@ def loaded(model: str | Path | None, engine: EngineSettings, drafting: DraftOpti
     return create_app(llm, replace(settings, pooling=pooling), processor)
 
 
-def _processor(model: str | Path | None, llm: "LLM", settings: Settings) -> "Processor | None":
+def _processor(model: str | Path | None, llm: "LLM", settings: ServerSettings) -> "Processor | None":
     """Of a model that has a tower for pictures."""
     if getattr(llm.model, "tower", None) is None:
         return None
@@ -215,7 +217,7 @@ def run(model: str | Path | None = None, engine: EngineSettings | None = None, *
     return prepare(model, engine, **options)()
 
 
-def _serve(app: "FastAPI", settings: Settings, host: str, port: int) -> int:
+def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> int:
     from .connections import listen
     from .hosts import is_loopback
     from .http_server import HttpServer

@@ -1,6 +1,6 @@
 """From what the engine adds, step by step, to OpenAI's objects: chunks of a stream, or one whole answer.
 
-A reply consumes pieces; the whole answer is made of what the stream would have carried, so the two cannot differ.
+A reply consumes outputs; the whole answer is made of what the stream would have carried, so the two cannot differ.
 """
 
 import time
@@ -13,7 +13,7 @@ from whorl.engine.call_forms import CallPart
 from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
-from .engine_thread import Job, Piece
+from .engine_thread import Job, StepOutput
 from .logprobs import TokenTexts, for_chat, for_completion
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
@@ -50,16 +50,16 @@ class Reply:
         }
 
     async def whole(self, deadline: float) -> dict[str, Any]:
-        async for piece in self.job.pieces(deadline):
-            self.collect(piece)
+        async for output in self.job.outputs(deadline):
+            self.collect(output)
         choices = [self.choice(index) for index in range(len(self.job.sequences))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def chunks(self, deadline: float) -> AsyncIterator[dict[str, Any]]:
         for choice in self.opening():
             yield self._chunk([choice])
-        async for piece in self.job.pieces(deadline):
-            for choice in self.advance(piece):
+        async for output in self.job.outputs(deadline):
+            for choice in self.advance(output):
                 yield self._chunk([choice])
         if self._has_usage:
             yield self._chunk([]) | {"usage": self.usage()}
@@ -98,11 +98,11 @@ class Reply:
         """What a stream starts with."""
         raise NotImplementedError
 
-    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What a stream carries of a piece."""
+    def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        """What a stream carries of a output."""
         raise NotImplementedError
 
-    def collect(self, piece: Piece) -> None:
+    def collect(self, output: StepOutput) -> None:
         raise NotImplementedError
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -134,20 +134,20 @@ class ParsedReply(Reply):
     def num_thought(self, seq: Sequence) -> int:
         return self._num_thought.get(seq, 0)
 
-    def parse(self, piece: Piece) -> Parts:
-        seq = self.job.sequences[piece.index]
+    def parse(self, output: StepOutput) -> Parts:
+        seq = self.job.sequences[output.index]
         if self._details is None:
-            self._logprobs[piece.index] += piece.logprobs
+            self._logprobs[output.index] += output.logprobs
         else:
-            self._details.add(piece, seq)
-        if self._end_think in piece.token_ids and seq not in self._num_thought:
-            self._num_thought[seq] = self._num_read[piece.index] + piece.token_ids.index(self._end_think)
-        self._num_read[piece.index] += len(piece.token_ids)
-        return self._parsers[piece.index].add(piece.text, is_last=piece.finish_reason is not None)
+            self._details.add(output, seq)
+        if self._end_think in output.token_ids and seq not in self._num_thought:
+            self._num_thought[seq] = self._num_read[output.index] + output.token_ids.index(self._end_think)
+        self._num_read[output.index] += len(output.token_ids)
+        return self._parsers[output.index].add(output.text, is_last=output.finish_reason is not None)
 
-    def reason(self, piece: Piece) -> str:
-        has_calls = self._parsers[piece.index].num_calls > 0 and piece.finish_reason == "stop"
-        return "tool_calls" if has_calls else str(piece.finish_reason)
+    def reason(self, output: StepOutput) -> str:
+        has_calls = self._parsers[output.index].num_calls > 0 and output.finish_reason == "stop"
+        return "tool_calls" if has_calls else str(output.finish_reason)
 
     def take_logprobs(self, index: int) -> dict[str, Any] | None:
         found, self._logprobs[index] = self._logprobs[index], []
@@ -167,16 +167,16 @@ class ChatReply(ParsedReply):
         for index in range(len(self._parsers)):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        for delta in _deltas(self.parse(piece)):
-            yield self._delta(piece.index, delta)
-        if piece.finish_reason is not None:
-            yield self._delta(piece.index, {}, self.reason(piece))
+    def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        for delta in _deltas(self.parse(output)):
+            yield self._delta(output.index, delta)
+        if output.finish_reason is not None:
+            yield self._delta(output.index, {}, self.reason(output))
 
-    def collect(self, piece: Piece) -> None:
-        self._whole[piece.index].join(self.parse(piece))
-        if piece.finish_reason is not None:
-            self._reasons[piece.index] = self.reason(piece)
+    def collect(self, output: StepOutput) -> None:
+        self._whole[output.index].join(self.parse(output))
+        if output.finish_reason is not None:
+            self._reasons[output.index] = self.reason(output)
 
     def choice(self, index: int) -> dict[str, Any]:
         parts = self._whole[index]
@@ -243,15 +243,15 @@ class CompletionReply(Reply):
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self.collect(piece)
-        index = piece.index
+    def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        self.collect(output)
+        index = output.index
         text, self._whole[index] = self._whole[index], ""
         if text or self._reasons[index] is not None:
             yield self._choice(index, text)
 
-    def collect(self, piece: Piece) -> None:
-        index = piece.index
+    def collect(self, output: StepOutput) -> None:
+        index = output.index
         if self._echo and not self._has_begun[index]:
             self._whole[index] += self.prepared.texts[index // self.num_copies]
             seq = self.job.sequences[index]
@@ -259,10 +259,10 @@ class CompletionReply(Reply):
                 self._logprobs[index] += [seq.token_ids[0], *seq.prompt_logprobs]
         self._has_begun[index] = True
         if not self._only_scores:
-            self._whole[index] += piece.text
-            self._logprobs[index] += piece.logprobs
-        if piece.finish_reason is not None:
-            self._reasons[index] = "length" if self._only_scores else str(piece.finish_reason)
+            self._whole[index] += output.text
+            self._logprobs[index] += output.logprobs
+        if output.finish_reason is not None:
+            self._reasons[index] = "length" if self._only_scores else str(output.finish_reason)
 
     def choice(self, index: int) -> dict[str, Any]:
         return self._choice(index, self._whole[index])

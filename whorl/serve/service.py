@@ -26,7 +26,7 @@ from .replies import ChatReply, CompletionReply, Reply, Run
 from .running import Running
 from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
-from .settings import Settings
+from .settings import ServerSettings
 from .stream import EventStream, unless_gone
 from .token_details import DetailWriter
 from .worker_pool import WorkerPool
@@ -42,7 +42,7 @@ _R = TypeVar("_R", bound=Sampling)
 class Service:
     """One model, asked over HTTP. processor: of its pictures, closed with the service; None: it takes none."""
 
-    def __init__(self, llm: "LLM", settings: Settings, processor: "Processor | None" = None) -> None:
+    def __init__(self, llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> None:
         tokenizer: Any = llm.tokenizer  # the engine asks less of it than the server
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")

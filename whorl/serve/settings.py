@@ -14,7 +14,7 @@ _JOB = ("job_seconds", "job_memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class ServerSettings:
     """names: what clients may call the model, the first is its own. Sizes in bytes, times in seconds.
 
     max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests

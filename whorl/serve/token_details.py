@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.sequence import Logprob, Sequence
 
-from .engine_thread import Piece
+from .engine_thread import StepOutput
 from .logprobs import TokenTexts, finite
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ class DetailWriter:
         self._detokenizers: dict[int, Detokenizer] = {}
         self._kept: dict[int, dict[str, Any]] = {}  # not taken yet
 
-    def add(self, piece: Piece, seq: Sequence) -> None:
-        kept = self._kept.setdefault(piece.index, {"tokens": []})
-        if piece.index not in self._detokenizers:
-            self._detokenizers[piece.index] = self._tokenizer.detokenizer(skip_special=False)
+    def add(self, output: StepOutput, seq: Sequence) -> None:
+        kept = self._kept.setdefault(output.index, {"tokens": []})
+        if output.index not in self._detokenizers:
+            self._detokenizers[output.index] = self._tokenizer.detokenizer(skip_special=False)
             if self._asked.prompt:
                 kept["prompt"] = self._prompt(seq)
-        detokenizer = self._detokenizers[piece.index]
-        for at, token_id in enumerate(piece.token_ids):
-            source = self._drafted_by if at < piece.num_drafted else _MODEL
+        detokenizer = self._detokenizers[output.index]
+        for at, token_id in enumerate(output.token_ids):
+            source = self._drafted_by if at < output.num_drafted else _MODEL
             entry: dict[str, Any] = {"id": token_id, "text": detokenizer.add(token_id), "source": source}
             if token_id in self._tokenizer.added_ids:  # a mark, not text that somebody wrote
                 entry["special"] = True
-            kept["tokens"].append(entry | (self._odds(piece.logprobs[at]) if piece.logprobs else {}))
+            kept["tokens"].append(entry | (self._odds(output.logprobs[at]) if output.logprobs else {}))
 
     def take(self, index: int) -> dict[str, Any]:
         """What was added since the last time."""

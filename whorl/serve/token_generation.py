@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from whorl.engine.sequence import Logprob
 
-from .engine_thread import Piece
+from .engine_thread import StepOutput
 from .logprobs import finite
 from .replies import Reply, Run
 from .schema_parts import Count, Ids, StreamOptions, Strict, TokenId
@@ -89,24 +89,24 @@ class TokensReply(Reply):
         self._reasons: list[str | None] = [None] * len(self.job.sequences)
 
     async def whole(self, deadline: float) -> dict[str, Any]:
-        async for piece in self.job.pieces(deadline):
-            self.collect(piece)
+        async for output in self.job.outputs(deadline):
+            self.collect(output)
         choices = [self.choice(index) for index in range(len(self.job.sequences))]
         return {**self._about(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def collect(self, piece: Piece) -> None:
-        self._ids[piece.index] += piece.token_ids
-        self._logprobs[piece.index] += piece.logprobs
-        if piece.finish_reason is not None:
-            self._reasons[piece.index] = str(piece.finish_reason)
+    def collect(self, output: StepOutput) -> None:
+        self._ids[output.index] += output.token_ids
+        self._logprobs[output.index] += output.logprobs
+        if output.finish_reason is not None:
+            self._reasons[output.index] = str(output.finish_reason)
 
-    def advance(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self.collect(piece)
-        yield self.choice(piece.index)
-        self._ids[piece.index], self._logprobs[piece.index] = [], []
+    def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        self.collect(output)
+        yield self.choice(output.index)
+        self._ids[output.index], self._logprobs[output.index] = [], []
 
     def choice(self, index: int) -> dict[str, Any]:
         has_logprobs = self._asked.logprobs is not None

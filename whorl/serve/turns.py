@@ -11,7 +11,7 @@ from typing import Any
 
 from whorl.engine.call_forms import CallPart
 
-from .engine_thread import Piece
+from .engine_thread import StepOutput
 from .replies import ParsedReply, Run
 from .schemas import ChatRequest
 
@@ -50,30 +50,30 @@ class TurnReply(ParsedReply):
         return self.job.sequences[0].text.match
 
     async def whole(self, deadline: float) -> dict[str, Any]:
-        async for piece in self.job.pieces(deadline):
-            for _ in self._events(piece):
+        async for output in self.job.outputs(deadline):
+            for _ in self._events(output):
                 pass
         return self.result()
 
     async def chunks(self, deadline: float) -> AsyncIterator[Event]:
         for event in self.begin():
             yield event
-        async for piece in self.job.pieces(deadline):
-            for event in self._events(piece):
+        async for output in self.job.outputs(deadline):
+            for event in self._events(output):
                 yield event
         for event in self.end():
             yield event
 
-    def _events(self, piece: Piece) -> Iterator[Event]:
-        parts = self.parse(piece)
+    def _events(self, output: StepOutput) -> Iterator[Event]:
+        parts = self.parse(output)
         if parts.reasoning:
             yield from self._grow(Kind.REASONING, parts.reasoning)
         if parts.content:
             yield from self._grow(Kind.TEXT, parts.content)
         for part in parts.calls:
             yield from self._call(part)
-        if piece.finish_reason is not None:
-            self.finished = self.reason(piece)
+        if output.finish_reason is not None:
+            self.finished = self.reason(output)
             yield from self._close()
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Event]:

@@ -18,7 +18,7 @@ CUT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Span:
     """Elements start to stop of a parameter, at `offset` in a chunk."""
 
     param: Tensor
@@ -28,12 +28,12 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Chunk:
+class Bucket:
     """What is updated by one call; its parameters have one group and one dtype."""
 
     group: int
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Span] = field(default_factory=list)
     size: int = 0
 
 
@@ -67,23 +67,23 @@ def flat(x: Tensor, order: list[int]) -> Tensor:
     return x.permute(order).reshape(-1)
 
 
-def cut(groups: list[list[Tensor]], room: int) -> list[Chunk]:
+def cut(groups: list[list[Tensor]], room: int) -> list[Bucket]:
     """Chunks of at most `room` elements, in the order of the parameters."""
-    chunks: list[Chunk] = []
+    chunks: list[Bucket] = []
     for index, params in enumerate(groups):
-        chunk: Chunk | None = None
+        chunk: Bucket | None = None
         for param in params:
             size, start = local(param).numel(), 0
             while start < size:
                 if chunk is None or chunk.dtype != param.dtype:
-                    chunk = Chunk(index, param.dtype)
+                    chunk = Bucket(index, param.dtype)
                     chunks.append(chunk)
                 left = room - chunk.size
                 take = size - start if size - start <= left else left // CUT * CUT
                 if take == 0:
                     chunk = None
                     continue
-                chunk.pieces.append(Piece(param, start, start + take, chunk.size))
+                chunk.pieces.append(Span(param, start, start + take, chunk.size))
                 chunk.size += -(-take // BLOCK) * BLOCK  # vectors and scales start on a boundary
                 start += take
     return chunks
@@ -139,7 +139,7 @@ def new_host(param: Tensor, formats: Formats) -> Host:
     return Host([[part(*p) for p in form.parts(here.dtype)] for form in formats])
 
 
-def move(formats: Formats, chunk: Chunk, slot: Slot, hosts: dict[Tensor, Host], *, back: bool = False) -> None:
+def move(formats: Formats, chunk: Bucket, slot: Slot, hosts: dict[Tensor, Host], *, back: bool = False) -> None:
     """From the host to the device; `back`: the other way."""
     for piece in chunk.pieces:
         for i, form in enumerate(formats):
@@ -149,7 +149,7 @@ def move(formats: Formats, chunk: Chunk, slot: Slot, hosts: dict[Tensor, Host], 
                 there.copy_(here, non_blocking=True) if back else here.copy_(there, non_blocking=True)
 
 
-def views(formats: Formats, chunk: Chunk, slot: Slot, piece: Piece) -> list[list[Tensor]]:
+def views(formats: Formats, chunk: Bucket, slot: Slot, piece: Span) -> list[list[Tensor]]:
     """A piece's moments on the device, each in the parts of its format."""
     found = []
     for form, memory in zip(formats, slot.memory, strict=True):

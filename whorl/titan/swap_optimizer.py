@@ -18,7 +18,7 @@ from whorl.device import HOST, Lane, Reached
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
     CUT,
-    Chunk,
+    Bucket,
     Host,
     Slot,
     cut,
@@ -88,7 +88,7 @@ class SwapAdamW(torch.optim.AdamW):
         self.formats, self.room = FORMATS[moments], chunk
         self._hosts: dict[Tensor, Host] = {}
         self._targets: dict[Tensor, Host] = {}  # where the moments of a lent one go in this step
-        self._chunks: list[Chunk] = []
+        self._chunks: list[Bucket] = []
         self._planned: list[list[Tensor]] = []
         self._slots: list[Slot] = []
         self._ring, self._next, self._updates = ring, 0, 0  # the next chunk to load; updates made, for the rounding
@@ -232,7 +232,7 @@ class SwapAdamW(torch.optim.AdamW):
             # What the caller launched before may still use the memory that these were given.
             self._slots.append(Slot(memory, stored=self._compute.run(lambda: None)))
 
-    def _pass_through(self, n: int, chunk: Chunk, grads: dict[Tensor, Tensor]) -> None:
+    def _pass_through(self, n: int, chunk: Bucket, grads: dict[Tensor, Tensor]) -> None:
         slot = self._slots[n % self._ring]
         updated = self._compute.run(lambda: self._update(n, chunk, slot, grads), after=(slot.loaded,))
         for piece in chunk.pieces:
@@ -246,7 +246,7 @@ class SwapAdamW(torch.optim.AdamW):
                 self._hosts[piece.param] = self._targets.pop(piece.param)
                 self._show(piece.param)
 
-    def _update(self, n: int, chunk: Chunk, slot: Slot, grads: dict[Tensor, Tensor]) -> None:
+    def _update(self, n: int, chunk: Bucket, slot: Slot, grads: dict[Tensor, Tensor]) -> None:
         group = self.param_groups[chunk.group]
         parts = [views(self.formats, chunk, slot, piece) for piece in chunk.pieces]
         sizes = [piece.stop - piece.start for piece in chunk.pieces]

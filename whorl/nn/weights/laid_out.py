@@ -19,7 +19,7 @@ from whorl.ops.quantised.layout import packed_int4, tiled_bytes, values, width
 Pick = slice | Tensor
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """As `ops.packed_linear` takes it: the rows and columns that have one scale, and whether codes are tiled."""
 
     rows: int
@@ -34,7 +34,7 @@ def is_tiled_on(device: torch.device) -> bool | None:
     return False if unavailable("torch_npu", device.type) is None else None
 
 
-def layout_of(matrix: Matrix) -> Layout | None:
+def layout_of(matrix: Matrix) -> PackedLayout | None:
     """None: the matrix is held as its checkpoint has it."""
     return getattr(matrix, "layout", None)
 
@@ -47,7 +47,7 @@ def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | No
     scales = as_wanted(matrix, scales)
     if tiled:
         codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
-    _hold(matrix, codes, scales, zeros, Layout(block.get("rows", 1), block.get("columns", 0), tiled))
+    _hold(matrix, codes, scales, zeros, PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled))
     return True
 
 
@@ -75,7 +75,7 @@ def lay_out_int4(
         return False
     wide = width(torch.int32, matrix.shape[-1], True)
     codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), wide)
-    _hold(matrix, codes, scales, zeros, Layout(1, columns, False))
+    _hold(matrix, codes, scales, zeros, PackedLayout(1, columns, False))
     return True
 
 
@@ -89,7 +89,7 @@ def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], wide: int) -> Tenso
     return found
 
 
-def _hold(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: Layout) -> None:
+def _hold(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: PackedLayout) -> None:
     matrix.replace(codes=codes, scales=scales, **({} if zeros is None else {"zeros": zeros}))
     matrix.layout = layout
 

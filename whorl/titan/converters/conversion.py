@@ -19,7 +19,7 @@ from whorl.ops import OPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Probe:
     """A small module like one of the model's, and what to call it with."""
 
     module: nn.Module
@@ -46,7 +46,7 @@ class Converter(ABC):
         """Make it ours, in place: parameters, buffers, hooks and names stay."""
 
     @abstractmethod
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         """A small one of the same kind."""
 
     def refusal(self, module: nn.Module) -> str | None:
@@ -130,7 +130,7 @@ def _backend(op: str, device: str) -> str:
 # ---- comparing
 
 
-def compare(sample: Sample, replace: Callable[[nn.Module], None], device: torch.device, dtype: torch.dtype) -> Verdict:
+def compare(sample: Probe, replace: Callable[[nn.Module], None], device: torch.device, dtype: torch.dtype) -> Verdict:
     """Outputs and gradients of a module before and after, against float64."""
     theirs = _typed(sample.module, device, dtype)
     ours = copy.deepcopy(theirs)

@@ -12,7 +12,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from whorl import ops
 from whorl.titan.local import cover, local
 
-from .conversion import Converter, Sample, become
+from .conversion import Converter, Probe, become
 
 
 def compute_dtype(module: GroupedExperts, x: Tensor) -> torch.dtype:
@@ -52,7 +52,7 @@ class GroupedMatmulConverter(Converter):
     def replace(self, module: nn.Module) -> None:
         become(module, _forward)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, GroupedExperts)
         count, hidden, dim = (min(size, most) for size, most in zip(module.w1.shape, (8, 48, 64), strict=True))
         small = GroupedExperts(
@@ -62,7 +62,7 @@ class GroupedMatmulConverter(Converter):
             nn.init.normal_(weight, 0.0, weight.shape[-1] ** -0.5, generator=generator)
         counts = torch.arange(count) * 3  # the first has none
         rows = torch.randn(int(counts.sum()), dim, generator=generator)
-        return Sample(module=small, inputs=(rows,), constants=(counts,), exact=_one_by_one)
+        return Probe(module=small, inputs=(rows,), constants=(counts,), exact=_one_by_one)
 
 
 def _one_by_one(module: Any, rows: Tensor, counts: Tensor) -> Tensor:

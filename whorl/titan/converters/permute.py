@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs, TokenReorderer
 
 from whorl import ops
 
-from .conversion import Converter, Sample, become
+from .conversion import Converter, Probe, become
 
 
 def _slots(self: TokenReorderer, top_scores: Tensor, selected_experts_indices: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -72,7 +72,7 @@ class PermuteConverter(Converter):
         become(moe, _forward)
         become(moe.reorderer, _slots)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, MoE)
         count, top_k, tokens = module.experts.num_experts, module.router.top_k, 24
         args = MoEArgs(
@@ -83,7 +83,7 @@ class PermuteConverter(Converter):
         small.router, small.experts = Routed(ids, count), Numbered(count)
         scores = torch.rand(tokens, top_k, generator=generator) + 0.1
         x = torch.randn(2, tokens // 2, 32, generator=generator)
-        return Sample(module=Scored(small), inputs=(x, scores), exact=_exact)
+        return Probe(module=Scored(small), inputs=(x, scores), exact=_exact)
 
 
 # ---- what a mixture of experts is compared with: a given choice, and experts by whose answer they are known

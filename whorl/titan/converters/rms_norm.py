@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from whorl.titan.local import normalise
 
-from .conversion import Converter, Sample, become
+from .conversion import Converter, Probe, become
 
 
 def _forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ class RMSNormConverter(Converter):
     def replace(self, module: nn.Module) -> None:
         become(module, _forward)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, nn.RMSNorm)
         small = nn.RMSNorm(module.normalized_shape, module.eps)
         nn.init.normal_(small.weight, 1.0, 0.1, generator=generator)
-        return Sample(module=small, inputs=(torch.randn(32, *module.normalized_shape, generator=generator),))
+        return Probe(module=small, inputs=(torch.randn(32, *module.normalized_shape, generator=generator),))

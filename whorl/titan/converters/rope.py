@@ -19,7 +19,7 @@ from whorl import ops
 from whorl.titan.local import complex_rows, doubled_rows, local, rotate
 from whorl.titan.rotary import Rotary
 
-from .conversion import Converter, Sample, become
+from .conversion import Converter, Probe, become
 
 NAME = "apply_rotary_emb"
 
@@ -104,19 +104,19 @@ class RopeConverter(Converter):
             assert function is not None
             become(module, rebound(type(module).forward, NAME, FUNCTIONS[function]))
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         tokens, rotary = 12, 16
         q = torch.randn(2, tokens, 3, rotary, generator=generator)
         k = torch.randn(2, tokens, 1, rotary, generator=generator)
         angles = torch.rand(tokens, rotary // 2, generator=generator) * 50
         if isinstance(module, Rotary):
             rows = torch.cat((angles.cos(), angles.sin()), -1).expand(2, -1, -1)
-            return Sample(module=Rotary(module.style), inputs=(q, k.squeeze(2)), constants=(rows,))
+            return Probe(module=Rotary(module.style), inputs=(q, k.squeeze(2)), constants=(rows,))
         function = _function_of(module)
         assert function is not None
         is_half = function is qwen3.apply_rotary_emb
         inputs = (q,) if function is deepseek_v3.apply_rotary_emb else (q, k)
-        return Sample(
+        return Probe(
             module=Call(function),
             inputs=inputs,
             constants=(_table(angles, is_half),),

@@ -10,7 +10,7 @@ from torchtitan.models.utils import trunc_normal_
 from whorl.titan.rotary import Rotary
 
 from .args import DeepSeekV32Args
-from .core import Core, Settings, SmallOps, carry
+from .core import AttentionSettings, Core, SmallOps, carry
 from .indexer import Indexer
 
 # (kv, k_pe, index_k, k_positions) of this rank to those of all ranks it shares a sequence with.
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         self.rotary = Rotary("pairs")
         self.indexer = Indexer(args)
-        self.core: Core = SmallOps(Settings.of(args))
+        self.core: Core = SmallOps(AttentionSettings.of(args))
         self.gather_keys: GatherKeys | None = None
 
     def forward(

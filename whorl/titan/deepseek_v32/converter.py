@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchtitan.tools import utils
 
 from whorl import ops
-from whorl.titan.converters.conversion import Converter, Sample
+from whorl.titan.converters.conversion import Converter, Probe
 
 from .attention import Attention
 from .core import Core, SmallOps
@@ -38,7 +38,7 @@ class DSAConverter(Converter):
         with torch.device(module.core.kl.device):
             module.core = FusedDSA(module.core.settings)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Sample:
+    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, Attention)
         settings, indexer = module.core.settings, module.indexer
         path = settings.path
@@ -61,7 +61,7 @@ class DSAConverter(Converter):
             draw(1, TOKENS, indexer.head_dim),
             draw(1, TOKENS, indexer.num_heads, scale=(indexer.num_heads * indexer.head_dim) ** -0.5),
         )
-        return Sample(module=Held(SmallOps(small)), inputs=inputs)
+        return Probe(module=Held(SmallOps(small)), inputs=inputs)
 
 
 class Held(nn.Module):

@@ -15,7 +15,7 @@ from .args import DeepSeekV32Args, Path, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class AttentionSettings:
     scale: float
     topk: int
     nope: int
@@ -26,8 +26,8 @@ class Settings:
     path: Path = "auto"
 
     @staticmethod
-    def of(args: DeepSeekV32Args) -> "Settings":
-        return Settings(
+    def of(args: DeepSeekV32Args) -> "AttentionSettings":
+        return AttentionSettings(
             scale=args.softmax_scale,
             topk=args.index_topk,
             nope=args.qk_nope_head_dim,
@@ -141,7 +141,7 @@ class Core(nn.Module):
     first five come from the result, in warm-up there are none; those of the indexer's three come from its loss alone.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AttentionSettings) -> None:
         super().__init__()
         self.settings = settings
         # Adds the head sums of tensor-parallel ranks, [queries, keys], before they are normalised.
