@@ -1,0 +1,166 @@
+"""Tables of measured figures, written from the documents in bench/results so that a page cannot drift from them.
+
+A page has a pair of comments, `<!-- figures: NAME -->` and `<!-- /figures -->`; what stands between them is replaced by
+the table of that name. To show another run, change the key in its function here and run `make docs`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+
+@cache
+def document(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def fill(text: str) -> str:
+    """The page with every block of figures written anew. Raises KeyError for a block that no function here writes."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+# ---- decode
+
+# The run that holds each row: a key of few_rows_h200.json.
+DECODE_RUNS = {
+    (1, 16): "a step begins with one kernel",
+    (1, 4096): "contexts, with copies by kernels",
+    (1, 32768): "contexts, with copies by kernels",
+    (2, 16): "one token and batches",
+    (8, 16): "one token and batches",
+    (64, 16): "one token and batches",
+    (64, 4096): "64 x 4096 keys",
+    (16, 32768): "16 x 32768 keys",
+}
+
+
+def decode_rows() -> dict[tuple[int, int], dict[str, Any]]:
+    """The figures of decoding Qwen3-30B-A3B by (sequences, keys)."""
+    runs = document("few_rows_h200")
+    return {
+        (batch, context): next(
+            row for row in runs[run]["decode"] if (row["batch"], row.get("context", 16)) == (batch, context)
+        )
+        for (batch, context), run in DECODE_RUNS.items()
+    }
+
+
+def transformers_decode() -> float:
+    peers = document("decode_h200")["peers"]["peers"]
+    return next(row["tok_s"] for row in peers if row["label"] == "transformers, static cache, compiled")
+
+
+def _decode() -> str:
+    def rows() -> Iterator[list[str]]:
+        for (batch, context), row in decode_rows().items():
+            peer = f"{transformers_decode():.0f}" if (batch, context) == (1, 16) else "not measured"
+            share = f"{100 * row['tok_s'] / row['limit_tok_s']:.0f}%"
+            yield [str(batch), str(context), f"**{row['tok_s']:.0f}**", peer, f"{row['limit_tok_s']:.0f}", share]
+
+    return _table(
+        ["sequences", "keys of each", "whorl, tok/s", "transformers, compiled", "limit by bytes", "of the limit"], rows()
+    )
+
+
+# ---- prefill
+
+
+def prefill_row() -> dict[str, Any]:
+    return document("arithmetic_h200")["after"]["prefill"]
+
+
+def _prefill() -> str:
+    row = prefill_row()
+    cells = [str(row["prompt_tokens"]), f"**{row['tok_s']:.0f}**", f"{row['tflop_s']:.0f}", f"{row['matmul_tflop_s']:.0f}"]
+    return _table(["prompt tokens", "whorl, tok/s", "TFLOP/s", "one large product, TFLOP/s"], iter([cells]))
+
+
+# ---- operators
+
+_OPERATORS = (
+    ("`rope`, 16384 tokens, 32+4 heads", "rope", "16384 tokens, 32+4 heads x 128"),
+    ("`rope`, 16384 tokens, 64+4 heads", "rope", "16384 tokens, 64+4 heads x 128"),
+    ("`rope` backward, 64+4 heads", "rope_backward", "16384 tokens, 64+4 heads x 128"),
+    ("`mrope`, 32+4 heads", "mrope", "16384 tokens, 32+4 heads x 128, sections [24, 20, 20], layout interleaved"),
+    ("`qk_norm_rope`, 32+4 heads", "qk_norm_rope", "16384 tokens, 32+4 heads x 128"),
+    ("`rms_norm`, 4096 x 7168", "rms_norm", "4096x7168"),
+    ("`add_rms_norm`, 4096 x 7168", "add_rms_norm", "4096x7168"),
+)
+_LESS_WORK = "merged before"  # a peer that was given what whorl's operator computes itself
+
+
+def operator_rows() -> Iterator[tuple[str, float, float | None, float | None, float]]:
+    """Label, then microseconds of whorl, of the fastest torch.compile, of the fastest Liger and of a plain copy."""
+    rows = {(row["op"], row["case"]): row for row in document("ops_h200")["rows"]}
+    for label, op, case in _OPERATORS:
+        row = rows[op, case]
+        yield label, row["us"], _fastest(row, "torch.compile"), _fastest(row, "Liger"), row["copy_us"]
+
+
+def _fastest(row: dict[str, Any], name: str) -> float | None:
+    times = [peer["us"] for peer in row["peers"] if name in peer["label"] and _LESS_WORK not in peer["label"]]
+    return min(times, default=None)
+
+
+def _operators() -> str:
+    def rows() -> Iterator[list[str]]:
+        for label, ours, compiled, liger, copy in operator_rows():
+            fastest = min(time for time in (ours, compiled, liger) if time is not None)
+            cells = [_bold(f"{time:.1f}", time == fastest) if time else "-" for time in (ours, compiled, liger)]
+            yield [label, *cells, f"{copy:.1f}"]
+
+    return _table(["", "whorl", "torch.compile", "Liger", "copy of as many bytes"], rows())
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
+
+
+# ---- training
+
+# A label, then the runs of training_h200.json and the name of the row that hold it; the last row found counts.
+_TRAINING = (
+    ("transformers", ("train_4k",), "transformers", 4096),
+    ("whorl, plain operators", ("train_4k",), "small", 4096),
+    ("whorl, fused", ("train_4k",), "kernels", 4096),
+    ("whorl, fused, 32768 tokens", ("train_long", "long8"), "kernels", 32768),
+)
+
+
+def training_row(runs: Sequence[str], name: str, layers: int, seq: int) -> dict[str, Any]:
+    rows = [row for run in runs for row in document("training_h200")[run]["rows"]]
+    return [row for row in rows if (row["row"], row["layers"], row["seq"]) == (name, layers, seq)][-1]
+
+
+def _training() -> str:
+    def rows() -> Iterator[list[str]]:
+        for label, runs, name, seq in _TRAINING:
+            yield [label, *(_speed(training_row(runs, name, layers, seq)) for layers in (4, 8))]
+
+    return _table(["", "4 layers", "8 layers"], rows())
+
+
+def _speed(row: dict[str, Any]) -> str:
+    if row.get("tok_s") is None:
+        return "out of memory"
+    notes = ", activation checkpointing" if "checkpoint" in row["switches"] else ""
+    return f"{row['tok_s']:.0f} tok/s, {row['allocated_bytes'] / 2**30:.1f} GiB{notes}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "operators": _operators,
+    "training": _training,
+}
