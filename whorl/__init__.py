@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from whorl.engine.llm import LLM
     from whorl.engine.sequence import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__", "ops"]
 
 

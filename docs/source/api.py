@@ -11,8 +11,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _HEAD = """# API
 
-Written by `make docs` from the docstrings; do not edit it here. Operators with their maths are in [operators.md](operators.md),
-command lines in `whorl --help`, settings in [settings.md](settings.md).
+Written by `make docs` from the docstrings; do not edit it here. Operators with their maths are in
+[operators.md](operators.md), command lines in `whorl --help`, settings in [settings.md](settings.md).
 """
 # Module, the names to list (None: its __all__), and what a reader finds there.
 _MODULES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
@@ -36,7 +36,7 @@ def page() -> str:
     parts[-1] += "".join(f"\n| [`{name}`](#{_anchor(name)}) | {about} |" for name, _, about in _MODULES)
     for name, listed, _ in _MODULES:
         parts.append(f"\n## {name}\n")
-        parts += [_entry(name, each) for each in _names(name, listed)]
+        parts += [_entry(name, public) for public in _names(name, listed)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -87,7 +87,9 @@ def _signature(tree: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
 
 
 def _fields(tree: ast.ClassDef) -> Iterator[str]:
-    fields = [node for node in tree.body if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_")]
+    fields = [
+        node for node in tree.body if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_")
+    ]
     for node in fields:
         value = "" if node.value is None or len(ast.unparse(node.value)) > 40 else f" = {ast.unparse(node.value)}"
         yield f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{value}"

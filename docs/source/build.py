@@ -1,7 +1,7 @@
 """Write what the documentation does not write by hand: drawings, charts, tables of figures and the API page.
 
-    python docs/source/build.py            write them
-    python docs/source/build.py --check    exit 1 and name the files that are out of date
+python docs/source/build.py            write them
+python docs/source/build.py --check    exit 1 and name the files that are out of date
 """
 
 import sys

@@ -15,13 +15,18 @@ def speed() -> Drawing:
         900,
         height,
         "Speed on one H200, bf16",
-        "Decoding Qwen3-30B-A3B as a share of what memory bandwidth allows, operators as a multiple of a plain copy's "
-        "time, and training steps of DeepSeek-V3.2 in tokens a second, each beside its peers.",
+        "Decoding Qwen3-30B-A3B as a share of what memory bandwidth allows, operators as a multiple of a plain "
+        "copy's time, and training steps of DeepSeek-V3.2 in tokens a second, each beside its peers.",
     )
     _decode(d, rows)
     _operators(d, operators)
     _training(d)
-    d.label(24, height - 18, "Drawn from bench/results; the pages there have commands, versions and what was missed.", anchor="start")
+    d.label(
+        24,
+        height - 18,
+        "Drawn from bench/results; the pages there have commands, versions and what was missed.",
+        anchor="start",
+    )
     return d
 
 
@@ -38,7 +43,7 @@ def _decode(d: Drawing, rows: dict[tuple[int, int], dict[str, float]]) -> None:
     for i, (label, share, kind, tok_s) in enumerate(entries):
         y = 70 + _ROW * i
         d.label(left - 8, y + 12, label, anchor="end")
-        d.bar(left, y, full * share, _BAR, kind)  # type: ignore[arg-type]
+        d.bar(left, y, full * share, _BAR, kind)
         d.label(left + full + 8, y + 12, f"{tok_s:.0f} tok/s", anchor="start")
     d.line((left + full, 64), (left + full, 70 + _ROW * len(entries)), dashed=True)
     d.label(left + full, 84 + _ROW * len(entries), "limit")
@@ -56,7 +61,7 @@ def _operators(d: Drawing, operators: list[tuple[str, float, float | None, float
             if time is None:
                 continue
             y += 12
-            d.bar(left, y, unit * min(time / copy, 2.3) / 2.3 * 1.6, 9, kind)  # type: ignore[arg-type]
+            d.bar(left, y, unit * min(time / copy, 2.3) / 2.3 * 1.6, 9, kind)
             d.label(left + unit * min(time / copy, 2.3) / 2.3 * 1.6 + 5, y + 8.5, f"{time / copy:.2f}", anchor="start")
         y += 19
     _legend(d, left, y + 2, (("whorl", "work"), ("torch.compile", "plain"), ("Liger", "data")))
@@ -81,7 +86,7 @@ def _training(d: Drawing) -> None:
         for name, row_name, kind in (("transformers", "transformers", "plain"), ("whorl", "kernels", "work")):
             row = training_row(["train_4k"], row_name, layers, 4096)
             d.label(bars - 8, y + 12, name, anchor="end")
-            d.bar(bars, y, full * row["tok_s"] / most, _BAR, kind)  # type: ignore[arg-type]
+            d.bar(bars, y, full * row["tok_s"] / most, _BAR, kind)
             d.label(bars + full * row["tok_s"] / most + 6, y + 12, f"{row['tok_s'] / 1000:.1f}k", anchor="start")
             y += _ROW
         y += 10

@@ -1,10 +1,10 @@
-"""A small language for drawings: boxes, arrows and labels, written as SVG that follows a reader's light or dark theme."""
+"""A small language for drawings: boxes, arrows and labels, written as SVG that follows the light or dark theme."""
 
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
-Kind = Literal["plain", "data", "work", "limit", "accent"]
+Kind = str  # plain, data, work, limit or accent
 Side = Literal["left", "right", "top", "bottom"]
 
 # Fill and stroke of each kind of box, in light and in dark.
@@ -46,6 +46,8 @@ class Drawing:
 
     def box(self, x: float, y: float, w: float, h: float, text: str = "", note: str = "", kind: Kind = "plain") -> Box:
         """A rounded box; text is bold, one line per newline, and note stands below it in smaller letters."""
+        if kind not in _COLOURS:
+            raise ValueError(f"box: kind is {kind!r}, expected one of {', '.join(_COLOURS)}")
         self._parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="7"/>')
         lines = [(line, "name") for line in text.split("\n") if line] + [
             (line, "note") for line in note.split("\n") if line

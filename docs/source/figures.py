@@ -69,7 +69,8 @@ def _decode() -> str:
             yield [str(batch), str(context), f"**{row['tok_s']:.0f}**", peer, f"{row['limit_tok_s']:.0f}", share]
 
     return _table(
-        ["sequences", "keys of each", "whorl, tok/s", "transformers, compiled", "limit by bytes", "of the limit"], rows()
+        ["sequences", "keys of each", "whorl, tok/s", "transformers, compiled", "limit by bytes", "of the limit"],
+        rows(),
     )
 
 
@@ -82,7 +83,12 @@ def prefill_row() -> dict[str, Any]:
 
 def _prefill() -> str:
     row = prefill_row()
-    cells = [str(row["prompt_tokens"]), f"**{row['tok_s']:.0f}**", f"{row['tflop_s']:.0f}", f"{row['matmul_tflop_s']:.0f}"]
+    cells = [
+        str(row["prompt_tokens"]),
+        f"**{row['tok_s']:.0f}**",
+        f"{row['tflop_s']:.0f}",
+        f"{row['matmul_tflop_s']:.0f}",
+    ]
     return _table(["prompt tokens", "whorl, tok/s", "TFLOP/s", "one large product, TFLOP/s"], iter([cells]))
 
 

@@ -1,5 +1,6 @@
-"""The drawings of the documentation. Each function draws one; `python docs/source/build.py` writes them to docs/pictures."""
+"""The drawings of the documentation. Each function draws one; `make docs` writes them to docs/pictures."""
 
+import itertools
 from collections.abc import Callable
 
 from drawing import Box, Drawing
@@ -11,9 +12,9 @@ def whorl() -> Drawing:
         900,
         440,
         "whorl: from a model's configuration to kernels",
-        "A checkpoint and launch flags are read by the doctor and by one model file. Engine, trainer, graph passes and "
-        "adapters run that model on operators with one contract, which have three backends: torch on a CPU, Triton on "
-        "NVIDIA GPUs and torch_npu on Ascend NPUs.",
+        "A checkpoint and launch flags are read by the doctor and by one model file. Engine, trainer, graph "
+        "passes and adapters run that model on operators with one contract, which have three backends: torch on a"
+        " CPU, Triton on NVIDIA GPUs and torch_npu on Ascend NPUs.",
     )
     checkpoint = d.box(24, 30, 190, 62, "checkpoint and flags", "config.json, launch.sh", "data")
     doctor = d.box(24, 128, 190, 62, "whorl doctor", "which rotary path, what\nis mismatched, the fix", "accent")
@@ -59,19 +60,23 @@ def engine_step() -> Drawing:
         900,
         330,
         "One step of the engine",
-        "Requests wait in a queue. The scheduler picks tokens up to a budget and blocks of the cache. A batch becomes at "
-        "most two forward calls, one for decoding and drafts, recorded as a graph, and one for prompts. The sampler accepts "
-        "tokens, which go to clients and back to the scheduler.",
+        "Requests wait in a queue. The scheduler picks tokens up to a budget and blocks of the cache. A batch "
+        "becomes at most two forward calls, one for decoding and drafts, recorded as a graph, and one for "
+        "prompts. The sampler accepts tokens, which go to clients and back to the scheduler.",
     )
     queue = d.box(24, 60, 120, 66, "requests", "wait in order", "data")
-    scheduler = d.box(190, 50, 150, 86, "scheduler", "one token a decoding\nsequence, then chunks\nof prompts, to a budget", "work")
+    scheduler = d.box(
+        190, 50, 150, 86, "scheduler", "one token a decoding\nsequence, then chunks\nof prompts, to a budget", "work"
+    )
     pool = d.box(190, 200, 150, 66, "block pool", "allocate, find a prefix,\npreempt", "data")
     proposer = d.box(386, 200, 150, 66, "proposer", "drafts: prompt lookup,\nsmaller model, MTP", "work")
     decode = d.box(386, 24, 150, 62, "call: decode", "recorded graph", "accent")
     prompt = d.box(386, 110, 150, 62, "call: prompts", "any size, or recorded", "accent")
     forward = d.box(584, 58, 130, 80, "model", "layers over\nwhorl.ops", "work")
     sampler = d.box(762, 58, 116, 80, "sampler", "sample, verify\ndrafts, logprobs", "work")
-    finish = d.box(584, 200, 294, 66, "finish", "append tokens, detect stops,\npublish full blocks, free blocks", "work")
+    finish = d.box(
+        584, 200, 294, 66, "finish", "append tokens, detect stops,\npublish full blocks, free blocks", "work"
+    )
     d.arrow(queue.at("right"), scheduler.at("left"))
     d.arrow(scheduler.at("right", 0.3), (363, 76), (363, 55), decode.at("left"))
     d.arrow(scheduler.at("right", 0.7), (363, 110), (363, 141), prompt.at("left"))
@@ -92,13 +97,15 @@ def cache() -> Drawing:
         900,
         330,
         "The paged KV cache",
-        "Two sequences share the blocks of their common prefix through their block tables; each has blocks of its own "
-        "behind it. A cached token's slot is its block times the block size plus its offset.",
+        "Two sequences share the blocks of their common prefix through their block tables; each has blocks of its"
+        " own behind it. A cached token's slot is its block times the block size plus its offset.",
     )
     d.label(24, 36, "block tables: the blocks of a sequence, in order", style="title", anchor="start")
     pool_x, pool_y, side = 340, 70, 84
     blocks = {
-        number: d.box(pool_x + (number % 6) * (side + 6), pool_y + (number // 6) * 96, side, 80, f"block {number}", note, kind)
+        number: d.box(
+            pool_x + (number % 6) * (side + 6), pool_y + (number // 6) * 96, side, 80, f"block {number}", note, kind
+        )
         for number, note, kind in (
             (0, "shared", "accent"),
             (1, "shared", "accent"),
@@ -121,7 +128,9 @@ def cache() -> Drawing:
     d.label(24, 150, "equal prompts share full blocks,", anchor="start")
     d.label(24, 166, "found by content and what came before", anchor="start")
     d.label(24, 282, "slot of a token = block * block_size + offset.", anchor="start", style="name")
-    d.label(24, 304, "A freed block keeps its content until it is needed: the next turn of a chat finds it.", anchor="start")
+    d.label(
+        24, 304, "A freed block keeps its content until it is needed: the next turn of a chat finds it.", anchor="start"
+    )
     return d
 
 
@@ -130,8 +139,8 @@ def one_arithmetic() -> Drawing:
         900,
         350,
         "One arithmetic: four paths, one order, the same bits",
-        "A token decoded alone, decoded in a batch, computed as part of a prompt or in a trainer goes through kernels of "
-        "different shapes that add in one fixed order, so the result has the same bits.",
+        "A token decoded alone, decoded in a batch, computed as part of a prompt or in a trainer goes through "
+        "kernels of different shapes that add in one fixed order, so the result has the same bits.",
     )
     paths = [
         d.box(24, 40 + 76 * i, 176, 56, name, note, "data")
@@ -144,7 +153,15 @@ def one_arithmetic() -> Drawing:
             )
         )
     ]
-    product = d.box(260, 40, 380, 84, "product", "K upwards in one chain of tensor-core steps,\nrounded once; the tile does not matter", "work")
+    product = d.box(
+        260,
+        40,
+        380,
+        84,
+        "product",
+        "K upwards in one chain of tensor-core steps,\nrounded once; the tile does not matter",
+        "work",
+    )
     attention = d.box(260, 140, 380, 130, "", "", "work")
     norm = d.box(260, 286, 380, 44, "norm, log-softmax: one written-out tree", "", "work")
     d.label(450, 164, "attention", style="name")
@@ -173,14 +190,17 @@ def sparse_attention() -> Drawing:
         900,
         330,
         "DeepSeek sparse attention",
-        "The indexer scores a query against every key with small heads, an exact top-k keeps 2048 of them, and attention "
-        "reads only those, sorted by position. In training a KL loss teaches the indexer the attention's own distribution.",
+        "The indexer scores a query against every key with small heads, an exact top-k keeps 2048 of them, and "
+        "attention reads only those, sorted by position. In training a KL loss teaches the indexer the "
+        "attention's own distribution.",
     )
     hidden = d.box(24, 120, 120, 60, "hidden state", "of a query", "data")
     indexer = d.box(200, 40, 170, 72, "indexer", "64 small heads score\nevery earlier key", "work")
     topk = d.box(420, 40, 170, 72, "exact top 2048", "ties to the earliest,\nsorted by position", "work")
     latent = d.box(200, 190, 170, 72, "latent cache", "512 + 64 channels,\nshared by all heads", "data")
-    attention = d.box(640, 110, 236, 84, "attention, 128 heads", "over the selected keys only,\ncut in 128s of the list", "accent")
+    attention = d.box(
+        640, 110, 236, 84, "attention, 128 heads", "over the selected keys only,\ncut in 128s of the list", "accent"
+    )
     output = d.box(640, 236, 236, 52, "output", "", "data")
     loss = d.box(420, 190, 170, 72, "indexer loss", "KL to the attention's\nown weights (training)", "limit")
     d.arrow(hidden.at("right", 0.3), (172, 138), (172, 76), indexer.at("left"))
@@ -200,13 +220,18 @@ def passes() -> Drawing:
         900,
         400,
         "Sequence parallelism by graph passes",
-        "Before: an all-reduce, then every rank adds, norms and quantises all tokens. After: a reduce-scatter, each rank "
-        "works on its share of the tokens, and an all-gather of fewer bytes where all tokens are needed.",
+        "Before: an all-reduce, then every rank adds, norms and quantises all tokens. After: a reduce-scatter, "
+        "each rank works on its share of the tokens, and an all-gather of fewer bytes where all tokens are "
+        "needed.",
     )
     d.label(165, 34, "before, on each rank", style="title")
     d.label(465, 34, "after, on each rank", style="title")
     d.label(765, 34, "how", style="title")
-    before = [("all-reduce", "2 S bytes", "limit"), ("add residual", "all T tokens", "plain"), ("norm", "all T tokens", "plain")]
+    before = [
+        ("all-reduce", "2 S bytes", "limit"),
+        ("add residual", "all T tokens", "plain"),
+        ("norm", "all T tokens", "plain"),
+    ]
     after = [
         ("reduce-scatter", "S bytes", "work"),
         ("add residual", "T / p tokens", "plain"),
@@ -218,7 +243,7 @@ def passes() -> Drawing:
         step = 336 / len(entries)
         previous: Box | None = None
         for i, (name, note, kind) in enumerate(entries):
-            box = d.box(x, 52 + i * step, 210, step - 22, name, note, kind)  # type: ignore[arg-type]
+            box = d.box(x, 52 + i * step, 210, step - 22, name, note, kind)
             if previous is not None:
                 d.arrow(previous.at("bottom"), box.at("top"))
             previous = box
@@ -240,8 +265,9 @@ def training_step() -> Drawing:
         900,
         300,
         "A training step with the optimizer's moments in host memory",
-        "Forward and backward fill gradients on the device. The update goes through the parameters bucket by bucket: while "
-        "one bucket is updated, the moments of the next are copied in and those of the previous copied out.",
+        "Forward and backward fill gradients on the device. The update goes through the parameters bucket by "
+        "bucket: while one bucket is updated, the moments of the next are copied in and those of the previous "
+        "copied out.",
     )
     d.label(24, 32, "device", style="title", anchor="start")
     d.label(24, 206, "host", style="title", anchor="start")
@@ -254,7 +280,7 @@ def training_step() -> Drawing:
     for i, kind in enumerate(("plain", "accent", "plain")):
         name = ("bucket i-1", "bucket i", "bucket i+1")[i]
         note = ("copied out", "AdamW update", "copied in")[i]
-        box = d.box(544 + i * 114, 50, 104, 62, name, note, kind)  # type: ignore[arg-type]
+        box = d.box(544 + i * 114, 50, 104, 62, name, note, kind)
         host = d.box(544 + i * 114, 222, 104, 52, "moments", "pinned memory", "data")
         x = box.at("bottom")[0]
         if i == 0:
@@ -275,8 +301,9 @@ def picture() -> Drawing:
         900,
         330,
         "The way of a picture",
-        "A picture is decoded in a child process, resized and cut into patches. The vision tower encodes each distinct "
-        "picture once, a few layers a step, and keeps the features by digest. Text tokens take them at placeholders.",
+        "A picture is decoded in a child process, resized and cut into patches. The vision tower encodes each "
+        "distinct picture once, a few layers a step, and keeps the features by digest. Text tokens take them at "
+        "placeholders.",
     )
     source = d.box(24, 50, 140, 70, "picture", "data: URI, file, or a\nnamed http host", "data")
     decode = d.box(204, 50, 150, 70, "decoder", "child process, limits on\nbytes, pixels, seconds", "limit")
@@ -289,7 +316,7 @@ def picture() -> Drawing:
     rest = d.box(584, 210, 150, 70, "other layers", "Qwen3 as it is,\n3-axis rotation", "work")
     answer = d.box(774, 210, 110, 70, "answer", "", "data")
     for row in ((source, decode, patches, tower, features), (text, embed, layers, rest, answer)):
-        for a, b in zip(row, row[1:], strict=False):
+        for a, b in itertools.pairwise(row):
             d.arrow(a.at("right"), b.at("left"))
     d.line(features.at("bottom"), (829, 165), (279, 165))
     d.arrow((279, 165), embed.at("top"))
