@@ -89,7 +89,7 @@ def test_using_is_part_of_the_kind(chosen: list[str]) -> None:
         shifted(X)
     with shifted.using("shifter"):
         shifted(X)
-    with shifted.using("triton"), pytest.raises(RuntimeError, match="shifted: backend 'triton' was asked for"):
+    with shifted.using("triton"), pytest.raises(RuntimeError, match="shifted: backend 'triton' was requested"):
         shifted(X)
     assert len(chosen) == 2
 

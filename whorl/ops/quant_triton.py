@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
-from ._codes_triton import codes_of, magnitude, scale_of
+from ._codes_triton import magnitude_bits, row_scale, to_codes
 from ._formats import FORMATS
 from ._launch_triton import launched
 from ._rows import as_rows, ceil_div, power_of_2
@@ -40,8 +40,8 @@ def _quantize_kernel(
     if NESTED:
         at = (rows // B) * x_stride_a + (rows % B) * x_stride_b
     x = tl.load(x_ptr + at + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
-    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
+    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
+    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
     tl.store(q_ptr + rows * C + columns, codes.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + rows, scale, mask=rows < T)
 

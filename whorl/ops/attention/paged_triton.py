@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._codes_triton import codes_of, magnitude, scale_of
+from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
@@ -64,8 +64,8 @@ def _store_codes(
 ):  # fmt: skip
     mask = (heads < HK) & (channels < D)
     x = tl.load(x_ptr + at + channels, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
-    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
+    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
+    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
     tl.store(cache_ptr + cache_at + channels, codes.to(cache_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + scale_at, scale, mask=heads < HK)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._codes_triton import codes_of, magnitude, scale_of
+from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
@@ -71,8 +71,8 @@ def copy_codes(
 ):  # fmt: skip
     """`copy_heads` into a cache of codes."""
     x = load_rest(x_ptr, x_at, mask, 0, D, BLOCK_D)
-    scale = scale_of(tl.max(magnitude(x), 2), LARGEST)
-    store_rest(y_ptr, y_at, mask, codes_of(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
+    scale = row_scale(tl.max(magnitude_bits(x), 2), LARGEST)
+    store_rest(y_ptr, y_at, mask, to_codes(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
     tl.store(scale_ptr + scale_at, scale, mask=mask)
 
 
@@ -144,17 +144,17 @@ def _norm_rotate_heads(
         dtype = x_ptr.dtype.element_ty
         turned_first = turned_first.to(dtype).to(tl.float32)
         turned_second = turned_second.to(dtype).to(tl.float32)
-        largest = tl.max(tl.maximum(magnitude(turned_first), magnitude(turned_second)), 2)
+        largest = tl.max(tl.maximum(magnitude_bits(turned_first), magnitude_bits(turned_second)), 2)
         if D > 2 * HALF:
             rest = rest.to(dtype).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(magnitude(rest), 2))
-        scale = scale_of(largest, LARGEST)
+            largest = tl.maximum(largest, tl.max(magnitude_bits(rest), 2))
+        scale = row_scale(largest, LARGEST)
         tl.store(scale_ptr + scale_at, scale, mask=mask)
         scale = scale[:, :, None]
-        turned_first = codes_of(turned_first, scale, LARGEST, IS_INTEGER)
-        turned_second = codes_of(turned_second, scale, LARGEST, IS_INTEGER)
+        turned_first = to_codes(turned_first, scale, LARGEST, IS_INTEGER)
+        turned_second = to_codes(turned_second, scale, LARGEST, IS_INTEGER)
         if D > 2 * HALF:
-            rest = codes_of(rest, scale, LARGEST, IS_INTEGER)
+            rest = to_codes(rest, scale, LARGEST, IS_INTEGER)
     store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
     if D > 2 * HALF:
         store_rest(y_ptr, y_at, mask, rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
