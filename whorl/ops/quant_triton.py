@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Per-token quantisation: a row stays in registers from its one read to its one write."""
+"""Per-token quantisation in Triton: a row is read once, stays in registers, and is written once."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from ._formats import FORMATS
 from ._launch_triton import launched
 from ._rows import as_rows, ceil_div, power_of_2
 
-BLOCK = 2048  # channels a program dequantises
+BLOCK = 2048  # channels that one program dequantises
 
 
 @launched
@@ -97,6 +97,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels a warp, which is 32 registers a thread; all processors busy first."""
+    """Rows and warps of a program: 1024 channels per warp (32 registers per thread), but first a program for every
+    multiprocessor."""
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(32, at_once * block // 1024))
