@@ -96,7 +96,7 @@ def _tile_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of the product. Tiles that run at once cover GROUP blocks of rows and few of columns: they share the L2."""
+    """One tile of the product. Tiles that run at once cover GROUP row blocks and few column blocks, to share the L2."""
     follow(OVERLAP)
     row_blocks, column_blocks = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
