@@ -248,7 +248,7 @@ def mrope_(
     where: Where = "leading",
     inverse: bool = False,
 ) -> None:
-    """`mrope` in place: q and k are overwritten, nothing is returned. Raises RuntimeError where a gradient is needed."""
+    """`mrope` in place: q and k are overwritten, nothing is returned. RuntimeError where a gradient is needed."""
     options = {"layout": layout, "style": style, "pairs_out": pairs_out, "where": where, "inverse": inverse}
     overwrite(q, k, mrope.reference(q, k, cos_sin, positions, sections, **options))
 
