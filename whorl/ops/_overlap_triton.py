@@ -43,7 +43,7 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
+def prefetch_lines(at):
     """Prefetch the cache lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
