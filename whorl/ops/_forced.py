@@ -21,6 +21,7 @@ class Forced:
         self.here = self._context.get  # a faster `get` for callers that torch.compile never traces
 
     def get(self) -> str:
+        """Return the forced backend, or "" where none is forced."""
         if torch.compiler.is_compiling():
             backend: str = getattr(self._thread, "backend", "")
             return backend
@@ -28,6 +29,7 @@ class Forced:
 
     @contextlib.contextmanager
     def using(self, backend: str) -> Iterator[None]:
+        """Force a backend inside the block."""
         before = getattr(self._thread, "backend", "")
         token = self._context.set(backend)
         self._thread.backend = backend

@@ -12,5 +12,5 @@ def gluon_reason(device: torch.device) -> str | None:
     if compute_capability(device) != HOPPER:
         return f"written for Hopper, got {device}"
     if is_interpreting():
-        return "Triton's interpreter knows no Gluon"
+        return "Triton's interpreter cannot run Gluon"
     return None if is_installed("triton.experimental.gluon") else "this Triton has no Gluon"

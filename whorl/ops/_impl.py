@@ -30,6 +30,7 @@ class LazyFunction:
     package: str  # of the reference
 
     def load(self) -> Function:
+        """Import the function; TypeError where there is none of that name, or its signature is not the reference's."""
         module_name, _, name = self.where.partition(":")
         is_beside = self.package and "." not in module_name
         module = importlib.import_module(f".{module_name}" if is_beside else module_name, self.package)

@@ -42,6 +42,7 @@ class Plans(dict[Key, Plan]):
     """Plans by kind. When there are too many, the oldest half is dropped, so shapes that never recur cost little."""
 
     def remember(self, key: Key, plan: Plan) -> None:
+        """Store the plan of a kind."""
         if len(self) >= MAX_KINDS:
             for old in list(self)[: MAX_KINDS // 2]:
                 self.pop(old, None)  # another thread may have dropped it

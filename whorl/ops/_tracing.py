@@ -47,6 +47,7 @@ def is_transformed() -> bool:
 
 
 def has_dtensor(tensors: list[Tensor]) -> bool:
+    """Whether a tensor is a DTensor; compared by name, so that torch.distributed is not imported."""
     return any(type(t).__name__ == "DTensor" for t in tensors)
 
 

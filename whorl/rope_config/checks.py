@@ -109,7 +109,7 @@ def _check_dual_chunk(config: "RopeConfig") -> None:
         raise ValueError(f"RopeConfig: dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}")
     if config.sections is not None or config.rope_type != "default":
         raise ValueError(
-            f"RopeConfig: dual chunk goes with plain positions and rope_type 'default', "
+            f"RopeConfig: dual chunk needs plain positions and rope_type 'default', "
             f"found rope_type {config.rope_type!r}, sections {config.sections}"
         )
 

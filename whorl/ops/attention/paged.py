@@ -91,6 +91,7 @@ class Place(NamedTuple):
     size: int
 
     def position(self, row: int) -> int:
+        """The position of a row's query in its sequence."""
         return min(self.length - self.queries + row // self.group, self.length - 1)
 
     def blocks(self, window: int) -> range:
