@@ -57,7 +57,7 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     setattr(*place(module), planted)
     for op in [op for op in OPS.values() if "triton" in op.impls]:
         impl = op.impls["triton"]  # anew: the real one may be loaded
-        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.given, impl.accepts))
+        monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.source, impl.accepts))
 
 
 def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:

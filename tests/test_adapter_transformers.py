@@ -345,7 +345,7 @@ def test_uninstall_leaves_no_trace() -> None:
     assert torch.equal(other(**inputs).logits, other_logits)
     # Equal bits would not show whether our operators run, so each is made to refuse.
     for op in (ops.mrope, ops.rms_norm, ops.swiglu):
-        with op.using("none"), pytest.raises(RuntimeError, match=f"{op.name}: backend 'none' was asked for"):
+        with op.using("none"), pytest.raises(RuntimeError, match=f"{op.name}: backend 'none' was requested"):
             model(**inputs)
     torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-4, atol=1e-5)
     replaced = [(entry.owner, entry.name) for entry in installation.replaced]

@@ -89,7 +89,7 @@ def test_using_is_part_of_the_kind(chosen: list[str]) -> None:
         shifted(X)
     with shifted.using("shifter"):
         shifted(X)
-    with shifted.using("triton"), pytest.raises(RuntimeError, match="shifted: backend 'triton' was asked for"):
+    with shifted.using("triton"), pytest.raises(RuntimeError, match="shifted: backend 'triton' was requested"):
         shifted(X)
     assert len(chosen) == 2
 
@@ -138,7 +138,7 @@ def test_a_changed_implementation_is_seen(chosen: list[str], monkeypatch: pytest
 
 
 def test_plans_are_bounded_and_keep_no_tensor(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan, "MOST", 8)
+    monkeypatch.setattr(_plan, "MAX_KINDS", 8)
     refs = []
     for n in range(1, 40):
         x, by = torch.zeros(n, requires_grad=True), torch.zeros(n)
@@ -154,7 +154,7 @@ def test_plans_are_bounded_and_keep_no_tensor(chosen: list[str], monkeypatch: py
 
 
 def test_many_threads_decide_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan, "MOST", 4)
+    monkeypatch.setattr(_plan, "MAX_KINDS", 4)
     wrong: list[Any] = []
 
     def work(seed: int) -> None:

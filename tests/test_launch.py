@@ -192,7 +192,7 @@ def test_a_subclass_is_launched_by_triton(stub: StubDriver, asked: list[str]) ->
 
 
 def test_no_tensor_is_kept_and_kinds_are_bounded(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch_triton, "MOST", 3)
+    monkeypatch.setattr(_launch_triton, "MAX_KINDS", 3)
     ours = Launched(scaled)
     for n in range(-20, -10):
         args, options = arguments(n=n)  # negative integers are told apart one by one

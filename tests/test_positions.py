@@ -222,19 +222,19 @@ def test_decode_equals_transformers(pad):
     ("change", "message"),
     [
         ({"image_grid_thw": None}, "4 image placeholder tokens"),
-        ({"image_grid_thw": [[1, 4, 4], [1, 2, 2]]}, r"\(2 blocks\) calls for 5"),
-        ({"image_grid_thw": [[1, 4, 2]]}, "calls for 2"),
+        ({"image_grid_thw": [[1, 4, 4], [1, 2, 2]]}, r"\(2 blocks\) has 5"),
+        ({"image_grid_thw": [[1, 4, 2]]}, "has 2; is the prompt"),
         ({"image_grid_thw": [[1, 4, 5]]}, "multiples of 2"),
         ({"image_grid_thw": [[0, 4, 4]]}, "multiples of 2"),
-        ({"image_grid_thw": [1, 4, 4]}, r"\[N, 3\] expected"),
-        ({"image_grid_thw": [[1.0, 4.0, 4.0]]}, "integers expected"),
+        ({"image_grid_thw": [1, 4, 4]}, r"expected \[N, 3\]"),
+        ({"image_grid_thw": [[1.0, 4.0, 4.0]]}, "expected integers"),
         ({"video_grid_thw": [[1, 2, 2]]}, "0 video placeholder tokens"),
         ({"mm_token_type_ids": [[0, 1, 1, 0, 1, 1, 0]]}, "not one run"),
-        ({"mm_token_type_ids": [[0, 3, 3, 3, 3, 0, 0]]}, "0, 1 or 2"),
+        ({"mm_token_type_ids": [[0, 3, 3, 3, 3, 0, 0]]}, "expected 0, 1 and 2 only"),
         ({"mm_token_type_ids": [[0, 1]]}, "mm_token_type_ids is"),
         ({"attention_mask": [[1, 1, 1]]}, "attention_mask is"),
         ({"attention_mask": [[1, 1, 1, 1, 0, 1, 1]]}, "3 image placeholder tokens"),
-        ({"cu_seqlens": [0, 7]}, "packed input"),
+        ({"cu_seqlens": [0, 7]}, "with cu_seqlens expected"),
         ({"seconds_per_grid": [1.0]}, "no tokens_per_second"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_block_may_not_cross_sequences():
 
 
 def test_bad_rules_are_refused():
-    with pytest.raises(ValueError, match=r"'llama' is not known\. Known: qwen2_vl"):
+    with pytest.raises(ValueError, match=r"model_type is 'llama', expected one of qwen2_vl"):
         PositionRule.from_hf({"model_type": "llama"})
     with pytest.raises(ValueError, match=r"no vision_config\.tokens_per_second"):
         PositionRule.from_hf({"model_type": "qwen2_5_vl", "vision_config": {"spatial_merge_size": 2}})
@@ -304,15 +304,15 @@ def test_packed_positions():
 
 
 def test_bad_context_requests_are_refused():
-    with pytest.raises(ValueError, match=r"sequence 1 has 6 tokens.*Pad each sequence to a multiple of 4"):
+    with pytest.raises(ValueError, match=r"sequence 1 has 6 tokens.*pad each sequence to a multiple of 4"):
         context_indices(np.array([0, 8, 14]), 0, 2)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
+    with pytest.raises(ValueError, match="rank is 2 of 2 ranks"):
         context_indices(np.array([0, 8]), 2, 2)
-    with pytest.raises(ValueError, match="ends at 8, there are 12"):
+    with pytest.raises(ValueError, match="ends at 8, expected 12"):
         context_slice(np.zeros(12), 0, 2, dim=0, cu_seqlens=[0, 8])
     with pytest.raises(ValueError, match="count is 0"):
         decode_positions(np.array([3]), [[0]], 0)
-    with pytest.raises(ValueError, match=r"\[B, 1\] expected"):
+    with pytest.raises(ValueError, match=r"expected \[B\] and \[B, 1\]"):
         decode_positions(np.array([3, 4]), [[0]])
 
 

@@ -236,7 +236,7 @@ def test_families_that_were_taken_for_llama(name: str) -> None:
 
 def test_an_unknown_family_is_named() -> None:
     values = {"model_type": "spiral", "head_dim": 64, "max_position_embeddings": 128}
-    with pytest.warns(UnknownFamilyWarning, match="model_type 'spiral' is not known here"):
+    with pytest.warns(UnknownFamilyWarning, match="model_type 'spiral' is unknown"):
         RopeConfig.from_hf(values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -246,7 +246,7 @@ def test_an_unknown_family_is_named() -> None:
 
 def test_defaults_that_are_not_held_must_be_given() -> None:
     values = {"model_type": "gemma4_text", "head_dim": 256, "max_position_embeddings": 128}
-    with pytest.raises(ValueError, match=r"frequencies of 'gemma4_text' are not known here; .* needs rope_parameters"):
+    with pytest.raises(ValueError, match=r"frequencies of 'gemma4_text' are not known; .* needs rope_parameters"):
         RopeConfig.from_hf(values, layer_type="full_attention")
 
 

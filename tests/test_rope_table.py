@@ -278,11 +278,11 @@ def test_a_position_past_the_table_is_an_error(keywords: dict[str, Any]) -> None
         table.apply(torch.zeros(4, 1, 32), None, past)
     with pytest.raises(ValueError, match="position 999 is past the table"):
         table.cos_sin("cpu", seq_len=1000)
-    with pytest.raises(ValueError, match="positions from -1 to 0"):
+    with pytest.raises(ValueError, match="positions are -1 to 0"):
         table.lookup(torch.tensor([0, -1]))
-    with pytest.raises(ValueError, match=r"from 0 to 9.* below seq_len \(5\)"):
+    with pytest.raises(ValueError, match=r"are 0 to 9.* below seq_len \(5\)"):
         table.lookup(torch.arange(10), seq_len=5)
-    with pytest.raises(ValueError, match=r"int32 or int64, found torch\.float32"):
+    with pytest.raises(ValueError, match=r"positions is torch\.float32, expected int32 or int64"):
         table.lookup(torch.zeros(3))
 
 
@@ -294,11 +294,11 @@ def test_wrong_axes_are_an_error() -> None:
 
 
 def test_get_rope_wants_one_source() -> None:
-    with pytest.raises(ValueError, match=r"found both: \['head_dim'\]"):
+    with pytest.raises(ValueError, match=r"got both: \['head_dim'\]"):
         get_rope(QWEN3_30B, head_dim=64)
-    with pytest.raises(ValueError, match="found neither"):
+    with pytest.raises(ValueError, match="got neither"):
         get_rope()
-    with pytest.raises(ValueError, match="rows must be positive, found 0"):
+    with pytest.raises(ValueError, match="rows is 0, expected a positive number"):
         get_rope(QWEN3_30B, rows=0)
 
 

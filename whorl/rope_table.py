@@ -1,11 +1,11 @@
-"""cos/sin tables of a `RopeConfig`: built once per configuration and device, read once per step, shared by all layers.
+"""cos/sin tables of a `RopeConfig`: built once per configuration and device, looked up once per step for all layers.
 
     table = get_rope(config)                     # while building the model
-    rows = table.lookup(positions)               # once a step
+    rows = table.lookup(positions)               # once per step
     q, k = table.apply(q, k, rows)               # in every layer
 
-Tables are plain fp32 tensors, never module buffers: `model.to(bfloat16)` and autocast leave them alone. Where the
-kernel wants the table in the dtype of q (Ascend), a copy rounded once is kept beside it.
+Tables are plain fp32 tensors, never module buffers: `model.to(bfloat16)` and autocast do not change them. Where the
+kernel needs the table in the dtype of q (Ascend), a copy, rounded once, is stored beside it.
 """
 
 import threading
@@ -33,15 +33,19 @@ def get_rope(
     grow: bool = False,
     **keywords: Any,
 ) -> "RopeTable":
-    """The rotary table of a configuration: a RopeConfig, a Hugging Face configuration, or keywords of `from_keywords`.
+    """Return the rotary table of a configuration. Equal configurations share one table.
 
-    Equal configurations share one table. `rows` is the table's length (default: what the model is meant for). A
-    position past it is a ValueError, or with `grow` makes the table longer. Growing replaces the tensor, so what was
-    captured in a device graph keeps the old one: capture with grow=False.
+    config: a RopeConfig, or a Hugging Face configuration (layer_type as in `RopeConfig.from_hf`); without it, keywords
+    of `RopeConfig.from_keywords`. rows: the table's length; by default every position that the model is meant for. A
+    position past the table raises ValueError or, with `grow`, extends the table. Growing replaces the tensor, while a
+    captured device graph keeps the old one: capture with grow=False. Raises ValueError for both or neither of config
+    and keywords, and for a configuration that is not valid.
+
+        table = get_rope(head_dim=128, max_position=40960, rope_theta=1e6)
     """
     if (config is None) == (not keywords):
-        given = "both" if keywords else "neither"
-        raise ValueError(f"get_rope: expected a configuration or keywords, found {given}: {sorted(keywords)}")
+        number = "both" if keywords else "neither"
+        raise ValueError(f"get_rope: expected either a configuration or keywords, got {number}: {sorted(keywords)}")
     if config is None:
         rope = RopeConfig.from_keywords(**keywords)
     elif isinstance(config, RopeConfig):
@@ -49,7 +53,7 @@ def get_rope(
     else:
         rope = RopeConfig.from_hf(config, layer_type=layer_type)
     if rows is not None and rows <= 0:
-        raise ValueError(f"get_rope: rows must be positive, found {rows}")
+        raise ValueError(f"get_rope: rows is {rows}, expected a positive number")
     return _shared(rope, rows or rope.table_rows, grow)
 
 
@@ -59,21 +63,25 @@ def _shared(config: RopeConfig, rows: int, grow: bool) -> "RopeTable":
 
 
 class RopeTable:
-    """The table of one configuration, one tensor [P, R] per device: row = [cos of R/2 angles | sin of R/2 angles]."""
+    """The table of one configuration, one tensor [P, R] per device: row = [cos of R/2 angles | sin of R/2 angles].
+
+    `get_rope` makes one; `lookup` and `apply` use it.
+    """
 
     def __init__(self, config: RopeConfig, *, rows: int, grow: bool) -> None:
         self.config = config
         self.rows = rows
         self.grow = grow
         self._on_device: dict[tuple[torch.device, bool], Tensor] = {}
-        self._rounded: dict[tuple[torch.device, bool, torch.dtype], tuple[Tensor, Tensor]] = {}  # and of what
+        # The rounded table, and the fp32 table that it was made from.
+        self._rounded: dict[tuple[torch.device, bool, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"RopeTable({self.config}, rows={self.rows}, grow={self.grow})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled model shares the table too.
+        # A copied or unpickled model shares the table, too.
         return _shared, (self.config, self.rows, self.grow)
 
     def cos_sin(
@@ -83,39 +91,41 @@ class RopeTable:
         seq_len: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The whole table [P, R]: P >= seq_len, and the frequencies of that length (longrope, dynamic).
+        """Return the whole table [P, R], with P >= seq_len and the frequencies of that length (longrope, dynamic).
 
-        In a `dtype` of 16 bits it is the fp32 table rounded, once for all calls.
+        With a 16-bit `dtype` it is the fp32 table rounded; the rounded table is stored for later calls. Raises
+        ValueError when seq_len is past a table that may not grow.
         """
         device = _with_index(device)
         table = self._wide(device, seq_len)
         if dtype == table.dtype:
             return table
         key = (device, self.config.is_long(seq_len), dtype)
-        kept, of = self._rounded.get(key, (None, None))
-        if kept is None or of is not table:
+        rounded, source = self._rounded.get(key, (None, None))
+        if rounded is None or source is not table:
             with torch.inference_mode(False):
-                kept = table.to(dtype)
-            if not isinstance(kept, FakeTensor):
-                self._rounded[key] = (kept, table)
-        return kept
+                rounded = table.to(dtype)
+            if not isinstance(rounded, FakeTensor):
+                self._rounded[key] = (rounded, table)
+        return rounded
 
     def _wide(self, device: torch.device, seq_len: int | None) -> Tensor:
         is_long = self.config.is_long(seq_len)
         rows = self._rows_for(seq_len)
         if is_long and self.config.rope_type == "dynamic":
-            return self._build(device, rows, seq_len)  # other frequencies for every length: nothing to keep
+            return self._build(device, rows, seq_len)  # every length has other frequencies, so nothing is stored
         table = self._on_device.get((device, is_long))
         if table is None or table.shape[0] < rows:
             table = self._extend(device, rows, seq_len)
         return table
 
     def lookup(self, positions: Tensor, *, seq_len: int | None = None) -> Tensor:
-        """Rows [*tokens, R] for positions [*tokens], or [A, *tokens] where the configuration has A sections.
+        """Return rows [*tokens, R] for positions [*tokens], or [A, *tokens] where the configuration has A sections.
 
-        A 1-D tensor is text for an MRoPE configuration too: all axes equal. `seq_len` is a bound the caller knows,
-        positions < seq_len; without it positions are read, which waits for the device. Inside a compiled function
-        nothing is read, and the table must have been built before (`cos_sin(device)`).
+        A 1-D tensor of positions is text, also for an MRoPE configuration: all axes are equal. seq_len: a bound that
+        the caller knows, positions < seq_len; without it positions are read, which waits for the device. Inside a
+        compiled function nothing is read, and the table must have been built before (`cos_sin(device)`). Raises
+        ValueError when positions do not fit the sections or the table.
         """
         table, positions = self._table_for(positions, seq_len)
         sections, layout = self.config.sections, self.config.layout
@@ -124,10 +134,10 @@ class RopeTable:
         return table[positions]
 
     def lookup_dual_chunk(self, positions: Tensor) -> DualChunkPositions[Tensor]:
-        """Rows [*tokens, R] for each of the five positions of dual chunk attention; keys use `intra`."""
+        """Return rows [*tokens, R] for each of the five positions of dual chunk attention; keys use `intra`."""
         _check_integers(positions)
         table = self.cos_sin(positions.device)
-        return DualChunkPositions(*(table[each] for each in self.config.dual_chunk_positions(positions)))
+        return DualChunkPositions(*(table[indices] for indices in self.config.dual_chunk_positions(positions)))
 
     def apply(
         self,
@@ -138,29 +148,30 @@ class RopeTable:
         seq_len: int | None = None,
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or gather positions in the kernel.
+        """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or by positions.
 
-        Given positions, a device whose kernel wants the table in q's dtype gets it so, rounded once.
+        With positions the kernel looks the rows up; where it needs the table in q's dtype, it gets the rounded table.
+        seq_len as in `lookup`; `inverse` rotates back. Returns new q and k, as `ops.rope`.
         """
         config = self.config
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "style": config.style,
             "pairs_out": config.pairs_out,
             "where": config.where,
             "inverse": inverse,
         }
         if rows_or_positions.is_floating_point():
-            return ops.rope(q, k, rows_or_positions, **how)
+            return ops.rope(q, k, rows_or_positions, **options)
         dtype = table_dtype(q.device, q.dtype)
         table, positions = self._table_for(rows_or_positions, seq_len, dtype)
         if config.is_mrope and positions.dim() > 1:
-            return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **how)
-        return ops.rope(q, k, table, positions, **how)
+            return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **options)
+        return ops.rope(q, k, table, positions, **options)
 
     def _table_for(
         self, positions: Tensor, seq_len: int | None, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """A table and the indices of these positions in it."""
+        """Return a table and the indices of these positions in it."""
         _check_integers(positions)
         sections = self.config.sections
         if sections is not None and positions.dim() > 1 and positions.shape[0] != len(sections):
@@ -170,13 +181,13 @@ class RopeTable:
             )
         seq_len = self._bound(positions, seq_len)
         if self.config.rope_type == "dynamic" and self.config.is_long(seq_len):
-            # Frequencies hold for this length alone: a table of just these tokens, not of every position.
+            # Frequencies are those of this length alone: build a table of just these tokens, not of every position.
             self._rows_for(seq_len)
-            return _cos_sin(self.config, positions.reshape(-1), seq_len).to(dtype), _count(positions)
+            return _cos_sin(self.config, positions.reshape(-1), seq_len).to(dtype), _consecutive(positions)
         return self.cos_sin(positions.device, seq_len=seq_len, dtype=dtype), positions
 
     def _bound(self, positions: Tensor, seq_len: int | None) -> int | None:
-        """A number above every position: the caller's, checked where reading is free, or read."""
+        """Return a number above every position: the caller's, checked where reading is free, or one read from them."""
         if torch.compiler.is_compiling() or isinstance(positions, FakeTensor) or not positions.numel():
             return seq_len
         if seq_len is not None and positions.device.type != "cpu":
@@ -184,21 +195,21 @@ class RopeTable:
         low, high = torch.stack(torch.aminmax(positions)).tolist()
         if low < 0 or (seq_len is not None and high >= seq_len):
             bound = "none" if seq_len is None else seq_len
-            raise ValueError(f"rope lookup: positions from {low} to {high}; expected 0 and up, below seq_len ({bound})")
+            raise ValueError(f"rope lookup: positions are {low} to {high}, expected 0 and up, below seq_len ({bound})")
         return high + 1 if seq_len is None else seq_len
 
     def _rows_for(self, seq_len: int | None) -> int:
-        """Table length that serves `seq_len` tokens."""
+        """Return the table length for sequences of `seq_len` tokens; ValueError when the table may not grow to it."""
         config, rows = self.config, self.rows
         if config.rope_type == "longrope" and config.original_max_position and not config.is_long(seq_len):
-            # Past this the long factors hold: a short table that went on would answer wrongly.
+            # Past this length the long factors apply: the table of short factors must not go on.
             rows = min(rows, config.original_max_position)
         if seq_len is None or seq_len <= rows:
             return rows
         if not self.grow:
             raise ValueError(
                 f"rope lookup: position {seq_len - 1} is past the table of {rows} rows; "
-                f"make it with get_rope(..., rows={seq_len}) or grow=True"
+                f"build the table with get_rope(..., rows={seq_len}) or grow=True"
             )
         return seq_len
 
@@ -216,31 +227,31 @@ class RopeTable:
             return table
 
     def _build(self, device: torch.device, rows: int, seq_len: int | None) -> Tensor:
-        # A tensor made in inference mode could never be saved for a backward. Built on the CPU, so that every device
-        # has the same bits.
+        # A tensor made in inference mode could never be saved for a backward. Tables are built on the CPU, so that
+        # their bits are equal on every device.
         with torch.inference_mode(False):
             positions = torch.arange(rows, device="cpu")
             return _cos_sin(self.config, positions, seq_len).to(device)
 
 
 def _cos_sin(config: RopeConfig, positions: Tensor, seq_len: int | None) -> Tensor:
-    """Rows [T, R] for positions [T], angles in fp32 whatever the default dtype or autocast say."""
+    """Rows [T, R] for positions [T], with angles in fp32 whatever the default dtype and autocast are."""
     frequencies = torch.from_numpy(config.frequencies(seq_len)).to(positions.device)
     angles = positions[:, None].to(torch.float32) * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor_at(seq_len)
 
 
 def _with_index(device: torch.device | str) -> torch.device:
-    """`cuda` and `cuda:0` are one device and must find one table."""
+    """The device with its index: `cuda` and `cuda:0` are one device and must share one table."""
     device = torch.device(device)
     return device if device.index is not None or device.type == "cpu" else torch.empty(0, device=device).device
 
 
-def _count(positions: Tensor) -> Tensor:
+def _consecutive(positions: Tensor) -> Tensor:
     """0, 1, 2, ... in the shape of positions."""
     return torch.arange(positions.numel(), device=positions.device).view(positions.shape)
 
 
 def _check_integers(positions: Tensor) -> None:
     if positions.dtype not in _INTEGERS:
-        raise ValueError(f"rope lookup: positions must be int32 or int64, found {positions.dtype}")
+        raise ValueError(f"rope lookup: positions is {positions.dtype}, expected int32 or int64")

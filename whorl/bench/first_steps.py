@@ -37,7 +37,7 @@ class Late(NamedTuple):
 
 
 def late(llm: LLM) -> Late:
-    return Late(len(llm.runner._graphs), _trial_store.num_made(), compiled_kernels())
+    return Late(len(llm.runner._graphs), _trial_store.num_trials(), compiled_kernels())
 
 
 def compiled_kernels() -> int | None:

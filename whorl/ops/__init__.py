@@ -1,7 +1,14 @@
-"""Fused operators, each one contract with a reference and its backends; `register_backend` adds another backend.
+"""Fused operators. Each operator has one contract, one reference in plain torch, and kernels for several backends.
 
-Shape letters, the same everywhere: T tokens, B sequences, S keys, HQ and HK query and key heads, D head size,
-R rotary size, A position axes, C hidden size, F expert size, E experts, K chosen per token.
+    from whorl import ops
+
+    y = ops.rms_norm(x, weight)                      # the fastest backend that takes these arguments
+    y = ops.rms_norm(x, weight, backend="torch")     # the reference
+    ops.rms_norm.choose(x, weight)                   # which backend runs, and why the others do not
+
+`register_backend` adds a backend from another package. Shape letters mean the same in every docstring: T tokens,
+B sequences, S keys, HQ and HK query and key heads, D head size, R rotary size, A position axes, C hidden size,
+F expert size, E experts, K experts per token.
 """
 
 from types import ModuleType as _ModuleType
@@ -59,5 +66,5 @@ from .sparse_attention import selection_mask as selection_mask
 from .sparse_attention import sparse_attention as sparse_attention
 from .swiglu import swiglu as swiglu
 
-# The names above, and none of the modules that they come from.
+# The public names are those imported above, without the modules that they come from.
 __all__ = sorted(name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _ModuleType))

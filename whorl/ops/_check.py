@@ -1,4 +1,8 @@
-"""Checks that operators share. Shapes and dtypes are looked at always, values where that is free (`is_readable`)."""
+"""Argument checks that operators share.
+
+Shapes and dtypes are always checked. Values are checked only where reading them does not wait for a device
+(`is_readable`).
+"""
 
 from collections.abc import Sequence
 
@@ -11,15 +15,16 @@ from ._tracing import is_readable
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_like(name: str, what: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A gradient or a saved tensor: of the shape and dtype that the forward gave it, or absent."""
+def check_like(name: str, argument: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise ValueError unless x (a gradient or a saved tensor) is None or has this shape and dtype."""
     if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype):
-        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected {list(shape)} {dtype}")
+        raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected {list(shape)} {dtype}")
 
 
-def check_range(name: str, what: str, ids: Tensor, end: int, *, start: int = 0) -> None:
+def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:
+    """Raise ValueError where an id lies outside [start, end), if the values can be read for free."""
     if ids.numel() and is_readable(ids) and not start <= int(ids.min()) <= int(ids.max()) < end:
-        raise ValueError(f"{name}: {what} are {int(ids.min())} to {int(ids.max())}, expected {start} to {end - 1}")
+        raise ValueError(f"{name}: {argument} are {int(ids.min())} to {int(ids.max())}, expected {start} to {end - 1}")
 
 
 # ---- a paged cache
@@ -28,7 +33,10 @@ def check_range(name: str, what: str, ids: Tensor, end: int, *, start: int = 0) 
 def check_cache(
     name: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> None:
-    """A cache of codes has planes of scales beside it."""
+    """Raise ValueError unless both caches are [blocks, block size, HK, D], with scales if and only if they hold codes.
+
+    Scales are [blocks, HK, block size] fp32, contiguous.
+    """
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
@@ -41,14 +49,14 @@ def check_cache(
     if k_cache.dtype not in [kind for kind, _ in FORMATS.values()]:
         raise ValueError(f"{name}: k_scale is given and k_cache is {k_cache.dtype}, expected int8 or float8_e4m3fn")
     blocks, size, heads, _ = k_cache.shape
-    for what, plane in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_like(name, what, plane, (blocks, heads, size), torch.float32)
+    for argument, plane in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_like(name, argument, plane, (blocks, heads, size), torch.float32)
         if not plane.is_contiguous():
-            raise ValueError(f"{name}: {what} has strides {list(plane.stride())}, expected a contiguous tensor")
+            raise ValueError(f"{name}: {argument} has strides {list(plane.stride())}, expected a contiguous tensor")
 
 
 def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
-    """A negative slot means nowhere."""
+    """Raise ValueError unless slots is [count] integers below the size of the cache; a negative slot writes nothing."""
     if slots.shape != (count,) or slots.dtype not in INTEGERS:
         raise ValueError(f"{name}: slots is {list(slots.shape)} {slots.dtype}, expected [{count}] int32 or int64")
     size = cache.shape[0] * cache.shape[1]
@@ -56,15 +64,16 @@ def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
         raise ValueError(f"{name}: slot {int(slots.max())} is past the cache of {size} slots")
 
 
-def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num_rows: int, num_keys: int) -> None:
-    """Of sequences whose tables hold up to `num_keys` keys, in a batch of `num_rows` queries; as integers of the host.
+def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num_queries: int, num_keys: int) -> None:
+    """Raise ValueError unless query_starts and context_lens, read back to the host, describe a batch.
 
-    A sequence without queries reads nothing, whatever its length.
+    num_queries: queries in the batch; num_keys: keys that the block table of one sequence can hold. A sequence without
+    queries reads nothing, so its context length is not checked.
     """
     ends = list(starts[1:])
-    if starts[0] != 0 or ends != sorted(ends) or min(ends, default=0) < 0 or starts[-1] > num_rows:
+    if starts[0] != 0 or ends != sorted(ends) or min(ends, default=0) < 0 or starts[-1] > num_queries:
         raise ValueError(
-            f"{name}: query_starts are {list(starts)}, expected 0 first, none below the one before, and {num_rows} "
+            f"{name}: query_starts are {list(starts)}, expected 0 first, none below the one before, and {num_queries} "
             "queries at most"
         )
     for b, (start, end, context) in enumerate(zip(starts, ends, contexts, strict=False)):
@@ -76,7 +85,7 @@ def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num
 
 
 def check_tables(name: str, tables: Tensor, starts: Sequence[int], contexts: Sequence[int], cache: Tensor) -> None:
-    """Blocks that are read exist."""
+    """Raise ValueError where a block that a sequence reads lies outside the cache."""
     for b, row in enumerate(tables.tolist()):
         used = row[: -(-contexts[b] // cache.shape[1])] if starts[b + 1] > starts[b] else []
         if used and not 0 <= min(used) <= max(used) < cache.shape[0]:

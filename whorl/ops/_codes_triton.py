@@ -1,25 +1,25 @@
 # mypy: allow-untyped-defs
-"""What `dynamic_quant` does to a row, for kernels that quantise what they have in registers."""
+"""The arithmetic of `dynamic_quant` on one row, for kernels that quantise values they hold in registers."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def magnitude(x):
-    """Of fp32, as integers: in the same order as floats, and NaN is the largest instead of being lost."""
+def magnitude_bits(x):
+    """The bits of |x| (fp32) as int32: ordered as the floats are, but NaN is the largest and survives a maximum."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def scale_of(largest, LARGEST: tl.constexpr):
-    """largest: the largest `magnitude` of each row; LARGEST: that of a code."""
+def row_scale(largest, LARGEST: tl.constexpr):
+    """The scale of each row: its largest magnitude (largest, as `magnitude_bits`) over the largest code (LARGEST)."""
     return tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, LARGEST, tl.float32))
 
 
 @triton.jit
-def codes_of(x, scale, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """x over scale, in the range of a code and, of integers, rounded; in fp32. scale: broadcasts to x."""
+def to_codes(x, scale, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """x / scale in fp32, clamped to the range of a code and, for integer codes, rounded. scale broadcasts to x."""
     is_usable = (scale > 0) & (scale < float("inf"))
     divisor = tl.where(is_usable, scale, 1.0)
     codes = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
@@ -31,5 +31,5 @@ def codes_of(x, scale, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
 
 @triton.jit
 def _round_to_even(x):
-    """To nearest, ties to even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """Round to nearest, ties to even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0

@@ -1,4 +1,4 @@
-"""The tensors that a case of an operator is made of."""
+"""Random tensors for the test and benchmark cases of operators."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What they have in common. scale: of small-valued cases; sliced: rows lie further apart than they are long."""
+    """The settings that all tensors of a case share, and functions that draw them.
+
+    scale: multiplies the values (below 1 in small-valued cases); sliced: tensors are slices of wider ones, so that the
+    stride between rows is larger than a row.
+    """
 
     dtype: torch.dtype
     device: str
@@ -20,22 +24,24 @@ class Draw:
 
     @property
     def kind(self) -> dict[str, Any]:
+        """The dtype and device as keywords of torch's constructors."""
         return {"dtype": self.dtype, "device": self.device}
 
     @property
     def wide(self) -> torch.dtype:
-        """Of what an operator takes in fp32 whatever the rest is; fp64 is the gold in tests."""
+        """The dtype of arguments that an operator always takes in fp32; fp64 where a test computes in fp64."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def normal(self, *shape: int, scale: float = 1.0, gap: int = 8) -> Tensor:
-        """Of a sliced case with `gap` numbers between a row and the next."""
+        """Normal random numbers times `scale`; in a sliced case with `gap` unused numbers between two rows."""
         x = torch.randn(*shape[:-1], shape[-1] + gap * self.sliced, **self.kind)
         return (scale * x)[..., : shape[-1]]
 
     def scaled(self, *shape: int, gap: int = 8) -> Tensor:
+        """Normal random numbers times the scale of the case."""
         return self.normal(*shape, scale=self.scale, gap=gap)
 
     def weight(self, *shape: int) -> Tensor:
-        """Of a layer: products with it are as large as what it is multiplied with."""
+        """A layer's weight, scaled so that its products are about as large as its inputs."""
         x = torch.randn(*shape[:-1], shape[-1] + 8 * self.sliced, **self.kind)
         return (x / shape[-1] ** 0.5)[..., : shape[-1]]

@@ -1,4 +1,4 @@
-"""A backend that a block of code insists on."""
+"""The backend that a `with op.using(...)` block forces."""
 
 import contextlib
 import threading
@@ -9,25 +9,27 @@ import torch
 
 
 class Forced:
-    """The backend that one operator is told to use: of this thread or asyncio task, "" where nobody has said.
+    """The backend that one operator is forced to use in this thread or asyncio task; "" where none is forced.
 
-    Backward need not ask: a node keeps what its forward was told. Code that torch.compile made asks its thread, since
-    a tracer can guard that and no context variable.
+    Backward does not read it: an autograd node stores the backend that its forward was called with. Compiled code reads
+    a thread-local instead of the context variable, since torch.compile can guard only the former.
     """
 
     def __init__(self, operator: str) -> None:
         self._context: ContextVar[str] = ContextVar(f"whorl.{operator}.backend", default="")
         self._thread = threading.local()
-        self.here = self._context.get  # for callers that nobody traces
+        self.here = self._context.get  # a faster `get` for callers that torch.compile never traces
 
     def get(self) -> str:
+        """Return the forced backend, or "" where none is forced."""
         if torch.compiler.is_compiling():
-            found: str = getattr(self._thread, "backend", "")
-            return found
+            backend: str = getattr(self._thread, "backend", "")
+            return backend
         return self._context.get()
 
     @contextlib.contextmanager
     def using(self, backend: str) -> Iterator[None]:
+        """Force a backend inside the block."""
         before = getattr(self._thread, "backend", "")
         token = self._context.set(backend)
         self._thread.backend = backend

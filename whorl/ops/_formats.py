@@ -1,4 +1,4 @@
-"""What quantised values are stored as: the dtype of the codes and the largest of them."""
+"""Storage formats of quantised values: the dtype of the codes, and the largest code."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "f
 
 
 def code_constants(cache: Tensor) -> dict[str, Any]:
-    """What a kernel that writes codes of this dtype is told."""
+    """The constants of a kernel that writes codes of the cache's dtype."""
     largest = next(largest for kind, largest in FORMATS.values() if kind == cache.dtype)
     return {"LARGEST": largest, "IS_INTEGER": cache.dtype == torch.int8}

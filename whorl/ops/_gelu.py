@@ -1,4 +1,4 @@
-"""The numbers of tanh's approximation of GELU, for the operator and its kernel."""
+"""Constants of the tanh approximation of GELU, shared by the operator and its kernel."""
 
 import math
 

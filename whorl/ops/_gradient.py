@@ -1,4 +1,4 @@
-"""An operator's gradient: what its node keeps for backward, and how backward is computed from it."""
+"""An operator's gradient: which tensors its autograd node saves, and how backward is computed from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,28 +15,29 @@ Saved = tuple[tuple[str, ...], tuple[int, ...]]  # arguments by name and outputs
 
 
 class Arguments(dict[str, Any]):
-    """In a backward: the tensors that were saved, and everything that is not a tensor."""
+    """The arguments that a backward formula sees: the saved tensors, and every argument that is not a tensor."""
 
-    wanted: Sequence[str]  # whose gradients are asked for
+    needs_grad: Sequence[str]  # arguments whose gradients autograd needs
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What backward finds: names of arguments, of which `saved` are tensors that are kept; indices of kept outputs."""
+class SavedState:
+    """What one kind of call saves for backward, as argument names and output indices."""
 
-    saved: tuple[str, ...]
-    outputs: tuple[int, ...]
-    constants: tuple[str, ...]  # everything that is no tensor
-    wanted: tuple[str, ...]  # whose gradients are asked for
+    saved: tuple[str, ...]  # tensor arguments that are saved
+    outputs: tuple[int, ...]  # indices of the outputs that are saved
+    constants: tuple[str, ...]  # arguments that are not tensors
+    needs_grad: tuple[str, ...]  # arguments whose gradients autograd needs
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
-    inputs: tuple[str, ...]  # whose gradients backward returns, in this order
+    inputs: tuple[str, ...]  # arguments whose gradients backward returns, in this order
 
 
 class Gradient:
-    """An operator's backward, for its torch op (`setup_context`) and for calls that nobody looks at (`function`).
+    """An operator's backward, for its torch op (`setup_context`) and for direct calls that bypass it (`function`).
 
-    formula: None differentiates the reference. is_absent(output, arguments): whether that output is None.
+    formula: the stated backward; None differentiates the reference. is_absent(output, arguments): whether that output
+    is None.
     """
 
     def __init__(
@@ -46,40 +47,42 @@ class Gradient:
         self.formula: Formula | None = None
         self.saved: Saved | None = None  # None: every input, no output
 
-    def kept(self, values: Values, inputs: Sequence[str] | None = None) -> Kept:
-        """inputs: whose gradients are returned; None: of all tensors."""
+    def saved_state(self, values: Values, inputs: Sequence[str] | None = None) -> SavedState:
+        """Return what a call saves. inputs: arguments whose gradients backward returns; None: all tensors."""
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
         saved, outputs = self.saved or (tuple(tensors), ())
-        return Kept(
+        return SavedState(
             saved=tuple(n for n in saved if n in tensors),
             outputs=tuple(outputs),
             constants=tuple(n for n in values if n not in tensors),
-            wanted=tuple(n for n in self.names if n in tensors and tensors[n].requires_grad),
+            needs_grad=tuple(n for n in self.names if n in tensors and tensors[n].requires_grad),
             dtypes={n: v.dtype for n, v in tensors.items()},
             inputs=tuple(tensors if inputs is None else inputs),
         )
 
-    def keep(self, ctx: Any, kept: Kept, values: Values, output: Any) -> None:
+    def save(self, ctx: Any, state: SavedState, values: Values, output: Any) -> None:
+        """Store on the autograd context what backward needs."""
         outputs = output if isinstance(output, tuple) else (output,)
-        ctx.set_materialize_grads(False)  # an unused output costs nothing
-        ctx.save_for_backward(*[values[n] for n in kept.saved], *[outputs[i] for i in kept.outputs])
-        ctx.kept, ctx.constants = kept, {n: values[n] for n in kept.constants}
+        ctx.set_materialize_grads(False)  # no zeros are allocated for an unused output
+        ctx.save_for_backward(*[values[n] for n in state.saved], *[outputs[i] for i in state.outputs])
+        ctx.state, ctx.constants = state, {n: values[n] for n in state.constants}
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
+        """The `setup_context` of the torch op's autograd formula."""
         values = dict(zip(self.names, inputs, strict=False)) | keyword_only_inputs
-        self.keep(ctx, self.kept(values, self.names[: len(inputs)]), values, output)
+        self.save(ctx, self.saved_state(values, self.names[: len(inputs)]), values, output)
 
     def function(self, name: str, run: Callable[[Any, Values], Any]) -> type[torch.autograd.Function]:
-        """The node of autograd's graph: run(plan, arguments), called as `apply(plan, arguments, *their tensors)`.
+        """Return an autograd function that calls run(plan, arguments); apply it to (plan, arguments, *their tensors).
 
-        A plain function in place of the torch op, which would cost tens of microseconds more to pass through torch's
-        dispatcher. Hooks on saved tensors, version counters and second derivatives are autograd's own here, too.
+        It replaces the torch op in direct calls: passing through torch's dispatcher costs tens of microseconds more.
+        Saved-tensor hooks, version counters and second derivatives work as in any autograd function.
         """
 
         def forward(ctx: Any, plan: Any, values: Values, *tensors: Tensor) -> Any:
             out = run(plan, values)
-            self.keep(ctx, plan.kept, values, out)
-            ctx.constants["backend"] = plan.asked
+            self.save(ctx, plan.state, values, out)
+            ctx.constants["backend"] = plan.requested
             return out
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -89,36 +92,37 @@ class Gradient:
         return type(name, (torch.autograd.Function,), methods)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        kept, tensors = ctx.kept, ctx.saved_tensors
+        """Return the gradients of `state.inputs`, in that order; None where there is none."""
+        state, tensors = ctx.state, ctx.saved_tensors
         args = Arguments(ctx.constants)
-        args.update(zip(kept.saved, tensors, strict=False))
-        args.wanted, args.dtypes = kept.wanted, kept.dtypes
-        outputs = dict(zip(kept.outputs, tensors[len(kept.saved) :], strict=True))
+        args.update(zip(state.saved, tensors, strict=False))
+        args.needs_grad, args.dtypes = state.needs_grad, state.dtypes
+        outputs = dict(zip(state.outputs, tensors[len(state.saved) :], strict=True))
         grads = tuple([None if self.is_absent(i, ctx.constants) else g for i, g in enumerate(grads)])
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None,) * len(kept.inputs)
+        present = [g for g in grads if g is not None]
+        if not present:
+            return (None,) * len(state.inputs)
         if self.formula is not None:
-            found = self.formula(grads, args, outputs)
+            input_grads = self.formula(grads, args, outputs)
         else:
             args.pop("backend")
-            with no_autocast(given[0].device.type):
-                found = _differentiate(self.reference, args, grads, kept.wanted)
-        return tuple([found.get(n) for n in kept.inputs])
+            with no_autocast(present[0].device.type):
+                input_grads = _differentiate(self.reference, args, grads, state.needs_grad)
+        return tuple([input_grads.get(n) for n in state.inputs])
 
 
 def _differentiate(
-    function: Callable[..., Any], args: Values, grads: tuple[Tensor | None, ...], wanted: Sequence[str]
+    function: Callable[..., Any], args: Values, grads: tuple[Tensor | None, ...], needs_grad: Sequence[str]
 ) -> Mapping[str, Tensor | None]:
-    """Gradients of a reference by torch's own autograd, for operators that state no backward."""
+    """Differentiate a reference with torch's autograd, for operators that state no backward."""
     with torch.enable_grad():
-        args = {n: a.detach().requires_grad_(n in wanted) if isinstance(a, Tensor) else a for n, a in args.items()}
+        args = {n: a.detach().requires_grad_(n in needs_grad) if isinstance(a, Tensor) else a for n, a in args.items()}
         out = function(**args)
         outs = out if isinstance(out, tuple) else (out,)
         pairs = [
             (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o is not None and o.requires_grad
         ]
-        got = torch.autograd.grad(
-            [o for o, _ in pairs], [args[n] for n in wanted], [g for _, g in pairs], allow_unused=True
+        input_grads = torch.autograd.grad(
+            [o for o, _ in pairs], [args[n] for n in needs_grad], [g for _, g in pairs], allow_unused=True
         )
-    return dict(zip(wanted, got, strict=True))
+    return dict(zip(needs_grad, input_grads, strict=True))

@@ -1,4 +1,4 @@
-"""Where kernels written in Gluon for Hopper run."""
+"""Whether the Gluon kernels for Hopper can run on a device."""
 
 import torch
 
@@ -8,9 +8,9 @@ HOPPER = (9, 0)
 
 
 def gluon_reason(device: torch.device) -> str | None:
-    """None where they do, else why the plain ones run."""
+    """Return None where they can run, else the reason that the plain Triton kernels run instead."""
     if compute_capability(device) != HOPPER:
         return f"written for Hopper, got {device}"
     if is_interpreting():
-        return "Triton's interpreter knows no Gluon"
+        return "Triton's interpreter cannot run Gluon"
     return None if is_installed("triton.experimental.gluon") else "this Triton has no Gluon"

@@ -1,4 +1,4 @@
-"""Implementations of an operator by its backends: given as functions, or named and imported when first chosen."""
+"""Implementations of an operator: passed as functions, or named and imported when their backend is first chosen."""
 
 import functools
 import importlib
@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
-Accepts = Callable[..., str | None]  # None, or the reason that these arguments cannot be taken
+Accepts = Callable[..., str | None]  # returns None, or the reason that the backend cannot take these arguments
 
 
-def takes_all(**_: Any) -> str | None:
+def accepts_all(**_: Any) -> str | None:
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A function by its place: "module:function".
+class LazyFunction:
+    """A function named as "module:function", imported when it is first needed.
 
-    A module without a dot in its name lies beside the file of the operator's reference; one with dots is looked up as
-    it is, or from there if it begins with one.
+    A module name without a dot is a module beside the operator's reference. One that begins with a dot is relative to
+    that package; any other is absolute.
     """
 
     operator: str
     names: Sequence[str]  # of the reference's parameters
     backend: str
-    where: str
-    package: str
+    where: str  # "module:function"
+    package: str  # of the reference
 
     def load(self) -> Function:
+        """Import the function; TypeError where there is none of that name, or its signature is not the reference's."""
         module_name, _, name = self.where.partition(":")
         is_beside = self.package and "." not in module_name
         module = importlib.import_module(f".{module_name}" if is_beside else module_name, self.package)
@@ -41,36 +42,46 @@ class Named:
 
 
 class Impl:
-    """One backend's function, which arguments it accepts, and for which another backend's is known to be faster."""
+    """One backend's function, which arguments it accepts, and for which of them another backend is known to be faster.
+
+    `slower` returns None, or the reason that another backend is faster.
+    """
 
     def __init__(
-        self, backend: str, function: Function | Named, accepts: Accepts = takes_all, slower: Accepts = takes_all
+        self,
+        backend: str,
+        function: Function | LazyFunction,
+        accepts: Accepts = accepts_all,
+        slower: Accepts = accepts_all,
     ) -> None:
         self.backend, self.accepts, self.slower = backend, accepts, slower
-        self.given = function
+        self.source = function
 
     @functools.cached_property
     def function(self) -> Function:
-        """Imported the first time that it is asked for."""
-        return self.given.load() if isinstance(self.given, Named) else self.given
+        """The implementation, imported on first use."""
+        return self.source.load() if isinstance(self.source, LazyFunction) else self.source
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """The backend that a call gets, its function, and for each backend passed over the reason."""
+
     backend: str
     function: Function
-    reasons: dict[str, str]  # backends passed over
+    reasons: dict[str, str]
 
 
-def check_signature(what: str, function: Function, expected: Sequence[str]) -> None:
-    """TypeError unless it takes the reference's arguments.
+def check_signature(name: str, function: Function, expected: Sequence[str]) -> None:
+    """Raise TypeError unless the function takes the reference's arguments (`expected`).
 
-    It is always called with every argument by name, so names are the contract; defaults and types stand once, in the
-    reference. `**rest` takes those that a backend does not look at; a keyword of its own needs a default.
+    Implementations are always called with every argument by name, so the names are the contract; defaults and types
+    are stated once, in the reference. A backend may collect arguments that it ignores in `**_`, and may have keywords
+    beyond the reference's if they have defaults.
     """
     parameters = inspect.signature(function).parameters.values()
-    has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    own = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(expected)
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in own]
-    if not set(names) <= set(expected) or not (has_rest or names == list(expected)):
-        raise TypeError(f"{what} takes {names}, the reference {list(expected)}")
+    has_var_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    optional = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(expected)
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in optional]
+    if not set(names) <= set(expected) or not (has_var_keywords or names == list(expected)):
+        raise TypeError(f"{name} takes {names}, the reference {list(expected)}")

@@ -1,10 +1,10 @@
-"""Launching Triton kernels without looking for the compiled one anew: that takes Triton 20 microseconds and more.
+"""Launch Triton kernels without Triton's own lookup of the compiled kernel, which takes 20 microseconds and more.
 
-`@launched` above `@triton.jit` leaves the launch as it is, `kernel[grid](...)`. The first launch of a kind goes through
-Triton, which compiles and checks; the next of that kind call what it compiled. A kind tells apart at least what Triton
-does: each constant and option, each tensor's dtype and whether its address is a multiple of 16 bytes, each integer's
-being 1, a multiple of 16 or wider than 32 bits, each number's type. Settings of Triton that change how it compiles are
-therefore those of the first launch.
+`@launched` above `@triton.jit` leaves the launch syntax `kernel[grid](...)` as it is. The first launch of a kind goes
+through Triton, which compiles and checks; later launches of that kind call the compiled kernel directly. The key of a
+kind distinguishes at least what Triton specialises on: every constant and option, every tensor's dtype and whether its
+address is a multiple of 16 bytes, whether an integer is 1, a multiple of 16 or wider than 32 bits, and the type of
+every number. Triton settings that change compilation therefore have the values of the first launch.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 Key = tuple[Any, ...]
-MOST = 1024  # kinds of launches of a kernel
+MAX_KINDS = 1024  # kinds of launches remembered for one kernel
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((int, bool, type(None)))
 _KIND = (
@@ -29,7 +29,9 @@ _KIND = (
 
 
 class Compiled(NamedTuple):
-    kernel: Any  # held, since its code is unloaded with it
+    """A kernel that Triton compiled, with the arguments of its launcher."""
+
+    kernel: Any  # a reference is kept because the device code is unloaded when the object goes
     run: Callable[..., None]
     function: Any
     metadata: Any
@@ -37,7 +39,7 @@ class Compiled(NamedTuple):
 
 
 class Launched:
-    """A kernel that remembers what Triton compiled of it."""
+    """A kernel that remembers what Triton compiled for each kind of launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -48,19 +50,19 @@ class Launched:
         return partial(self._launch, grid)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else is asked of a kernel."""
+        """Forward every other attribute to the kernel."""
         return getattr(self.kernel, name)
 
     def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             key, values = self._describe(*args, **kwargs)
-            found = self._compiled.get(key)
-        except (TypeError, AttributeError):  # nothing of ours to launch: Triton knows it, or says what is wrong
+            by_device = self._compiled.get(key)
+        except (TypeError, AttributeError):  # arguments with no key: Triton launches them, or reports what is wrong
             return self.kernel[grid](*args, **kwargs)
-        if found is not None and self._is_as_compiled() and not callable(grid):
+        if by_device is not None and self._is_as_compiled() and not callable(grid):
             active = driver.active
             device = active.get_current_device()
-            compiled = found.get(device)
+            compiled = by_device.get(device)
             if compiled is not None and compiled.driver is active:
                 sizes, stream = (*grid, 1, 1)[:3], active.get_current_stream(device)
                 compiled.run(*sizes, stream, compiled.function, compiled.metadata, None, None, None, *values)
@@ -71,7 +73,7 @@ class Launched:
         return kernel
 
     def _is_as_compiled(self) -> bool:
-        """Whether nobody watches launches, and globals are what they were: if not, Triton does what it does then."""
+        """Whether no launch hooks are set and the kernel's globals are unchanged; otherwise Triton must launch."""
         runtime = knobs.runtime
         if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook) or self.kernel.pre_run_hooks:
             return False
@@ -79,9 +81,9 @@ class Launched:
         return not used or all(where.get(name) == value for (name, _), (value, where) in used.items())
 
     def _remember(self, key: Key, kernel: Any) -> None:
-        if kernel.metadata.target.backend != "cuda":  # others tell more kinds apart
+        if kernel.metadata.target.backend != "cuda":  # other backends specialise on more than our key holds
             return
-        if len(self._compiled) >= MOST:
+        if len(self._compiled) >= MAX_KINDS:
             self._compiled.clear()
         active = driver.active
         compiled = Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata, active)
@@ -89,17 +91,17 @@ class Launched:
 
 
 def launched(kernel: Any) -> Any:
-    """The kernel with a memory; itself where Triton interprets it."""
+    """Wrap a kernel in `Launched`; under Triton's interpreter return it unchanged."""
     return Launched(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
 def _calls(hook: Any) -> Any:
-    """A chain of hooks may be empty, and so may its place."""
+    """Return the hooks of a chain, which may be empty, or the single hook, which may be None."""
     return getattr(hook, "calls", hook)
 
 
 def _describer(kernel: Any) -> Callable[..., tuple[Key, tuple[Any, ...]]]:
-    """A function made for this kernel's signature: the kind of a launch, and its arguments in the kernel's order."""
+    """Generate a function with this kernel's signature that returns the key of a launch and its arguments in order."""
     parameters = kernel.params
     heading = ", ".join(p.name + (f"=_default_{p.name}" if p.has_default else "") for p in parameters)
     kinds = ", ".join(p.name if p.is_constexpr else _KIND.format(p.name) for p in parameters)

@@ -1,7 +1,8 @@
-"""An operator is one reference function; every backend implements exactly its signature.
+"""An operator is defined by one reference function; every backend implements exactly its signature.
 
-`@operator(...)` on the reference defines the torch op `whorl::<name>`: one node in a graph, one in its backward.
-The reference is the fake implementation, the fallback and the oracle of the tests. Read `rms_norm.py` for an example.
+`@operator(...)` on the reference defines the torch op `whorl::<name>`: one node in a graph, and one in its backward.
+The reference is also the fake (meta) implementation, the fallback and what tests compare with. `rms_norm.py` is an
+example to read.
 """
 
 import contextlib
@@ -19,21 +20,27 @@ from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 from ._draw import Draw
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
-from ._impl import Accepts, Choice, Impl, Named, check_signature, takes_all
+from ._impl import Accepts, Choice, Impl, LazyFunction, accepts_all, check_signature
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
-from ._tracing import LOOKS, PLAIN, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
+from ._tracing import PLAIN, VALUE_READS, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
 _WIDE = (torch.float32, torch.float64)
 
-# One way to place tensors on one mesh axis: placements of the outputs, and of the inputs by name.
+# One DTensor strategy for one mesh axis: placements of the outputs, and of the inputs by name.
 Sharding = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class Op:
-    """A callable operator. See `operator` for what may be stated about it."""
+    """A callable operator; `operator` describes the statements it is made from.
+
+    Call it with the reference's arguments. `backend="triton"` forces a backend for one call, `using` for a block;
+    without them the first backend that takes the arguments runs. A call raises ValueError for arguments that the
+    contract excludes, TypeError for missing or unknown ones, and RuntimeError where a forced backend cannot run or a
+    gradient is needed of an operator without one.
+    """
 
     def __init__(
         self,
@@ -64,12 +71,12 @@ class Op:
         self.impls = {}
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
-        self._drawn: Callable[..., Values] = _no_cases
+        self._make_case: Callable[..., Values] = _no_cases
         self.bytes = bytes or all_bytes
         self.flops = flops
         self._fake = fake or reference
         self._forced = Forced(self.name)
-        self._is_plain_on_host = True  # no backend but the reference is at home there
+        self._is_plain_on_host = True  # the reference is the only implementation for the CPU
         self._is_sharding_registered = False
         parameters = inspect.signature(reference).parameters.values()
         self._names = [p.name for p in parameters]
@@ -89,13 +96,13 @@ class Op:
         _LIBRARY.impl(self.name, self._kernel, "CompositeExplicitAutograd")
         name = f"whorl::{self.name}"
         register_fake(name, self._run_fake, lib=_LIBRARY)
-        if not self.forward_only:  # torch has no autograd formula for a mutating op; __call__ refuses gradients instead
+        if not self.forward_only:  # torch allows no autograd formula for a mutating op; __call__ refuses gradients
             register_autograd(name, self._gradient.backward, setup_context=self._gradient.setup_context, lib=_LIBRARY)
         self.node: torch._ops.OpOverload = getattr(torch.ops.whorl, self.name).default
 
     @property
     def impls(self) -> dict[str, Impl]:
-        """Implementations by backend, the first to be asked first."""
+        """Implementations by backend, in the order in which they are tried."""
         return self._impls
 
     @impls.setter
@@ -103,22 +110,23 @@ class Op:
         self._impls = Impls(impls, self._plans)
         self._plans.clear()
 
-    # ---- declaring
+    # ---- declaration
 
     def impl(
-        self, backend: str, where: str = "", *, accepts: Accepts = takes_all, slower: Accepts = takes_all
+        self, backend: str, where: str = "", *, accepts: Accepts = accepts_all, slower: Accepts = accepts_all
     ) -> Callable[..., Any]:
-        """Add a backend. `accepts(**arguments)` returns None, or the reason it cannot take them.
+        """Add a backend's implementation, named by `where` or, without it, as a decorator of the function.
 
-        `slower(**arguments)` returns None, or why a backend that is asked later is faster, as measured: this one is
-        then taken only if it is asked for, or no other takes them.
-        where: "module:function", imported when the backend is first chosen; a module without a dot in its name lies
-        beside the reference's. Without it this decorates the function.
+        where: "module:function", imported when the backend is first chosen; a module name without a dot is a module
+        beside the reference's. accepts(**arguments) returns None, or the reason that the backend cannot take these
+        arguments. slower(**arguments) returns None, or the reason that a backend tried later is faster, as measured:
+        this one then runs only where it is forced or no other takes the arguments.
+        Raises ValueError for an unknown backend or a second implementation, TypeError for another signature.
         """
         if backend not in BACKENDS:
             raise ValueError(
-                f"{self.name}: backend {backend!r} is not known; there are {', '.join(BACKENDS)}: register_backend "
-                "adds another"
+                f"{self.name}: backend is {backend!r}, expected one of {', '.join(BACKENDS)}; register_backend adds "
+                "another"
             )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,22 +136,23 @@ class Op:
 
         if where:
             package = self.reference.__module__.rpartition(".")[0]
-            self._add(Impl(backend, Named(self.name, self._names, backend, where, package), accepts, slower))
+            self._add(Impl(backend, LazyFunction(self.name, self._names, backend, where, package), accepts, slower))
         return add
 
     def _add(self, impl: Impl) -> None:
         if impl.backend in self.impls:
             raise ValueError(f"{self.name}: backend {impl.backend!r} has an implementation already")
-        found = [*self.impls.values(), impl]
-        found.sort(key=lambda one: -BACKENDS[one.backend].priority)  # stable: of equals the first
-        self.impls = {one.backend: one for one in found}
+        impls = [*self.impls.values(), impl]
+        impls.sort(key=lambda one: -BACKENDS[one.backend].priority)  # stable: equal priorities keep their order
+        self.impls = {one.backend: one for one in impls}
         self._is_plain_on_host = all(BACKENDS[name].home != HOST for name in self.impls)
 
     def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
-        """State the backward: `fn(grads, args, outputs)` returns gradients by argument name.
+        """State the backward, as a decorator: `fn(grads, args, outputs)` returns gradients by argument name.
 
-        `args` (`Arguments`) holds the saved tensors and everything that is not a tensor, `backend` (what the forward
-        was asked to use) included; `outputs` the saved outputs by index. Without this the reference is differentiated.
+        save: tensor arguments to save; save_outputs: indices of outputs to save. `args` (`Arguments`) holds the saved
+        tensors and every argument that is not a tensor, including `backend` (the one forced in the forward, or "");
+        `outputs` holds the saved outputs by index. Without a stated backward the reference is differentiated.
         """
 
         def add(function: Formula) -> Formula:
@@ -153,106 +162,108 @@ class Op:
         return add
 
     def inputs(self, *, cases: Sequence[Values], bench: Sequence[Values] = ()) -> Callable[..., Any]:
-        """Sizes, and the function that makes arguments from them; tests, selftest and benchmarks walk these.
+        """State the cases that tests and the self-test run, those that benchmarks run, and how to make their arguments.
 
-        It is called as `fn(draw, **case)`: draw makes tensors, and knows `scale` and `sliced` of the case.
+        The decorated function is called as `fn(draw, **case)`: draw makes tensors with the case's `scale` and `sliced`.
         """
 
         def add(function: Callable[..., Values]) -> Callable[..., Values]:
-            self.cases, self.bench_cases, self._drawn = tuple(cases), tuple(bench), function
+            self.cases, self.bench_cases, self._make_case = tuple(cases), tuple(bench), function
             return function
 
         return add
 
     def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: bool = False, **case: Any) -> Values:
-        """The arguments of a case."""
-        return self._drawn(Draw(dtype, device, scale, sliced), **case)
+        """Return the arguments of a case, by name."""
+        return self._make_case(Draw(dtype, device, scale, sliced), **case)
 
-    # ---- choosing
+    # ---- choice of a backend
 
     def choose(self, *args: Any, backend: str = "", **kwargs: Any) -> Choice:
-        """The implementation that these arguments get, and why the others do not."""
+        """Return the implementation that a call with these arguments would run, and why the others would not."""
         values = self._bind(args, kwargs)
         return self._choose(values, self._device(values), backend or self._forced.get())
 
-    def _choose(self, values: Values, device: str, asked: str) -> Choice:
+    def _choose(self, values: Values, device: str, requested: str) -> Choice:
         load_backends()
         reasons: dict[str, str] = {}
         slower: list[Impl] = []
         for name, impl in self.impls.items():
-            if asked and asked != name:
+            if requested and requested != name:
                 continue
-            reason = unavailable(name, device, asked=bool(asked)) or impl.accepts(**values)
-            if reason is None and not asked and (reason := impl.slower(**values)) is not None:
+            reason = unavailable(name, device, asked=bool(requested)) or impl.accepts(**values)
+            if reason is None and not requested and (reason := impl.slower(**values)) is not None:
                 slower.append(impl)
             if reason is None:
                 return Choice(name, impl.function, reasons)
             reasons[name] = reason
         if slower:
             return Choice(slower[0].backend, slower[0].function, reasons)
-        if asked and asked != REFERENCE:
-            reason = reasons.get(asked) or self._why_not(asked)
+        if requested and requested != REFERENCE:
+            reason = reasons.get(requested) or self._absence_reason(requested)
+            backends = ", ".join([REFERENCE, *self.impls])
             raise RuntimeError(
-                f"{self.name}: backend {asked!r} was asked for: {reason}. Has: {', '.join([REFERENCE, *self.impls])}"
+                f"{self.name}: backend {requested!r} was requested but cannot run: {reason}. Backends: {backends}"
             )
         return Choice(REFERENCE, self.reference, reasons)
 
-    def _why_not(self, backend: str) -> str:
-        said = self.without.get(backend)
-        return "it has no such backend" + (f", since {said}" if said else "")
+    def _absence_reason(self, backend: str) -> str:
+        reason = self.without.get(backend)
+        return "the operator has no such backend" + (f", since {reason}" if reason else "")
 
     def using(self, backend: str) -> contextlib.AbstractContextManager[None]:
         """Force a backend for every call in the block; `backend=` in a call does it for one call.
 
-        Calls of this thread or asyncio task, and the backward of each, wherever autograd runs it. Not those of other
-        threads; among them is a CUDA device's backward thread, where activation checkpoints are computed again.
+        It applies to calls of this thread or asyncio task, and to the backward of each, wherever autograd runs it. It
+        does not apply to other threads; one of them is a CUDA device's backward thread, which recomputes activation
+        checkpoints. Example: `with ops.rope.using("triton"): q, k = ops.rope(q, k, rows)`.
         """
         return self._forced.using(backend)
 
     def availability(self, device: str) -> dict[str, str | None]:
-        """For each backend None, or the reason it cannot run on this machine's `device`."""
+        """Return for each backend None, or the reason that it cannot run on this machine's `device`."""
         load_backends()
         return {REFERENCE: None} | {name: unavailable(name, device) for name in self.impls}
 
     def matches(self, node: torch.fx.Node) -> bool:
-        """Whether a graph node is this operator, also when functionalisation has wrapped a mutating one."""
+        """Whether an FX node is this operator, also where functionalisation has wrapped a mutating operator."""
         wrapped = getattr(torch.ops.higher_order, "auto_functionalized_v2", None)
         return node.target is self.node or (node.target is wrapped and node.args[0] is self.node)
 
-    # ---- calling
+    # ---- calls
 
     def __call__(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
         if is_watched():
             return self._call_watched(args, kwargs, backend)
         try:
-            found = self._describe(backend or self._forced.here(), *args, **kwargs)
-            plan = None if found is None else self._plans.get(found[0])
-        except NOT_DESCRIBED:  # what is wrong with them is said there
+            described = self._describe(backend or self._forced.here(), *args, **kwargs)
+            plan = None if described is None else self._plans.get(described[0])
+        except NOT_DESCRIBED:  # wrong arguments: the slow path raises the error that names them
             return self._call_watched(args, kwargs, backend)
-        if found is None:
+        if described is None:
             return self._call_watched(args, kwargs, backend)
-        key, values = found
+        key, values = described
         if plan is None:
-            plan = self._decide(key, values)
+            plan = self._plan_kind(key, values)
         elif plan.check is not None:
             plan.check(**values)
-        if plan.kept is None or not torch.is_grad_enabled():
+        if plan.state is None or not torch.is_grad_enabled():
             return self._execute(plan, values)
         self._refuse_gradient()
-        return self._function.apply(plan, values, *[values[n] for n in plan.kept.inputs])
+        return self._function.apply(plan, values, *[values[n] for n in plan.state.inputs])
 
-    def _decide(self, key: Key, values: Values) -> Plan:
-        """Check the first call of a kind, and say how it and the next are computed."""
+    def _plan_kind(self, key: Key, values: Values) -> Plan:
+        """Check the first call of a kind, and plan how it and later calls of the kind are computed."""
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        looks = LOOKS.count
+        reads = VALUE_READS.count
         device = self._check_values(values, tensors)
-        plan = self._plan(values, device, key[0], has_looked=LOOKS.count > looks)
+        plan = self._plan(values, device, key[0], reads_values=VALUE_READS.count > reads)
         if all(type(t) in PLAIN for t in tensors):
             self._plans.remember(key, plan)
         return plan
 
     def _check_values(self, values: Values, tensors: list[Tensor]) -> str:
-        """ValueError for what no backend may see; else the device."""
+        """Raise ValueError for arguments that the contract excludes, and return the device type of the others."""
         for name, options in self._choices.items():
             if values[name] not in options:
                 raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
@@ -262,7 +273,7 @@ class Op:
         return device
 
     def _call_watched(self, args: tuple[Any, ...], kwargs: Values, backend: str) -> Any:
-        """A call that someone else looks at, or that has tensors of a subclass, or wrong arguments."""
+        """The slow path: a tracer, mode or transform is active, a tensor is of a subclass, or arguments are wrong."""
         values = self._bind(args, kwargs)
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
         device = self._check_values(values, tensors)
@@ -279,11 +290,11 @@ class Op:
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
 
     def unchecked(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call, but arguments are not looked at on the CPU: for models, whose shapes hold since they were loaded.
+        """Call the operator without checks on the CPU, for models, whose shapes were checked when they were loaded.
 
-        Looking costs as much there as small tensors' arithmetic does.
+        On small CPU tensors the checks cost as much as the arithmetic. Elsewhere this is a plain call.
         """
-        if torch.compiler.is_compiling() or self._forced.here():  # first: a tracer stumbles over the questions below
+        if torch.compiler.is_compiling() or self._forced.here():  # first: torch.compile cannot trace the tests below
             return self(*args, **kwargs)
         if not (torch.is_inference_mode_enabled() and args[0].device.type == HOST and self._is_plain_on_host):
             return self(*args, **kwargs)
@@ -302,7 +313,7 @@ class Op:
         )
 
     def _bind(self, args: tuple[Any, ...], kwargs: Values) -> Values:
-        """Arguments by name; inspect's own bind is ten times slower and does not trace."""
+        """Return the arguments by name. inspect.Signature.bind is ten times slower and cannot be traced."""
         values = self._defaults.copy()
         values.update(zip(self._names, args, strict=False))
         values.update(kwargs)
@@ -310,10 +321,10 @@ class Op:
         for name in kwargs:
             is_wrong = is_wrong or self._order.get(name, -1) < len(args)  # unknown, or given twice
         if is_wrong:
-            self._refuse(args, kwargs, values)
+            self._raise_for_arguments(args, kwargs, values)
         return values
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: Values, values: Values) -> None:
+    def _raise_for_arguments(self, args: tuple[Any, ...], kwargs: Values, values: Values) -> None:
         count = len(args)
         if count > self._num_positional:
             raise TypeError(f"{self.name} takes {self._num_positional} positional arguments, got {count}")
@@ -325,21 +336,21 @@ class Op:
     def _device(self, values: Values, tensors: list[Tensor] | None = None) -> str:
         if tensors is None:
             tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        found = [t.device for t in tensors]
-        if not found or found.count(found[0]) != len(found):
-            where = {n: str(v.device) for n, v in values.items() if isinstance(v, Tensor)}
-            raise ValueError(f"{self.name}: tensors must be on one device, got {where}")
-        return found[0].type
+        devices = [t.device for t in tensors]
+        if not devices or devices.count(devices[0]) != len(devices):
+            by_name = {n: str(v.device) for n, v in values.items() if isinstance(v, Tensor)}
+            raise ValueError(f"{self.name}: tensors must be on one device, got {by_name}")
+        return devices[0].type
 
     def _split(self, values: Values) -> tuple[list[Any], Values]:
         positional, keywords = self._names[: self._num_positional], self._names[self._num_positional :]
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
-    def _plan(self, values: Values, device: str, backend: str, *, has_looked: bool = False) -> Plan:
+    def _plan(self, values: Values, device: str, backend: str, *, reads_values: bool = False) -> Plan:
         function: Callable[..., Any] | None = None
         if device == HOST and not backend and self._is_plain_on_host:
             pass
-        elif device == "meta" and backend in ("", REFERENCE):  # there are no values to read
+        elif device == "meta" and backend in ("", REFERENCE):  # meta tensors have no values
             function = (lambda **_: None) if self.mutates else self._fake
         else:
             choice = self._choose(values, device, backend)
@@ -348,11 +359,11 @@ class Op:
                 _warn_fallback(self.name, device, tuple(choice.reasons.items()))
         has_grad = any(v.requires_grad for v in values.values() if isinstance(v, Tensor))
         return Plan(
-            asked=backend,
+            requested=backend,
             device=device,
             function=function,
-            check=self.check if has_looked else None,
-            kept=self._gradient.kept(values) if has_grad else None,
+            check=self.check if reads_values else None,
+            state=self._gradient.saved_state(values) if has_grad else None,
         )
 
     def _execute(self, plan: Plan, values: Values) -> Any:
@@ -362,15 +373,16 @@ class Op:
         else:
             with torch.autocast(plan.device, enabled=False):
                 out = function(**values)
-        if self.mutates:  # kernels write behind autograd's back
+        if self.mutates:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version([v for n in self.mutates if (v := values[n]) is not None])
         return out
 
     def _run_transformed(self, values: Values, backend: str) -> Any:
-        """The reference in the open: a torch op has no formula for these transforms and would lose derivatives."""
+        """Run the reference as plain torch code: the torch op has no formula for these transforms."""
         if backend not in ("", REFERENCE):
             raise RuntimeError(
-                f"{self.name}: backend {backend!r} was asked for: torch.func and forward mode run the reference only"
+                f"{self.name}: backend {backend!r} was requested but cannot run: torch.func and forward-mode autodiff "
+                "run the reference only"
             )
         with no_autocast(self._device(values)):
             return self.reference(**values)
@@ -390,7 +402,7 @@ class Op:
             return self._fill_absent(self._fake(**values), values)
 
     def _fill_absent(self, out: Any, values: Values) -> Any:
-        """A torch op returns tensors only: an absent output leaves as an empty one."""
+        """Replace absent outputs by empty tensors: a torch op returns tensors only."""
         if not self.absent:
             return out
         like = next(v for v in values.values() if isinstance(v, Tensor))
@@ -419,7 +431,7 @@ class Op:
         self._is_sharding_registered = True
         return True
 
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler, and Triton with it.
+    # This is what torch.compiler.assume_constant_result sets; calling that would import the compiler and Triton.
     _register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
@@ -427,29 +439,34 @@ class Op:
 
 
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
-    """Make an operator of a reference function, whose signature and docstring are the contract.
+    """Decorate a reference function to make an operator of it; its signature and docstring are the contract.
 
-    check(**arguments)      raises ValueError for arguments no backend may see; values only where `is_readable`
-    mutates=("cache",)      arguments written in place; such an operator returns None and refuses gradients
-    forward_only=True       refuses gradients: an operator of inference
+    check(**arguments)      raises ValueError for arguments that no backend may see; values only where `is_readable`
+    mutates=("cache",)      arguments written in place; such an operator returns None and has no gradient
+    forward_only=True       an operator for inference: it has no gradient
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
-    without={"triton": ..}  why a backend of whorl's has no implementation
-    totals=(0,)             output 0 is one number, a sum over everything: a ratio of errors says nothing of it
-    fake(**arguments)       shapes and dtypes, for a reference that reads values
-    sharding(arguments)     DTensor placements that need no communication
-    bytes, flops            what the benchmark divides by; all inputs and outputs unless stated
-    `Literal[...]` parameters are checked against their options.
+    without={"triton": ..}  why one of whorl's backends has no implementation
+    totals=(0,)             output 0 is one number, a sum over everything, for which a ratio of errors means nothing
+    fake(**arguments)       returns outputs of the right shapes and dtypes, for a reference that reads values
+    sharding(arguments)     returns the DTensor placements that need no communication
+    bytes, flops            what the benchmark divides by; bytes are those of all inputs and outputs unless stated
+    Parameters annotated `Literal[...]` are checked against their options.
+
+        @operator(check=_check)
+        def double(x: Tensor) -> Tensor:
+            "y = 2 x. x: [...]; y: like x."
+            return 2 * x
     """
     return lambda reference: Op(reference, **statements)
 
 
 def widen(x: Tensor) -> Tensor:
-    """The accumulation dtype: fp32, except that fp64 stays, since it is the gold in tests."""
+    """Convert x to the accumulation dtype: fp32, except that fp64 stays, since tests compare with fp64."""
     return x if x.dtype in _WIDE else x.float()
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The one rounding at an operator's end; a cast to the same dtype would cost microseconds, too."""
+    """Round x to dtype, once, at the end of an operator; even a cast to the same dtype would cost microseconds."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -457,15 +474,16 @@ _WARNED: set[tuple[Any, ...]] = set()
 
 
 def _warn_fallback(name: str, device: str, reasons: tuple[tuple[str, str], ...]) -> None:
-    """Once for each operator and reason."""
+    """Warn once for each operator, device and set of reasons."""
     if (name, device, reasons) in _WARNED:
         return
     _WARNED.add((name, device, reasons))
-    why = "; ".join(f"{b}: {r}" for b, r in reasons) or "it has no other backend"
+    why = "; ".join(f"{b}: {r}" for b, r in reasons) or "the operator has no other backend"
     warnings.warn(f"{name}: the torch reference runs on {device} ({why})", RuntimeWarning, stacklevel=5)
 
 
 def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+    """Return the bytes of all tensor arguments and outputs."""
     tensors = [v for v in (*values.values(), *outputs) if isinstance(v, Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 

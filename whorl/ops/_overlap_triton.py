@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""Kernels that follow each other closely: on Hopper the next one is launched before the last has quite ended.
+"""Programmatic dependent launch (PDL): on Hopper a kernel is launched before the one before it has ended.
 
-A decode step is some five hundred kernels of a few microseconds each, and the gaps between them cost as much as a
-tenth of the work. A kernel launched with `overlap(...)` calls `follow` before it reads what the step has computed or
-writes anything.
+A decode step is some five hundred kernels of a few microseconds each, and the gaps between them cost up to a tenth of
+the step. A kernel launched with `overlap(...)` calls `follow` before it reads what the step has computed or writes
+anything.
 
-In a recorded step of few tokens (`whorl.device.ahead`) there is more: small kernels let the programs of those behind
-them start when they do themselves (`begin`), and what the step only reads - weights, block tables, lengths - is read
-or asked for before `follow`. Products do not: where they did, what came behind them took their room.
+A recorded graph of few tokens (`whorl.device.ahead`) goes further. Small kernels let the next kernel's programs start
+at once (`begin`), and inputs that the step never writes (weights, block tables, lengths) are loaded or prefetched
+before `follow`. Matrix products do not call `begin`: the programs of the next kernel would occupy their
+multiprocessors.
 """
 
 from typing import Any
@@ -19,19 +20,22 @@ from triton.language.extra import cuda
 
 from whorl.device import is_ahead, overlaps_kernels
 
-FEW = 8  # tokens of a step whose kernels are mostly waiting
+FEW = 8  # tokens of a step whose kernels spend most of their time waiting
 
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Everything launched before this kernel is done."""
+    """Wait until every kernel launched before this one has ended (griddepcontrol.wait)."""
     if OVERLAP:
         cuda.gdc_wait()
 
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Of a small kernel, before all else. What is between this and `follow` is read ahead where a step allows it."""
+    """The first statement of a small kernel: let the next kernel start. Loads before `follow` then run ahead.
+
+    Unless the step runs ahead (OVERLAP 2) this waits as `follow` does.
+    """
     if OVERLAP == 2:
         cuda.gdc_launch_dependents()
     elif OVERLAP:
@@ -39,15 +43,15 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def ask(at):
-    """Let the second level cache fetch the lines at these addresses."""
+def prefetch_lines(at):
+    """Prefetch the cache lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Arguments of a launch on x's device; x: [tokens, ...]."""
+    """Return the launch arguments of PDL on x's device. x: [T, ...]; OVERLAP: 0 off, 1 wait first, 2 run ahead."""
     if not overlaps_kernels(x.device):
         return {"OVERLAP": 0}
     return {"OVERLAP": 2 if is_ahead() and x.shape[0] <= FEW else 1, "launch_pdl": True}

@@ -1,8 +1,8 @@
-"""What is decided once for a kind of call and then remembered: who computes it, and what its gradient keeps.
+"""The plan of a kind of call, made once and then remembered: which backend computes it, and what its gradient saves.
 
-A kind is everything that checks and choices may look at, but for the values of tensors: of each tensor the dtype,
-shape, strides, device, whether it requires a gradient and its address modulo 16 bytes; of all else the value; the
-backend that was asked for. Tensors themselves are not kept.
+Two calls are of one kind when everything that checks and the choice of a backend may look at is equal, except the
+values of tensors: the dtype, shape, strides, device, requires_grad and address modulo 16 bytes of each tensor, the
+value of every other argument, and the requested backend. No tensor is kept alive.
 """
 
 import inspect
@@ -14,42 +14,43 @@ from typing import Any
 
 from torch import Tensor
 
-from ._gradient import Kept, Values
+from ._gradient import SavedState, Values
 from ._impl import Function, Impl
 from ._tracing import PLAIN
 
 Key = tuple[Any, ...]
-# The kind of a call and its arguments by name, or None where a tensor is of a subclass. It takes the backend that was
-# asked for, then what the operator takes.
+# Takes the requested backend and the operator's arguments; returns the key of the call's kind and the arguments by
+# name, or None where a tensor is of a subclass.
 Describe = Callable[..., tuple[Key, Values] | None]
-NOT_DESCRIBED = (TypeError, AttributeError, RuntimeError)  # what wrong arguments raise in it
-MOST = 1024  # kinds of an operator's calls; one step of a model has a few
-_OF_TENSOR = "{0}.dtype, {0}.shape, {0}.stride(), {0}.device, {0}.requires_grad, {0}.data_ptr() & 15"
+NOT_DESCRIBED = (TypeError, AttributeError, RuntimeError)  # what a Describe function raises for wrong arguments
+MAX_KINDS = 1024  # kinds of calls remembered for one operator; one step of a model has a few
+_TENSOR_KEY = "{0}.dtype, {0}.shape, {0}.stride(), {0}.device, {0}.requires_grad, {0}.data_ptr() & 15"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How calls of one kind are computed."""
 
-    asked: str  # the backend that was asked for, "" where none was
+    requested: str  # the backend that was forced, "" where none was
     device: str
     function: Function | None  # None: the reference
-    check: Callable[..., None] | None  # asked in every call; None where the kind alone decides
-    kept: Kept | None  # for backward; None where no tensor requires a gradient
+    check: Callable[..., None] | None  # run in every call, because it reads values; None where the kind decides
+    state: SavedState | None  # for backward; None where no tensor requires a gradient
 
 
 class Plans(dict[Key, Plan]):
-    """Plans by kind. The oldest half goes when there are too many, so sizes that never come again cost little."""
+    """Plans by kind. When there are too many, the oldest half is dropped, so shapes that never recur cost little."""
 
     def remember(self, key: Key, plan: Plan) -> None:
-        if len(self) >= MOST:
-            for old in list(self)[: MOST // 2]:
-                self.pop(old, None)  # another thread may have
+        """Store the plan of a kind."""
+        if len(self) >= MAX_KINDS:
+            for old in list(self)[: MAX_KINDS // 2]:
+                self.pop(old, None)  # another thread may have dropped it
         self[key] = plan
 
 
 class Impls(dict[str, Impl]):
-    """Implementations by backend, the first to be asked first. Whoever changes them makes the plans void."""
+    """Implementations by backend, in the order in which they are tried. Any change to them clears the plans."""
 
     def __init__(self, impls: dict[str, Impl], plans: Plans) -> None:
         super().__init__(impls)
@@ -65,16 +66,16 @@ class Impls(dict[str, Impl]):
 
 
 def describer(reference: Callable[..., Any]) -> Describe:
-    """A function made for this signature: Python binds the arguments, and no loop goes over them."""
+    """Generate the `Describe` function of a signature, so that Python binds the arguments without a loop."""
     parameters = list(inspect.signature(reference).parameters.values())
-    tensors = [p for p in parameters if _holds(p.annotation, Tensor)]
+    tensors = [p for p in parameters if _allows(p.annotation, Tensor)]
     plain = [f"({p.name} is None or {p.name}.__class__ in _plain)" for p in tensors]
     values = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
     text = (
-        f"def describe(_asked, /, {_heading(parameters)}):\n"
+        f"def describe(_requested, /, {_heading(parameters)}):\n"
         f"    if not ({' and '.join(plain) or True}):\n"
         "        return None\n"
-        f"    return (_asked, {', '.join(map(_part, parameters))}), {{{values}}}\n"
+        f"    return (_requested, {', '.join(map(_key_part, parameters))}), {{{values}}}\n"
     )
     names: Values = {f"_default_{p.name}": p.default for p in parameters} | {"_plain": PLAIN}
     exec(compile(text, f"<the arguments of {reference.__name__}>", "exec"), names)
@@ -90,20 +91,20 @@ def _heading(parameters: Sequence[inspect.Parameter]) -> str:
     return ", ".join(parts)
 
 
-def _part(parameter: inspect.Parameter) -> str:
-    """Of the kind, what this argument brings."""
+def _key_part(parameter: inspect.Parameter) -> str:
+    """Return the code of what this argument contributes to the key."""
     name, annotation = parameter.name, parameter.annotation
     if annotation is Tensor:
-        return _OF_TENSOR.format(name)
-    if _holds(annotation, Tensor):
-        return f"None if {name} is None else ({_OF_TENSOR.format(name)})"
-    if _holds(annotation, Sequence) or _holds(annotation, list):
+        return _TENSOR_KEY.format(name)
+    if _allows(annotation, Tensor):
+        return f"None if {name} is None else ({_TENSOR_KEY.format(name)})"
+    if _allows(annotation, Sequence) or _allows(annotation, list):
         return f"None if {name} is None else tuple({name})"
     return name
 
 
-def _holds(annotation: Any, wanted: Any) -> bool:
-    """Whether an annotation is `wanted`, of something or not, or allows it beside others."""
+def _allows(annotation: Any, kind: Any) -> bool:
+    """Whether an annotation is `kind`, with or without type arguments, or a union that contains it."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return any(_holds(a, wanted) for a in typing.get_args(annotation))
-    return wanted in (annotation, typing.get_origin(annotation))
+        return any(_allows(a, kind) for a in typing.get_args(annotation))
+    return kind in (annotation, typing.get_origin(annotation))

@@ -1,4 +1,4 @@
-"""From a reference's signature to the schema of its torch op."""
+"""The schema of a torch op, derived from the signature of its reference."""
 
 import inspect
 import types
@@ -10,10 +10,10 @@ from torch.library import infer_schema
 
 
 def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """The torch schema, with what infer_schema refuses replaced: Literal and optional outputs."""
+    """Return the torch schema, with `Literal` parameters and optional outputs, which infer_schema refuses, replaced."""
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
-    asked = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
+    backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
 
     def prototype() -> None: ...
 
@@ -21,12 +21,13 @@ def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
     if typing.get_origin(returns) is tuple:
         returns = tuple.__class_getitem__(tuple(_required(a) for a in typing.get_args(returns)))
     prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*parameters, asked], return_annotation=returns
+        parameters=[*parameters, backend], return_annotation=returns
     )
     return infer_schema(prototype, mutates_args=mutates)
 
 
 def literals(annotation: Any) -> tuple[str, ...]:
+    """The options of a `Literal[...]` annotation, or none."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
 
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Sums along a row with one answer, whatever kernel they are taken in.
+"""Row sums whose bits are equal in every kernel.
 
-The order in which `tl.sum` adds is that of the compiler's layout: of how many warps share a row and how wide it is
-read. The sum of two numbers has one answer, so the tree is written out, two by two.
+`tl.sum` adds in an order that follows from the compiler's layout: how many warps share a row, and how wide the loads
+are. Here the tree of additions is written out, two numbers at a time, so the order is fixed.
 """
 
 import triton
@@ -11,30 +11,30 @@ import triton.language as tl
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, LENGTH: tl.constexpr):
-    """[ROWS] of [ROWS, LENGTH], a power of two: runs of 8 two by two, then the runs' sums by halves until 32 are left,
-    those two by two.
+    """Sums [ROWS] along x [ROWS, LENGTH], LENGTH a power of two.
 
-    That is a thread's 16 bytes, its further reads and the warps, then the lanes, in the usual layout: none of it moves
-    data between threads that a plain sum would not.
+    Runs of 8 are added as neighbours, their sums by halves until 32 are left, and those as neighbours. In the usual
+    layout these are the 16 bytes of a thread, then its further loads and the warps, then the lanes, so no more data
+    moves between threads than in a plain sum.
     """
     few: tl.constexpr = max(1, LENGTH // 8)
-    x = _neighbours(x, ROWS, LENGTH, few)
+    x = _add_neighbours(x, ROWS, LENGTH, few)
     x = halves(x, ROWS, few, min(few, 32))
-    return tl.reshape(_neighbours(x, ROWS, min(few, 32), 1), (ROWS,))
+    return tl.reshape(_add_neighbours(x, ROWS, min(few, 32), 1), (ROWS,))
 
 
 @triton.jit
-def _neighbours(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
-    """[ROWS, LEFT]: each adds LENGTH / LEFT neighbours."""
+def _add_neighbours(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
+    """[ROWS, LEFT]: each entry is the sum of LENGTH / LEFT neighbours."""
     if LENGTH == LEFT:
         return x
     else:
-        return _neighbours(tl.sum(tl.reshape(x, (ROWS, LENGTH // 2, 2)), 2), ROWS, LENGTH // 2, LEFT)
+        return _add_neighbours(tl.sum(tl.reshape(x, (ROWS, LENGTH // 2, 2)), 2), ROWS, LENGTH // 2, LEFT)
 
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
-    """[ROWS, LEFT]: each adds what is LEFT apart."""
+    """[ROWS, LEFT]: each entry is the sum of the entries that lie LEFT apart."""
     if LENGTH == LEFT:
         return x
     else:

@@ -1,4 +1,4 @@
-"""torch_npu as it is installed: imported on first use, its schemas probed once, every argument passed by name."""
+"""Calls of the installed torch_npu: imported on first use, schemas probed once, every argument passed by name."""
 
 import functools
 import importlib
@@ -12,45 +12,49 @@ from whorl.contracts import Installed, probe, schema_arguments
 
 @functools.cache
 def installed() -> Installed:
+    """Return the operators of the installed torch_npu and their arguments."""
     torch_npu = importlib.import_module("torch_npu")
     return probe(torch_npu.__version__, schema_arguments(torch.ops))
 
 
-def call(op: str, **wanted: Any) -> Any:
-    """Call a torch_npu operator with the arguments that the installed version has."""
-    return getattr(torch.ops.npu, op)(**installed().call_arguments(op, **wanted))
+def call(op: str, **arguments: Any) -> Any:
+    """Call a torch_npu operator with those of the arguments that the installed version has."""
+    return getattr(torch.ops.npu, op)(**installed().call_arguments(op, **arguments))
 
 
-def missing(op: str, **wanted: Any) -> str | None:
-    """Why the installed torch_npu cannot be called so, or None."""
+def missing(op: str, **arguments: Any) -> str | None:
+    """Return None, or the reason that the installed torch_npu cannot be called with these arguments."""
     try:
-        installed().call_arguments(op, **wanted)
+        installed().call_arguments(op, **arguments)
     except RuntimeError as error:
         return str(error)
     return None
 
 
 def on_host(x: Tensor) -> list[int]:
-    """The numbers of a small tensor, for operators that take them as integers; waits for the device."""
+    """Copy a small tensor to the host, for operators that take integers; this waits for the device."""
     return [int(n) for n in x.tolist()]
 
 
-def positions(num_rows: int, query_starts: Tensor, context_lens: Tensor) -> Tensor:
-    """[num_rows] on the device: where each new token is in its sequence; -1 for rows that belong to none."""
-    rows = torch.arange(num_rows, dtype=torch.int32, device=query_starts.device)
-    sequence = (rows[:, None] >= query_starts[1:]).sum(1).clamp_max(len(context_lens) - 1)
-    found = (context_lens - query_starts[1:])[sequence] + rows
-    return torch.where(rows < query_starts[-1], found, -1)
+def positions(num_tokens: int, query_starts: Tensor, context_lens: Tensor) -> Tensor:
+    """Position of each new token in its sequence, [num_tokens] on the device; -1 for tokens of no sequence."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_starts.device)
+    sequence = (tokens[:, None] >= query_starts[1:]).sum(1).clamp_max(len(context_lens) - 1)
+    position = (context_lens - query_starts[1:])[sequence] + tokens
+    return torch.where(tokens < query_starts[-1], position, -1)
 
 
-def kept(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For operators that have no slot that means skip: (which row to write in the place of each, into which slot,
-    whether any is kept). A row to be skipped repeats the first that is kept; where none is, all must write what is in
-    slot 0."""
-    is_kept = slots >= 0
-    source = torch.where(is_kept, torch.arange(len(slots), device=slots.device), is_kept.int().argmax())
-    return source, slots[source].clamp_min(0), is_kept.any()
+def replace_skipped(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace tokens with a negative slot by the first token that has a slot, for operators that cannot skip.
+
+    Returns for each token which token to write in its place, into which slot, and whether any token has a slot. Where
+    none has, the caller must write back what slot 0 holds.
+    """
+    is_written = slots >= 0
+    source = torch.where(is_written, torch.arange(len(slots), device=slots.device), is_written.int().argmax())
+    return source, slots[source].clamp_min(0), is_written.any()
 
 
 def dtype_name(x: Tensor) -> str:
+    """The dtype of x as torch_npu's limits name it, for example "bfloat16"."""
     return str(x.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Who looks at a call besides the caller: autograd, a tracer, a dispatch mode, a transform, a tensor subclass."""
+"""What observes an operator call: autograd, a tracer, a dispatch mode, a transform, a tensor subclass."""
 
 import contextlib
 import threading
@@ -14,9 +14,9 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_watched() -> bool:
-    """Whether someone looks at all that this thread does: a tracer, a mode, a transform."""
+    """Whether a tracer, a mode or a transform observes every call of this thread."""
     return (
-        torch.compiler.is_compiling()  # first: a tracer stumbles over the other questions
+        torch.compiler.is_compiling()  # first: torch.compile cannot trace the other tests
         or _dispatch_modes() > 0
         or _function_modes() > 0
         or _transform() is not None
@@ -25,9 +25,9 @@ def is_watched() -> bool:
 
 
 def needs_node(tensors: list[Tensor]) -> bool:
-    """Whether someone looks at a call with these tensors.
+    """Whether a call with these tensors must go through the torch op, so that what observes it sees one node.
 
-    The torch op costs tens of microseconds; otherwise the implementation is called directly.
+    Otherwise the implementation is called directly, which saves tens of microseconds.
     """
     return (
         is_watched()
@@ -37,7 +37,7 @@ def needs_node(tensors: list[Tensor]) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func (functionalisation apart, which keeps the node) or forward mode differentiates or maps."""
+    """Whether a torch.func transform (except functionalisation, which keeps the node) or forward-mode autodiff runs."""
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0:
@@ -47,27 +47,29 @@ def is_transformed() -> bool:
 
 
 def has_dtensor(tensors: list[Tensor]) -> bool:
+    """Whether a tensor is a DTensor; compared by name, so that torch.distributed is not imported."""
     return any(type(t).__name__ == "DTensor" for t in tensors)
 
 
-class Looks(threading.local):
-    """How often checks of this thread have asked to look at values: one that has not depends on the kind of call."""
+class ValueReads(threading.local):
+    """How often checks of this thread have read values. A check that reads none depends on the kind of call alone."""
 
     count = 0
 
 
-LOOKS = Looks()
+VALUE_READS = ValueReads()
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether values can be looked at here for free: a real CPU tensor, nobody tracing."""
+    """Whether a check can read x's values for free: a real CPU tensor, and no tracing."""
     if x.device.type != "cpu" or needs_node([x.detach()]):
         return False
-    LOOKS.count += 1
+    VALUE_READS.count += 1
     return True
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast is off for this device type."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,8 +1,8 @@
-"""What trials found, kept on disk between starts: which products of a library have the bits that they must have.
+"""Outcomes of trials, stored on disk between starts: which matrix products of a library have the bits of ours.
 
-A trial compares a library's product with ours. Its outcome depends on both, so a file is for one machine, as
-`whorl.device.arithmetic_of` describes it, and for one state of the code that was tried; every other file is left alone.
-Nothing that is wrong with a file or a folder ends anything: the trials are made again.
+A trial compares a library's product with ours, so its outcome depends on both. One file therefore belongs to one
+machine, as `whorl.device.arithmetic_of` describes it, and to one state of the code under trial; other files are not
+touched. A damaged file or an unwritable folder is never an error: the trials are run again.
 """
 
 import functools
@@ -20,29 +20,31 @@ from whorl.device import arithmetic_of, cache_folder
 
 log = logging.getLogger(__name__)
 _FORMAT = 1
-_made: list[float] = []  # seconds of the trials of this process
+_trial_seconds: list[float] = []  # the duration of each trial that this process has run
 
 
-def num_made() -> int:
-    """Trials that this process has made itself."""
-    return len(_made)
+def num_trials() -> int:
+    """How many trials this process has run, not counting outcomes read from disk."""
+    return len(_trial_seconds)
 
 
 def seconds() -> float:
-    """That they took."""
-    return sum(_made)
+    """How many seconds the trials of this process have taken."""
+    return sum(_trial_seconds)
 
 
 class TrialStore:
-    """Outcomes of one kind of trial. name: of its files; sources: files with the code whose results are compared."""
+    """Outcomes of one kind of trial. name: begins the names of its files; sources: files with the code under trial."""
 
     def __init__(self, name: str, *sources: str) -> None:
         self.name, self._sources = name, sources
         self._files: dict[str, _File | None] = {}  # by device
 
     def outcome(self, key: str, device: str, trial: Callable[[], bool]) -> bool:
-        """What `trial` said when it was last made on such a machine, or says now. key: all that it depends on beside
-        the machine: shapes, dtypes, threads."""
+        """Return the stored outcome of `trial` on such a machine, or run it and store the outcome.
+
+        key: everything that the outcome depends on besides the machine, such as shapes, dtypes and threads.
+        """
         if device not in self._files:
             self._files[device] = self._open(device)
         file = self._files[device]
@@ -63,7 +65,7 @@ class TrialStore:
 
 
 class _File:
-    """The outcomes on one machine. Processes may write at once: each adds to what it finds, the last one stays."""
+    """The outcomes on one machine. Processes may write at once: each merges what it reads, and the last one wins."""
 
     def __init__(self, path: Path, machine: dict[str, str]) -> None:
         self.path, self._machine = path, machine
@@ -72,24 +74,25 @@ class _File:
 
     def _read(self) -> dict[str, bool]:
         try:
-            found: Any = json.loads(self.path.read_text(encoding="utf-8"))
+            document: Any = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            return self._ignored(f"it cannot be read: {error}")
-        if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("machine") != self._machine:
-            return self._ignored("it is of another machine, or of another program")
-        outcomes = found.get("outcomes")
+            return self._ignore(f"it cannot be read: {error}")
+        is_ours = isinstance(document, dict) and document.get("format") == _FORMAT
+        if not is_ours or document.get("machine") != self._machine:
+            return self._ignore("it is of another machine, or of another program")
+        outcomes = document.get("outcomes")
         if not isinstance(outcomes, dict) or not all(isinstance(value, bool) for value in outcomes.values()):
-            return self._ignored("its outcomes are not true or false")
+            return self._ignore("its outcomes are not true or false")
         return outcomes
 
-    def _ignored(self, why: str) -> dict[str, bool]:
+    def _ignore(self, why: str) -> dict[str, bool]:
         log.warning("%s: ignored, and written anew: %s", self.path, why)
         return {}
 
     def write(self) -> None:
-        """All at once: who reads sees the old file or the new one."""
+        """Replace the file atomically, so that a reader sees the old file or the new one."""
         if not self._can_write:
             return
         self.outcomes = self._read() | self.outcomes
@@ -106,19 +109,19 @@ class _File:
                 raise
         except OSError as error:
             self._can_write = False
-            log.warning("%s: not written, so the next start makes its trials again: %s", self.path, error)
+            log.warning("%s: not written, so the next start runs its trials again: %s", self.path, error)
 
 
 def _timed(trial: Callable[[], bool]) -> bool:
     started = time.perf_counter()
-    found = trial()
-    _made.append(time.perf_counter() - started)
-    return found
+    outcome = trial()
+    _trial_seconds.append(time.perf_counter() - started)
+    return outcome
 
 
 @functools.cache
 def _digest(sources: tuple[str, ...]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for source in sources:
-        found.update(Path(source).read_bytes())
-    return found.hexdigest()
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""`whorl ops`: every operator and, for each backend, whether it runs on this machine or why not."""
+"""`whorl ops`: list every operator and, for each backend, whether it runs on this machine or why not."""
 
 import json
 
@@ -8,6 +8,7 @@ from . import OPS
 
 
 def as_json() -> str:
+    """The list as JSON."""
     device = default_device()
     operators = []
     for name, op in OPS.items():
@@ -17,12 +18,13 @@ def as_json() -> str:
 
 
 def as_table() -> str:
+    """The list as a table for a terminal."""
     device = default_device()
     backends = (REFERENCE, *BACKENDS)
     rows: list[tuple[str, ...]] = [("operator", *backends)]
     for name, op in OPS.items():
-        found = op.availability(device)
-        rows.append((name, *((found[b] or "yes") if b in found else "-" for b in backends)))
+        reasons = op.availability(device)
+        rows.append((name, *((reasons[b] or "yes") if b in reasons else "-" for b in backends)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join([f"device {device}: {device_name(device)}", "", *cells])

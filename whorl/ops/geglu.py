@@ -1,4 +1,4 @@
-"""GeGLU: the gated activation of Gemma."""
+"""GeGLU, the gated activation of Gemma."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 from .swiglu import row_wise
 
-_HOW = {"dim": -1, "approximate": 1, "activate_left": True}  # tanh, and the gate is the first half
+_NPU_OPTIONS = {"dim": -1, "approximate": 1, "activate_left": True}  # tanh approximation; the gate is the first half
 
 
 def _check(x: Tensor, name: str = "geglu") -> None:
@@ -29,18 +29,20 @@ def _check_backward(dy: Tensor, x: Tensor) -> None:
 
 
 def _share(gate: Tensor) -> Tensor:
-    """What of the gate goes through: gelu(gate) / gate."""
-    # Not torch.tanh: on a CPU its bits depend on an element's place, and a row's bits must not. Past the clamp nothing
-    # goes through, and an infinite number would have no derivative.
+    """gelu(gate) / gate, which is a sigmoid."""
+    # Not torch.tanh: on a CPU its bits depend on where an element lies in memory, and a row's bits must not. Past the
+    # clamp the result is zero; an infinite exponential would have no derivative.
     return 1 / (1 + torch.exp((-SLOPE * (gate + CUBE * gate * gate * gate)).clamp(max=80.0)))
 
 
 @operator(check=_check, sharding=row_wise)
 def geglu(x: Tensor) -> Tensor:
-    """y = gelu(gate) * up, with tanh's approximation of GELU.
+    """y = gelu(gate) * up, with the tanh approximation of GELU.
 
-    x: [..., 2F] bf16, fp16 or fp32: gate is the first half and up the second. y: [..., F], x's dtype, contiguous. fp32
-    inside, one rounding. Differentiable.
+    x: [..., 2F] bf16, fp16 or fp32, gate in the first half and up in the second; returns y: [..., F] in x's dtype,
+    contiguous. Computed in fp32, rounded once. Differentiable. Raises ValueError when the last dim is odd.
+
+        y = ops.geglu(ops.linear(x, gate_up))
     """
     gate, up = widen(x).chunk(2, -1)
     return narrow(gate * _share(gate) * up, x.dtype).contiguous()
@@ -48,7 +50,7 @@ def geglu(x: Tensor) -> Tensor:
 
 @operator(check=_check_backward, sharding=row_wise)
 def geglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `geglu` with respect to x, in fp32, rounded once."""
+    """Gradient of `geglu` with respect to x, computed in fp32 and rounded once. dy: [..., F]; returns dx like x."""
     gate, up = widen(x).chunk(2, -1)
     wide, share = widen(dy), _share(gate)
     slope = SLOPE * (1 + 3 * CUBE * gate * gate)
@@ -75,15 +77,15 @@ def _npu_reason(x: Tensor, **_: object) -> str | None:
 
 @geglu.impl("torch_npu", accepts=_npu_reason)
 def _(x):  # type: ignore[no-untyped-def]
-    return _torch_npu.call("npu_geglu", input=x.contiguous(), **_HOW)[0]
+    return _torch_npu.call("npu_geglu", input=x.contiguous(), **_NPU_OPTIONS)[0]
 
 
 @geglu_backward.impl("torch_npu", accepts=_npu_reason)
 def _(dy, x):  # type: ignore[no-untyped-def]
-    # Not npu_geglu_grad: in torch_npu 2.13 its fake kernel gives two tensors, and it cannot be traced.
+    # Not npu_geglu_grad: in torch_npu 2.13 its fake kernel returns two tensors, so it cannot be traced.
     wide, grad = x.contiguous().float(), dy.float()
     gate, up = wide.chunk(2, -1)
-    gelu = _torch_npu.call("npu_geglu", input=wide, **_HOW)[1]
+    gelu = _torch_npu.call("npu_geglu", input=wide, **_NPU_OPTIONS)[1]
     dgate = _torch_npu.call("npu_gelu_backward", grad_output=grad * up, input=gate.contiguous(), approximate="tanh")
     return torch.cat((dgate, grad * gelu), -1).to(x.dtype)
 

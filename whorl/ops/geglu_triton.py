@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""GeGLU kernels: a block of one row at a time, gate and up read once."""
+"""GeGLU kernels: a program takes a block of one row and reads gate and up once."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The linear layer of models: a row's bits do not depend on what runs beside it."""
+"""The linear layer of models: the bits of a token's result do not depend on the other tokens of the batch."""
 
 import functools
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from ._op import Values, narrow, operator, widen
 from ._trial_store import TrialStore
 
 _STORE = TrialStore("linear", __file__)
-TILE = 16  # rows of the product whose bits a row always has; fewer are padded
-LARGER = (512, 128, 32)  # rows of one product where a trial shows the same bits
+TILE = 16  # rows of the product that defines a row's bits; fewer rows are padded to it
+LARGER = (512, 128, 32)  # larger products, used where a trial shows that their bits are equal
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -33,7 +33,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in which a row has the bits that it has in a tile of its own. Both in the dtype of accumulation."""
+    """x @ weight.T, where every row has the bits that it has in a product of TILE rows.
+
+    Both arguments are in the dtype of accumulation (fp32 or fp64).
+    """
     count, parts = x.shape[0], []
     if not count:
         return x @ weight.t()
@@ -42,17 +45,18 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
         return _multiply_packed(x, packed.weight, weight)
     left = torch.nn.functional.pad(x, (0, 0, 0, -count % TILE)) if count % TILE else x
     for size in _sizes(weight.shape, weight.dtype, weight.device.type, torch.get_num_threads()):
-        whole = len(left) // size * size
-        parts += [part @ weight.t() for part in left[:whole].split(size)] if whole else []
-        left = left[whole:]
+        end = len(left) // size * size
+        parts += [part @ weight.t() for part in left[:end].split(size)] if end else []
+        left = left[end:]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
 
 
 def pack(weight: Tensor) -> None:
-    """Lay out a weight for products with few rows, which then take no longer than reading it, until it is changed.
+    """Store a copy of a CPU weight in the order that MKL reads fastest, for products with few rows.
 
-    Only where the CPU's library has such a layout, in fp32, and a trial shows the same bits. It costs the weight's
-    memory once more.
+    Such a product then takes no longer than reading the weight. The copy is used until the weight changes, and needs
+    its memory once more. Nothing happens unless the weight is fp32, MKL is available and a trial shows that the bits
+    are equal.
     """
     is_fit = weight.device.type == HOST and weight.dtype == torch.float32 and not weight.is_inference()
     if not is_fit or not torch.backends.mkl.is_available():
@@ -74,11 +78,13 @@ def _is_equal_packed(packed: Tensor, weight: Tensor) -> bool:
 
 
 class Packed(NamedTuple):
+    """A weight in MKL's order, and the version of the plain weight that it was made from."""
+
     weight: Tensor
-    version: int  # of the weight that it was made of
+    version: int
 
 
-_PACKED: dict[tuple[torch.Size, int], bool] = {}  # by shape and number of threads: whether it gives the same bits
+_PACKED: dict[tuple[torch.Size, int], bool] = {}  # by shape and number of threads: whether the bits are equal
 
 
 def _multiply_packed(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
@@ -88,21 +94,21 @@ def _multiply_packed(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
-    """Rows of a product in which a row has the bits that it has in a tile, by trial, the most first.
+    """The numbers of rows of products in which a row has the bits that it has in a tile, largest first, by trial.
 
-    Libraries for the CPU choose a kernel by size and then sum along K in one order: a trial of one weight tells.
+    CPU libraries choose a kernel by size and then sum along K in one order, so a trial with one weight is enough.
     """
     if device != HOST:
         return (TILE,)
 
-    @functools.cache  # not made where nothing is left to try
-    def tried() -> tuple[Tensor, Tensor, Tensor]:
+    @functools.cache  # the tensors are not made where every outcome is stored already
+    def trial_tensors() -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, shape[1], generator=generator).to(dtype) for n in (LARGER[0], shape[0]))
         return x, weight, torch.cat([part @ weight.t() for part in x.split(TILE)])
 
     def is_equal(size: int) -> bool:
-        x, weight, expected = tried()
+        x, weight, expected = trial_tensors()
         return torch.equal(x[:size] @ weight.t(), expected[:size])
 
     name = f"{list(shape)} {dtype} {num_threads} threads"
@@ -127,10 +133,13 @@ def _flops(values: Values) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x @ weight.T + bias.
 
-    x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; y: [T, N] like x,
-    contiguous. Sums and bias in fp32, one rounding. A row's bits depend on the row and the weight alone, not on how
-    many rows there are nor on its place: docs/arithmetic.md says how, and where not. Differentiable; gradients are
-    torch's own products, and have the bits that those have.
+    x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; returns y: [T, N] in x's
+    dtype, contiguous. Sums and bias are in fp32, rounded once. The bits of a token's result depend on the token and
+    the weight alone, not on how many tokens there are nor on its place among them; docs/arithmetic.md says how, and
+    where this does not hold. Differentiable; gradients are torch's own matrix products, with their bits. Raises
+    ValueError when shapes or dtypes do not fit.
+
+        y = ops.linear(x, layer.weight, layer.bias)
     """
     y = multiply(widen(x).contiguous(), widen(weight))
     if bias is not None:
@@ -140,14 +149,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @linear.gradient(save=("x", "weight", "bias"))
 def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    dy, found = grads[0], {}
-    if "x" in args.wanted:
-        found["x"] = dy @ args["weight"]
-    if "weight" in args.wanted:
-        found["weight"] = dy.t() @ args["x"]
-    if "bias" in args.wanted:
-        found["bias"] = widen(dy).sum(0).to(args["bias"].dtype)
-    return found
+    dy, input_grads = grads[0], {}
+    if "x" in args.needs_grad:
+        input_grads["x"] = dy @ args["weight"]
+    if "weight" in args.needs_grad:
+        input_grads["weight"] = dy.t() @ args["x"]
+    if "bias" in args.needs_grad:
+        input_grads["bias"] = widen(dy).sum(0).to(args["bias"].dtype)
+    return input_grads
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:

@@ -1,8 +1,9 @@
-"""torch's own product for many rows, wherever a trial has shown that it has the bits of our kernels.
+"""torch's own matrix product for many rows, wherever a trial has shown that its bits are equal to our kernels'.
 
-A library picks its kernel by shape, and some of them split K. So row counts are padded to a multiple, which leaves few
-of them, and each (rows, N, K) is tried once, when it first comes; what was found is kept on disk for the next start.
-One that is not equal is left to our kernel, as is one that first comes while a graph is recorded.
+A library (cuBLAS) picks its kernel by shape, and some of its kernels split K. Row counts are therefore padded to a
+multiple, which leaves few different ones, and each (rows, N, K) is tried once, when it first occurs; outcomes are
+stored on disk for the next start. Shapes whose bits are not equal run in our kernel, and so do shapes that first occur
+while a graph is recorded.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from whorl.device import accelerator, is_recording
 
 from ._trial_store import TrialStore
 
-MULTIPLE = 128  # rows
-ALIGNMENT = 16  # bytes: with less, a library takes other kernels
+MULTIPLE = 128  # row counts are padded to a multiple of this
+ALIGNMENT = 16  # bytes; with less alignment a library chooses other kernels
 
 
 class Shape(NamedTuple):
-    """Of a product, and what else chooses the library's kernel."""
+    """The shape of a product, and everything else that the library chooses its kernel by."""
 
     rows: int
     columns: int
@@ -33,12 +34,12 @@ class Shape(NamedTuple):
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_trials: dict[Shape, bool] = {}  # whether torch's product is equal
+_trials: dict[Shape, bool] = {}  # whether the bits of torch's product are equal to ours
 _STORE = TrialStore("linear_library", __file__, str(Path(__file__).with_name("linear_triton.py")))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, ours: Product) -> Tensor | None:
-    """x @ weight.T + bias by torch, or None where that is not known to be equal to `ours`."""
+    """Return x @ weight.T + bias by torch, or None where its bits are not known to be equal to those of `ours`."""
     if accelerator(x.device.type) is None or x.element_size() != 2 or not (_is_plain(x) and _is_plain(weight)):
         return None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % ALIGNMENT):
@@ -50,14 +51,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, ours: Product) -> T
         return None
     count = len(x)
     if shape.rows != count:
-        padded = x.new_empty(shape.rows, shape.length)  # nobody reads what the rows behind give
+        padded = x.new_empty(shape.rows, shape.length)  # the results of the padding rows are dropped
         padded[:count] = x
         x = padded
     return torch.nn.functional.linear(x, weight, bias)[:count]
 
 
 def trials() -> dict[Shape, bool]:
-    """What was tried so far, and whether torch's product was equal."""
+    """The shapes tried so far, and whether the bits of torch's product were equal."""
     return dict(_trials)
 
 
@@ -76,7 +77,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Shape:
 
 
 def _key(shape: Shape) -> str:
-    """With the card's own name: a machine may have several kinds."""
+    """The key of a shape in the store, with the name of the card: a machine may have several kinds."""
     module = accelerator(shape.device.type)
     assert module is not None
     sizes = f"{shape.rows}x{shape.columns}x{shape.length}"
@@ -86,12 +87,14 @@ def _key(shape: Shape) -> str:
 
 
 def _is_equal(shape: Shape, weight: Tensor, ours: Product) -> bool:
-    """Where K is split, some 2 of 1000 results differ: one product of random rows tells. A bias of random numbers, too,
-    whatever the weight's is: a library that rounds before it adds must be found out."""
+    """Compare one product of random rows: where a library splits K, about 2 of 1000 results differ.
+
+    The bias is random too, whatever the layer's is, so that a library that rounds before it adds is detected.
+    """
     generator = torch.Generator(shape.device).manual_seed(0)
     x = torch.randn(shape.rows, shape.length, device=shape.device, generator=generator).to(shape.dtype)
     bias = None
     if shape.has_bias:
         bias = torch.randn(shape.columns, device=shape.device, generator=generator).to(shape.dtype)
-    found = torch.nn.functional.linear(x, weight, bias)
-    return bool(found.any()) and torch.equal(found, ours(x, weight, bias))
+    actual = torch.nn.functional.linear(x, weight, bias)
+    return bool(actual.any()) and torch.equal(actual, ours(x, weight, bias))

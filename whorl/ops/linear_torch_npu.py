@@ -1,4 +1,4 @@
-"""The linear layer on Ascend: products have one of two numbers of rows, and a row has one of two results."""
+"""The linear layer on Ascend: every product has one of two row counts, so a row has one of two possible results."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,12 @@ from whorl.contracts import linear_limit
 from . import _torch_npu
 from ._torch_npu import dtype_name
 
-# Rows of a product. CANN chooses a schedule by the shape: with one shape there is one schedule.
+# The row counts of products. CANN chooses a schedule by the shape, so one shape has one schedule.
 FEW, MANY = 64, 512
 
 
 def reason(x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_linear cannot take these arguments."""
     if not x.numel():
         return "empty tensors are not taken"
     bias_dtype = None if bias is None else dtype_name(bias)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Matrix products: what a row's sum is made of never depends on how many rows there are."""
+"""Matrix products in Triton: the order in which a row's products are summed never depends on the number of rows."""
 
 from types import ModuleType
 
@@ -16,16 +16,16 @@ from ._launch_triton import launched
 from ._overlap_triton import follow, overlap
 from ._rows import ceil_div
 
-FEW = 16  # rows that stand beside a weight's
+FEW = 16  # rows of x that _few_kernel takes
 MODERATE = 64  # rows of one tile; up to here torch's product is no faster
-MANY = 256  # rows up to which weights take longer to read than to multiply
-WIDE = 32768  # columns of a weight with many times as many tiles as run at once, such as a head
-NARROW = 4096  # columns of a weight that would leave multiprocessors idle in large tiles
+MANY = 256  # rows up to which reading the weight takes longer than multiplying by it
+WIDE = 32768  # columns from which a weight (such as an LM head) has many more tiles than run at once
+NARROW = 4096  # columns below which large tiles would leave multiprocessors idle
 
 
 @triton.jit
 def dot(a, b, total, WIDEN: tl.constexpr):
-    """total + a @ b in fp32. The interpreter knows no bf16 products: there the operands are widened first."""
+    """total + a @ b in fp32. Triton's interpreter has no bf16 products: there (WIDEN) operands are widened first."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -51,9 +51,9 @@ def _few_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Up to ROWS rows of x beside some of the weight's. The weight is the left side: it has the rows to fill a tile.
+    """Up to ROWS rows of x times COLUMNS rows of the weight. The weight is the left operand, since it fills a tile.
 
-    EVEN: K ends with a block. One token waits for these loads: a mask on each took an eighth of the time.
+    EVEN: K is a multiple of BLOCK_K. With one token the loads are the latency: masks on them cost an eighth of it.
     """
     follow(OVERLAP)
     rows = tl.arange(0, ROWS)
@@ -96,7 +96,7 @@ def _tile_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile. Tiles that run together take GROUP blocks of rows and few of columns: both then come from the cache."""
+    """One tile of the product. Tiles that run at once cover GROUP row blocks and few column blocks, to share the L2."""
     follow(OVERLAP)
     row_blocks, column_blocks = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
@@ -105,7 +105,7 @@ def _tile_kernel(
     inside = program % (GROUP * column_blocks)
     rows = (first + inside % height) * ROWS + tl.arange(0, ROWS)
     columns = (inside // height) * COLUMNS + tl.arange(0, COLUMNS)
-    # Rows and columns past the end are read from the start and not stored: the loop needs no mask for them.
+    # Rows and columns past the end wrap around to the first ones and are not stored: the loop needs no mask for them.
     x_at = x_ptr + (rows % T).to(tl.int64)[:, None] * x_stride
     weight_at = weight_ptr + (columns % N).to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -145,7 +145,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:
-    """The kernels for few rows, where this chip has them and they can read the weight."""
+    """Return the Hopper kernels for few rows, or None where this device has none or they cannot load the weight."""
     is_fit = x.shape[0] <= FEW and x.element_size() == 2 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
     if not is_fit or gluon_reason(x.device) is not None:
         return None
@@ -155,7 +155,7 @@ def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:
 
 
 def few_plan(columns: int, length: int) -> dict[str, int]:
-    """A narrow weight is cut finer, or multiprocessors stand idle."""
+    """The tile sizes of _few_kernel; a narrow weight gets smaller tiles, so that no multiprocessor is idle."""
     if is_interpreting():
         plan = {"COLUMNS": 32, "BLOCK_K": 32}
     elif columns < NARROW:
@@ -166,9 +166,10 @@ def few_plan(columns: int, length: int) -> dict[str, int]:
 
 
 def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
-    """By speed alone: tensor cores add 16 products at a time, in the order of k, whatever the tile.
+    """The tile sizes of _tile_kernel, chosen by speed alone, since they do not change the bits.
 
-    fp32 products run on ordinary cores, one by one in that order.
+    Tensor cores add 16 products at a time in the order of k, whatever the tile. fp32 products run on ordinary cores,
+    one by one in that order.
     """
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32, "GROUP": 2}
@@ -184,4 +185,5 @@ def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
 
 
 def unit_stride(x: Tensor) -> Tensor:
+    """x with unit stride along the last dim, copied only where needed."""
     return x if x.stride(-1) == 1 else x.contiguous()

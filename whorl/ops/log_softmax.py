@@ -1,4 +1,4 @@
-"""Log-probabilities from logits: of every token for samplers, of one token for trainers, with the same bits."""
+"""Log-probabilities of logits: of all tokens for samplers, of one token for trainers; the bits are equal."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ._op import Values, narrow, operator, widen
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of log-probabilities from logits of this dtype."""
+    """The dtype of log-probabilities of logits in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -57,15 +57,17 @@ def _row_wise(values: Values) -> list[object]:
 def log_softmax(logits: Tensor) -> Tensor:
     """y = logits - log(sum(exp(logits))), over the last dim.
 
-    logits: [..., V] bf16, fp16 or fp32; y: [..., V] fp32, contiguous. In fp32: y = (logits - top) - log(sum), with the
-    row's highest logit and the sum of exp(logits - top). A row's bits depend on that row alone: not on how many there
-    are, nor on where they lie. A logit of minus infinity is a token that is not there: y is minus infinity, the
-    gradient 0, and what arrives for it is not looked at. The others of a row with plus infinity or NaN are NaN.
-    Differentiable; y is what it keeps.
+    logits: [..., V] bf16, fp16 or fp32; returns y: [..., V] fp32, contiguous. In fp32: y = (logits - top) - log(sum),
+    where top is the row's highest logit and sum that of exp(logits - top). The bits of a row depend on that row alone,
+    not on the number of rows nor on their strides. A logit of minus infinity is an absent token: y is minus infinity,
+    its gradient is 0, and the gradient that reaches it is ignored. The other entries of a row with plus infinity or
+    NaN are NaN. Differentiable; it saves y. Raises ValueError when V is 0 or logits are not floating point.
+
+        logprobs = ops.log_softmax(logits)
     """
     wide = widen(logits).contiguous()
-    # torch's adds up each row by itself, in an order that V alone decides; torch.sum would share a single row among
-    # threads. By the choice a gradient ends there, and a row of nothing else has no NaN.
+    # torch.log_softmax sums each row in one thread, in an order that V alone decides; torch.sum would share a single
+    # row among threads. torch.where stops the gradient at absent tokens, and a row of absent tokens gives no NaN.
     return torch.where(wide == -torch.inf, wide.detach(), torch.log_softmax(wide, -1))
 
 
@@ -73,7 +75,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 def log_softmax_backward(dy: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Gradient of `log_softmax` with respect to logits, from its result y: dy - exp(y) * sum(dy), in fp32.
 
-    Rounded once, to `dtype`, that of the logits.
+    dy, y: [..., V] fp32; returns dx: [..., V] in `dtype`, the dtype of the logits, rounded once.
     """
     is_absent = y == -torch.inf
     present = dy.masked_fill(is_absent, 0)
@@ -89,11 +91,13 @@ def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) ->
 
 @operator(check=_check_token, sharding=_row_wise)
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """The entries of `log_softmax` at one token a row, bit for bit: y[i] = log_softmax(logits)[i, ids[i]].
+    """The entry of `log_softmax` at one token of each row: y[i] = log_softmax(logits)[i, ids[i]]; the bits are equal.
 
-    logits: [..., V] bf16, fp16 or fp32; ids: [...] int32 or int64; y: [...] fp32. Differentiable in logits, which are
-    all that it keeps: neither direction's kernel makes a tensor of V numbers a row but the gradient, in the dtype of
-    logits. An id outside [0, V) is an error on the CPU; elsewhere its row is NaN.
+    logits: [..., V] bf16, fp16 or fp32; ids: [...] int32 or int64; returns y: [...] fp32. Differentiable in logits. It
+    saves logits and ids only, and the kernels allocate no [..., V] tensor except the gradient, in the dtype of logits.
+    An id outside [0, V) raises ValueError on the CPU; elsewhere its row is NaN.
+
+        loss = -ops.token_logprobs(logits, targets).mean()
     """
     return log_softmax.reference(logits).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
@@ -102,7 +106,8 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def token_logprobs_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
     """Gradient of `token_logprobs` with respect to logits: (1 at the id - softmax) * dy, in fp32, rounded once.
 
-    The bits are those of `log_softmax_backward`. The row's sum is computed again from logits, which are read anyway.
+    The bits are equal to those of `log_softmax_backward`. The row's sum is recomputed from logits, which are read
+    anyway.
     """
     y = log_softmax.reference(logits)
     spread = torch.zeros_like(y).scatter(-1, ids.long().unsqueeze(-1), dy.unsqueeze(-1))
@@ -123,7 +128,7 @@ log_softmax_backward.impl("triton", "log_softmax_triton:backward", accepts=lambd
 token_logprobs.impl("triton", "log_softmax_triton:token_forward", accepts=_triton_reason)
 token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", accepts=_triton_reason)
 
-# torch_npu has nothing of its own here: it is torch's log_softmax that it runs on an NPU.
+# torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU.
 for _op in (log_softmax, log_softmax_backward, token_logprobs, token_logprobs_backward):
     _op.impl("torch_npu")(_op.reference)
 
@@ -142,7 +147,7 @@ _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 151936), (64, 1519
 
 
 def _make(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
-    """masked: every third token is not there."""
+    """masked: every third logit is minus infinity."""
     logits = draw.scaled(*shape, gap=3)
     if masked:
         logits[..., 1::3] = -torch.inf

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Log-softmax kernels: a row a program, blocks of it first to last.
+"""Log-softmax kernels: one program per row, which walks the row's blocks from first to last.
 
-Bits depend on BLOCK, which V alone decides, and on nothing else: each of BLOCK columns adds up its own numbers, and the
-columns are added in a tree that is written out. `tl.sum` would add in an order that follows from the threads, and so
-from strides and dtypes. Kernels are compiled without fusion of their own.
+The bits depend on BLOCK, which V alone decides, and on nothing else: each of the BLOCK columns sums its own numbers,
+and the columns are added in a tree that is written out. `tl.sum` would add in an order that follows from the threads,
+and so from strides and dtypes. Kernels are compiled without FMA fusion.
 """
 
 import torch
@@ -15,21 +15,21 @@ from ._launch_triton import launched
 from ._rows import as_rows, power_of_2
 
 LARGEST_BLOCK = 8192
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: a difference to it is no NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32, so that differences to it are not NaN
 
 
 @triton.jit
 def _row_at(row, B, stride_a, stride_b, NESTED: tl.constexpr):
-    """Where a row of [A, B, V] starts; without nesting no 64-bit division holds up the first load."""
+    """The offset of a row of [A, B, V]; without NESTED no 64-bit division delays the first load."""
     return row // B * stride_a + row % B * stride_b if NESTED else row * stride_b
 
 
 @triton.jit
 def _tree_sum(x, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """The sum of x [BLOCK], neighbours first. Two numbers have one sum, whichever thread holds which."""
+    """The sum of x [BLOCK], two neighbours at a time, so that the order does not depend on the threads."""
     for step in tl.static_range(1, STEPS + 1):
         x = tl.sum(tl.reshape(x, (BLOCK >> step, 2)), 1)
-    return tl.sum(x, 0)  # of one number
+    return tl.sum(x, 0)  # one number is left
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _top_and_log_sum(x_ptr, V, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _logprob(x, top, log_sum):
-    """In this order: the highest lose no digits. Of a token that is not there, in any row, minus infinity."""
+    """x - top first, so that the highest logits lose no digits. Minus infinity for an absent token, in any row."""
     return tl.where(x == float("-inf"), x, x - top - log_sum)
 
 
@@ -75,7 +75,7 @@ def _log_softmax_kernel(
 
 @triton.jit
 def _load_present(dy_ptr, y_ptr, columns, V):
-    """dy, but 0 for tokens that are not there; and y."""
+    """dy, with 0 for absent tokens, and y."""
     y = _load(y_ptr, columns, V)
     dy = tl.load(dy_ptr + columns, mask=columns < V, other=0.0)
     return tl.where(y == float("-inf"), 0.0, dy), y
@@ -114,7 +114,7 @@ def _log_softmax_backward_kernel(
 
 @triton.jit
 def _load_chosen(x_ptr, token, V):
-    """The logit of the row's token; NaN where there is no such token."""
+    """The logit of the row's token; NaN for an id outside the vocabulary."""
     is_token = (token >= 0) & (token < V)
     return tl.load(x_ptr + token, mask=is_token, other=float("nan")).to(tl.float32)
 
@@ -202,7 +202,7 @@ def _grid(rows: Tensor) -> tuple[int]:
 
 
 def _plan(rows: Tensor) -> dict[str, int | bool]:
-    """Of rows [A, B, V]; what bits depend on, by V alone."""
+    """The launch constants for rows [A, B, V]; those that the bits depend on follow from V alone."""
     vocab = rows.shape[2]
     block = min(LARGEST_BLOCK, max(32, power_of_2(vocab)))
     return {

@@ -1,4 +1,4 @@
-"""A norm and the product behind it: what a layer begins with, twice."""
+"""RMSNorm with residual, followed by a linear layer: how the attention and the MLP half of a layer begin."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-NO_NPU = "no operator of torch_npu takes the norm inside a product: the engine calls add_rms_norm and linear there"
+NO_NPU = "torch_npu has no operator that fuses a norm into a product: the engine calls add_rms_norm and linear there"
 
 
 @operator(check=_check, forward_only=True, fake=_fake, bytes=_bytes, flops=_flops, without={"torch_npu": NO_NPU})
@@ -50,9 +50,11 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h = x + residual; n = rms_norm(h); y = n @ weight.T. Returns y, n and h.
 
-    x, residual: [T, K] bf16, fp16 or fp32; norm_weight: [K] in x's dtype or fp32; weight: [N, K] in x's dtype;
-    y: [T, N], n and h: [T, K], like x, contiguous. The bits are those of `add_rms_norm` and then `linear`. Not
-    differentiable: use those two.
+    x, residual: [T, K] bf16, fp16 or fp32; norm_weight: [K] in x's dtype or fp32; weight: [N, K] in x's dtype; returns
+    y: [T, N], n and h: [T, K], in x's dtype, contiguous. The bits are equal to those of `add_rms_norm` followed by
+    `linear`. Not differentiable: use those two. Raises ValueError when shapes, dtypes or eps do not fit.
+
+        qkv, normed, residual = ops.norm_linear(x, residual, norm.weight, qkv_proj.weight, eps)
     """
     total = narrow(widen(x) + widen(residual), x.dtype).contiguous()
     normed = narrow(norm(total, norm_weight, eps, False), x.dtype).contiguous()

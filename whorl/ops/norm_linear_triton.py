@@ -1,4 +1,4 @@
-"""The norm inside the product where rows are few and the chip is Hopper, else one after the other."""
+"""Norm and product in one kernel where rows are few and the GPU is a Hopper, else in two kernels."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Per-token quantisation: what a gather sends instead of bf16, and the way back."""
+"""Per-token quantisation, which an all-gather sends instead of bf16, and its inverse."""
 
 from dataclasses import replace
 from typing import Literal
@@ -14,8 +14,7 @@ from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
 
-# What a format stores, and the largest magnitude it has.
-LONGEST_ROW = 32768  # channels that the Triton kernel keeps in registers
+LONGEST_ROW = 32768  # channels that the Triton kernel can hold in registers
 
 
 def _check(x: Tensor, format: str) -> None:
@@ -48,17 +47,21 @@ def _row_wise(values: Values) -> list[object]:
 
 @operator(check=_check, forward_only=True, sharding=_row_wise)
 def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tuple[Tensor, Tensor]:
-    """Symmetric quantisation with one scale a token: x is about q * scale.
+    """Symmetric quantisation with one scale per token: x is about q * scale.
 
-    x: [..., C] bf16, fp16 or fp32. Returns q: [..., C], int8 or, format "fp8", float8_e4m3fn, contiguous; and
+    x: [..., C] bf16, fp16 or fp32; returns q: [..., C] int8 (format "fp8": float8_e4m3fn), contiguous, and
     scale: [...] fp32, the row's largest magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest
-    even, never past +-127 (fp8: +-448); -128 is not used. A row of zeros, or so small that its scale rounds to zero,
-    has scale 0 and codes 0, so it dequantises to exact zeros. A row with an infinity or NaN has that for its scale and
-    codes 0: it dequantises to NaN. A row's result depends on that row alone. No gradient.
+    even and clamped to +-127 (fp8: +-448); -128 is not used. A row of zeros, or so small that its scale rounds to
+    zero, has scale 0 and codes 0, so it dequantises to exact zeros. A row with an infinity or NaN has that as its scale
+    and codes 0, so it dequantises to NaN. A row's result depends on that row alone. No gradient. Raises ValueError when
+    x is not floating point or C is 0.
+
+        q, scale = ops.dynamic_quant(x)
+        x = ops.dequantize(q, scale, x.dtype)
     """
     kind, largest = FORMATS[format]
     wide = widen(x)
-    # By a tensor: on a GPU torch multiplies by the reciprocal of a plain number, which rounds otherwise.
+    # Divided by a tensor: on a GPU torch would multiply by the reciprocal of a Python number, which rounds differently.
     scale = wide.abs().amax(-1, keepdim=True) / wide.new_full((1,), largest)
     is_usable = (scale > 0) & (scale < torch.inf)
     codes = torch.where(is_usable, wide / scale, 0.0)
@@ -74,10 +77,10 @@ def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tupl
     without={"torch_npu": "npu_anti_quant has a scale for each channel, not for each token"},
 )
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x = q * scale, what `dynamic_quant` was given up to its rounding.
+    """x = q * scale, the inverse of `dynamic_quant` up to its rounding.
 
-    q: [..., C] int8 or float8_e4m3fn; scale: [...] fp32; x: [..., C] in `dtype` (bf16, fp16 or fp32), contiguous. One
-    product in fp32, one rounding. No gradient.
+    q: [..., C] int8 or float8_e4m3fn; scale: [...] fp32; returns x: [..., C] in `dtype` (bf16, fp16 or fp32),
+    contiguous. One product in fp32, rounded once. No gradient. Raises ValueError when dtypes or shapes do not fit.
     """
     wide = scale.unsqueeze(-1)
     return (q.to(wide.dtype) * wide).to(dtype).contiguous()
@@ -86,7 +89,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _triton_reason(x: Tensor, **_: object) -> str | None:
     if x.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
-    return None if x.shape[-1] <= LONGEST_ROW else f"keeps rows of up to {LONGEST_ROW} channels, got {x.shape[-1]}"
+    return None if x.shape[-1] <= LONGEST_ROW else f"takes rows of up to {LONGEST_ROW} channels, got {x.shape[-1]}"
 
 
 dynamic_quant.impl("triton", "quant_triton:quantize", accepts=_triton_reason)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Per-token quantisation: a row stays in registers from its one read to its one write."""
+"""Per-token quantisation in Triton: a row is read once, stays in registers, and is written once."""
 
 import torch
 import triton
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
-from ._codes_triton import codes_of, magnitude, scale_of
+from ._codes_triton import magnitude_bits, row_scale, to_codes
 from ._formats import FORMATS
 from ._launch_triton import launched
 from ._rows import as_rows, ceil_div, power_of_2
 
-BLOCK = 2048  # channels a program dequantises
+BLOCK = 2048  # channels that one program dequantises
 
 
 @launched
@@ -40,8 +40,8 @@ def _quantize_kernel(
     if NESTED:
         at = (rows // B) * x_stride_a + (rows % B) * x_stride_b
     x = tl.load(x_ptr + at + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
-    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
+    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
+    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
     tl.store(q_ptr + rows * C + columns, codes.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + rows, scale, mask=rows < T)
 
@@ -97,6 +97,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels a warp, which is 32 registers a thread; all processors busy first."""
+    """Rows and warps of a program: 1024 channels per warp (32 registers per thread), but first a program for every
+    multiprocessor."""
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(32, at_once * block // 1024))

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dim, alone and with the residual addition before it."""
+"""RMSNorm over the last dim, with or without the residual addition before it."""
 
 from typing import Any
 
@@ -41,30 +41,30 @@ def _check_backward(
     dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
 ) -> None:
     _check("rms_norm_backward", x, weight, eps)
-    for what, grad in (("dy", dy), ("residual_grad", residual_grad)):
-        check_like("rms_norm_backward", what, grad, x.shape, x.dtype)
+    for argument, grad in (("dy", dy), ("residual_grad", residual_grad)):
+        check_like("rms_norm_backward", argument, grad, x.shape, x.dtype)
 
 
 def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = None) -> object:
-    """DTensor rule: rows may be sharded on any dim but the last; the weight is replicated, its gradient partial."""
+    """Return the DTensor rule: any dim but the last may be sharded; the weight is replicated, its gradient partial."""
 
     def sharding(values: Values) -> list[object]:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        ways: list[object] = []
+        strategies: list[object] = []
         present = [n for n in tensors if values[n] is not None]
         for placement in [Replicate(), *(Shard(i) for i in range(len(values["x"].shape) - 1))]:
             outs = [placement] * num_outputs
             if reduced is not None:
                 outs[reduced] = Partial() if placement != Replicate() else placement
-            ways.append((outs, dict.fromkeys(present, placement) | {"weight": Replicate()}))
-        return ways
+            strategies.append((outs, dict.fromkeys(present, placement) | {"weight": Replicate()}))
+        return strategies
 
     return sharding
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """In fp32: x / rms(x), 1 / rms(x) and the scale."""
+    """x / rms(x), 1 / rms(x) and the scale (weight, or 1 + weight), in fp32."""
     wide = widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scale = weight.to(wide.dtype)
@@ -72,7 +72,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[T
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    """The norm in fp32, by torch's own: all of it in one call."""
+    """The norm in fp32, in one call of torch."""
     wide = widen(x)
     scale = narrow(weight, wide.dtype)
     return torch.nn.functional.rms_norm(wide, weight.shape, scale + 1 if plus_one else scale, eps)
@@ -82,9 +82,12 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim.
 
-    x: [..., C] bf16, fp16 or fp32; weight: [C] in x's dtype or fp32; y: like x, contiguous. `plus_one` multiplies by
-    1 + weight, added in fp32 (Gemma). Everything in fp32, one rounding at the end; Hugging Face rounds once more,
-    before the weight. A row of zeros gives zeros. Differentiable in x and weight.
+    x: [..., C] bf16, fp16 or fp32; weight: [C] in x's dtype or fp32; returns y like x, contiguous. `plus_one`
+    multiplies by 1 + weight, added in fp32 (Gemma). Everything is computed in fp32 and rounded once at the end; Hugging
+    Face rounds once more, before the weight. A row of zeros gives zeros. Differentiable in x and weight. Raises
+    ValueError when weight does not fit x or eps is not positive.
+
+        y = ops.rms_norm(x, layer.weight, 1e-6)
     """
     return narrow(norm(x, weight, eps, plus_one), x.dtype).contiguous()
 
@@ -95,8 +98,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add, then normalise: returns y = rms_norm(h) and the new residual h = x + residual.
 
-    Shapes and dtypes as `rms_norm`. h is added in fp32 and rounded to x's dtype; the norm is of the rounded h, so the
-    pair equals an addition followed by `rms_norm`. Inputs are not written. Differentiable in all three tensors.
+    Shapes and dtypes are those of `rms_norm`; residual is like x. h is added in fp32 and rounded to x's dtype; the norm
+    is of the rounded h, so the bits of the pair are equal to those of an addition followed by `rms_norm`. Inputs are
+    not written. Differentiable in all three tensors.
+
+        y, residual = ops.add_rms_norm(x, residual, layer.weight, 1e-6)
     """
     total = narrow(widen(x) + widen(residual), x.dtype).contiguous()
     return narrow(norm(total, weight, eps, plus_one), x.dtype), total
@@ -114,8 +120,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` with respect to x and weight, in fp32, each rounded once.
 
-    `residual_grad` is added to the first before rounding: with x the new residual this is `add_rms_norm`'s backward.
-    1 / rms is computed again from x, which is read anyway.
+    `residual_grad` is added to the gradient of x before rounding: called with the new residual as x, this is the
+    backward of `add_rms_norm`. 1 / rms is recomputed from x, which is read anyway.
     """
     unit, inverse, scale = _normalise(x, weight, eps, plus_one)
     wide = widen(dy)
@@ -171,7 +177,7 @@ def _npu_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:
 
 
 def _gamma(weight: Tensor, plus_one: bool) -> Tensor:
-    """1 + weight in fp32, which npu_rms_norm takes beside 16-bit inputs: no rounding of the sum."""
+    """The weight, or 1 + weight in fp32: npu_rms_norm takes fp32 beside 16-bit inputs, so the sum is not rounded."""
     return weight.float() + 1 if plus_one else weight
 
 
@@ -184,7 +190,7 @@ def _(x, weight, eps, plus_one):  # type: ignore[no-untyped-def]
 @add_rms_norm.impl("torch_npu", accepts=_npu_reason)
 def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
     gamma = _gamma(weight, plus_one)
-    if gamma.dtype != x.dtype:  # npu_add_rms_norm takes gamma in x's dtype only
+    if gamma.dtype != x.dtype:  # npu_add_rms_norm takes gamma only in x's dtype
         total = (x + residual).contiguous()
         return _torch_npu.call("npu_rms_norm", input=total, gamma=gamma, epsilon=eps)[0], total
     y, _, total = _torch_npu.call("npu_add_rms_norm", x1=x, x2=residual, gamma=gamma, epsilon=eps)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""RMSNorm kernels: a row stays in registers from its one read to its one write."""
+"""RMSNorm kernels: a row is read once, stays in registers, and is written once."""
 
 import torch
 import triton
@@ -13,19 +13,19 @@ from ._overlap_triton import begin, follow, overlap
 from ._rows import as_rows, ceil_div, empty_like, power_of_2
 from ._sums_triton import row_sum
 
-CACHE = 32 * 2**20  # bytes of one tensor that are more than the second-level cache keeps
-SHARED_MEMORY = 200 * 1024  # bytes that a program may fill with blocks in flight; Hopper has 227 KiB
+CACHE = 32 * 2**20  # bytes from which a tensor does not stay in the L2 cache
+SHARED_MEMORY = 200 * 1024  # bytes that a program may use for blocks in flight; Hopper has 227 KiB
 
 
 @triton.jit
 def _inverse_rms(total, C: tl.constexpr, eps):
-    """Correctly rounded: one a row, where the fast reciprocal root would be the largest error in fp32."""
+    """1 / rms, correctly rounded: there is one per row, and the fast reciprocal root would dominate the fp32 error."""
     return tl.div_rn(1.0, tl.sqrt_rn(total / C + eps))
 
 
 @triton.jit
 def _split_rows(rows, B, NESTED: tl.constexpr):
-    """Outer and inner index of a row; without nesting no 64-bit division holds up the first load."""
+    """Outer and inner index of a row; without NESTED no 64-bit division delays the first load."""
     if NESTED:
         a, b = rows // B, rows % B
     else:
@@ -57,7 +57,7 @@ def _rms_norm_kernel(
     POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """POLICY "evict_first": more than the cache holds, so nothing is kept for a next reader."""
+    """A program takes ROWS rows. POLICY "evict_first": the tensor exceeds the cache, so no line is kept there."""
     begin(OVERLAP)
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -106,7 +106,7 @@ def _rms_norm_backward_kernel(
     NESTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th block of rows and keeps its share of dweight in registers."""
+    """Each program takes every num_programs-th block of rows and accumulates its share of dweight in registers."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
@@ -139,7 +139,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 def add_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and, with a residual, the new residual (else y again)."""
+    """Return y and, with a residual, the new residual (without one, y again)."""
     y = empty_like(x)
     total = y if residual is None else torch.empty_like(y)
     if not y.numel():
@@ -211,19 +211,21 @@ def backward(
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """x with the rows counted as in `rows`, copied only where its strides do not allow that."""
+    """x in the shape of `rows`, copied only where its strides require it."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(rows.shape)
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels a warp (2048 in the longest rows), all processors busy first."""
+    """Rows and warps of a program: 1024 channels per warp (2048 in the longest rows), but first a program for every
+    multiprocessor."""
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(16, at_once * block // (2048 if block >= 8192 else 1024)))
 
 
 def _backward_blocks(rows: int, block: int, processors: int, bytes_a_channel: int) -> dict[str, int]:
-    """One program a processor, 8192 channels at a time, as many blocks in flight as shared memory holds (up to 3)."""
+    """One program per multiprocessor, 8192 channels at a time, as many blocks in flight as shared memory holds (up to
+    3)."""
     at_once = max(1, min(8192 // block, power_of_2(rows // processors + 1) // 2))
     stages = max(1, min(3, SHARED_MEMORY // (at_once * block * bytes_a_channel)))
     programs = max(1, min(ceil_div(rows, at_once), processors))

@@ -1,4 +1,4 @@
-"""Choosing the next token on the device: penalties, then sampling whose noise belongs to the request alone."""
+"""Sampling on the device: penalties, then a draw whose noise depends on the request's seed and step alone."""
 
 import torch
 from torch import Tensor
@@ -19,15 +19,17 @@ def _check(
         raise ValueError(
             f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] bf16, fp16 or fp32, V > 0"
         )
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds, "steps": steps}
-    for name, value in given.items():
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds}
+    params["steps"] = steps
+    for name, value in params.items():
         if value.shape != logits.shape[:1]:
             raise ValueError(f"sample: {name} is {list(value.shape)}, expected [{logits.shape[0]}]")
         if value.is_floating_point() != (name in ("temperature", "top_p", "min_p")):
-            raise ValueError(f"sample: {name} is {value.dtype}")
+            kind = "an integer" if value.is_floating_point() else "a floating point"
+            raise ValueError(f"sample: {name} is {value.dtype}, expected {kind} dtype")
     for name in ("temperature", "top_k", "top_p", "min_p"):
-        if logits.shape[0] and is_readable(given[name]) and not given[name].min() >= 0:
-            raise ValueError(f"sample: the lowest {name} is {given[name].min().item()}, expected none below 0")
+        if logits.shape[0] and is_readable(params[name]) and not params[name].min() >= 0:
+            raise ValueError(f"sample: the lowest {name} is {params[name].min().item()}, expected none below 0")
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys of all 64 bits of the seed and of the step."""
+    """Hash all 64 bits of the seed and of the step into two 32-bit keys."""
     low, high = _mix(seed & _MASK), (seed >> 32) & _MASK
     first = _mix(_mix(low ^ high) ^ (step & _MASK))
     second = _mix(_mix((low + 0x9E3779B9) & _MASK ^ high) ^ ((step >> 32) & _MASK) ^ _mix(first ^ 0x85EBCA6B))
@@ -46,27 +48,27 @@ def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
-    """[B, size] fp32: standard Gumbel noise for every token id, in row b a hash of seeds[b] and steps[b]."""
+    """Standard Gumbel noise for every token id, [B, size] fp32; row b is a hash of seeds[b], steps[b] and the id."""
     first, second = (key.unsqueeze(1) for key in _keys(seeds.long(), steps.long()))
     ids = torch.arange(size, device=seeds.device)
     uniform = ((_mix(_mix(ids ^ first) ^ second).float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
-    # -log(1 - u) near 0 by its series: that is where the winner is, and where 1 - u has no digits left.
+    # Near 0, where the winner lies and 1 - u has no digits left, -log(1 - u) is computed by its series.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform / 4)))
     exponential = torch.where(uniform < 1 / 64, series, -torch.log(1 - uniform))
     return -torch.log(exponential)
 
 
 def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """`scaled` [V], its maximum 0, with minus infinity where the token is not to be chosen."""
+    """Apply top-k, top-p and min-p: `scaled` [V], its maximum 0, with minus infinity for excluded tokens."""
     if 0 < top_k < scaled.shape[0]:
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:
-        found = scaled[scaled > -torch.inf].sort(descending=True).values
-        weights = torch.exp(found)
-        above = weights.cumsum(0) - weights  # mass of what stands before each, equals included
+        descending = scaled[scaled > -torch.inf].sort(descending=True).values
+        weights = torch.exp(descending)
+        above = weights.cumsum(0) - weights  # the mass of the tokens before each one, equal ones included
         reached = above >= top_p * weights.sum()
         reached[0] = False
-        last = found[int(reached.int().argmax()) - 1] if bool(reached.any()) else found[-1]
+        last = descending[int(reached.int().argmax()) - 1] if bool(reached.any()) else descending[-1]
         scaled = scaled.masked_fill(scaled < last, -torch.inf)
     if min_p > 0:
         scaled = scaled.masked_fill(torch.exp(scaled) < min_p, -torch.inf)
@@ -85,16 +87,19 @@ def _fake(logits: Tensor, **_: object) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
 ) -> Tensor:
-    """One token id for each row.
+    """Sample one token id for each sequence.
 
     logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B]
-    int; result: [B] int64.
-    Temperature 0 takes the highest logit, the lowest id on ties. Otherwise the softmax of logits / temperature is
-    sampled among the tokens that pass, in this order: `top_k` (0: all) keeps those no lower than the k-th highest;
-    `top_p` (1: all) keeps a token when those before it in falling order hold less than top_p of what is left, and
-    tokens equal to the last one kept; `min_p` (0: all) keeps those at least min_p times as likely as the likeliest.
-    Some token always passes. The noise is a hash of seed, step and token id, so a row's choice depends on that row
-    alone, in any batch. Logits of minus infinity are never chosen while another is finite. No gradient.
+    int; returns [B] int64.
+    Temperature 0 takes the highest logit, on ties the lowest id. Otherwise the softmax of logits / temperature is
+    sampled among the tokens that pass three filters, in this order: `top_k` (0: all) keeps those no lower than the k-th
+    highest; `top_p` (1: all) keeps a token when those before it in descending order hold less than top_p of the
+    remaining mass, and tokens equal to the last one kept; `min_p` (0: all) keeps those at least min_p times as likely
+    as the most likely one. At least one token always passes. The noise is a hash of seed, step and token id, so a
+    sequence's token does not depend on the rest of the batch. A logit of minus infinity is never chosen while another
+    is finite. No gradient. Raises ValueError when shapes or dtypes do not fit or, on the CPU, a parameter is negative.
+
+        ids = ops.sample(logits, temperature, top_k, top_p, min_p, seeds, steps)
     """
     logits = _wide(logits)
     chosen = logits.argmax(-1)
@@ -124,7 +129,7 @@ def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[n
 
 
 def _check_penalties(
-    logits: Tensor, tokens: Tensor, counts: Tensor, bias: Tensor | None, **each: Tensor | None
+    logits: Tensor, tokens: Tensor, counts: Tensor, bias: Tensor | None, **rates: Tensor | None
 ) -> None:
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"penalize: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] floating point")
@@ -133,8 +138,8 @@ def _check_penalties(
     if counts.shape != tokens.shape:
         raise ValueError(f"penalize: counts is {list(counts.shape)}, expected {list(tokens.shape)}")
     check_like("penalize", "bias", bias, tokens.shape, logits.dtype)
-    for what, rate in each.items():
-        check_like("penalize", what, rate, logits.shape[:1], logits.dtype)
+    for argument, rate in rates.items():
+        check_like("penalize", argument, rate, logits.shape[:1], logits.dtype)
     check_range("penalize", "tokens", tokens, logits.shape[1], start=-1)
 
 
@@ -149,20 +154,20 @@ def penalize(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """New logits [B, V] after the penalties and biases of each request.
+    """Apply the penalties and biases of each sequence to its logits; returns new logits [B, V].
 
-    logits: [B, V] fp32; tokens: [B, M] int64, the token ids of row b that something is to be done about, each once,
-    then -1; counts: [B, M], how often each was generated (0: it stands in the prompt, or only has a bias, and then
-    below 0). `repetition` [B] (1: none) divides positive logits and multiplies negative ones of tokens with
-    counts >= 0 (Hugging Face); `presence` [B] is subtracted once and `frequency` [B] as often as generated, from
-    tokens with counts > 0 (OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a model's
-    table may be longer than its tokenizer's. A token outside [-1, V) is an error on the CPU and is not looked for
-    elsewhere.
+    logits: [B, V] fp32; tokens: [B, M] int64, the token ids of sequence b that a penalty or bias applies to, each once,
+    padded with -1; counts: [B, M], how often each was generated (0: it occurs in the prompt only; negative: it only has
+    a bias). `repetition` [B] (1: none) divides positive logits and multiplies negative ones, of tokens with
+    counts >= 0 (as Hugging Face); `presence` [B] is subtracted once and `frequency` [B] once per occurrence, from
+    tokens with counts > 0 (as OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a
+    model's embedding may be longer than its tokenizer's vocabulary. A token outside [-1, V) raises ValueError on the
+    CPU and is not checked elsewhere.
     """
     _check_penalties(logits, tokens, counts, bias, repetition=repetition, presence=presence, frequency=frequency)
     out = logits.clone()
     if tokens.shape[1]:
-        # Padding repeats the row's first entry: the same value is then written twice.
+        # Padding repeats the first entry of its sequence, so that the same value is written twice.
         is_real = tokens >= 0
         at = torch.where(is_real, tokens, tokens[:, :1]).clamp_min(0)
         counts = torch.where(is_real, counts, torch.where(is_real[:, :1], counts[:, :1], -1))

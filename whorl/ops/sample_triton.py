@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Sampling kernels: the maximum of each row by all processors, then one program a row for those that draw."""
+"""Sampling kernels: all multiprocessors find the row maxima, then one program per row draws."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ CHUNK = 4096
 @launched
 @triton.jit
 def _top_kernel(logits_ptr, top_ptr, id_ptr, stride, V, CHUNK: tl.constexpr):
-    """Maximum of one chunk of one row, and the first id that has it."""
+    """The maximum of one part of a row, and the first id that has it."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
@@ -37,7 +37,7 @@ def _mix(x):
 
 @triton.jit
 def _keys(seed, step):
-    """The two keys of sample.py's `_keys`."""
+    """The two keys of `_keys` in sample.py."""
     low, high = _mix(seed.to(tl.uint32)), (seed >> 32).to(tl.uint32)
     first = _mix(_mix(low ^ high) ^ step.to(tl.uint32))
     second = _mix(_mix((low + 0x9E3779B9) ^ high) ^ (step >> 32).to(tl.uint32) ^ _mix(first ^ 0x85EBCA6B))
@@ -46,7 +46,7 @@ def _keys(seed, step):
 
 @triton.jit
 def _gumbel(ids, first, second):
-    """The noise of sample.py's `gumbel`."""
+    """The noise of `gumbel` in sample.py."""
     hashed = _mix(_mix(ids.to(tl.uint32) ^ first) ^ second)
     uniform = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = uniform * (1 + uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25)))
@@ -55,14 +55,14 @@ def _gumbel(ids, first, second):
 
 @triton.jit
 def _below(logits_ptr, V, top, temperature, ids):
-    """How far each token lies below the highest, at this temperature; infinity past the end."""
+    """How far each logit lies below the highest, over the temperature; infinity past the end of the row."""
     logits = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
     return (top - logits.to(tl.float32)) / temperature
 
 
 @triton.jit
 def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens, or how much weight, lie no further below the highest than `limit`."""
+    """The number (COUNT) or the weight of the tokens that lie at most `limit` below the highest."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -73,13 +73,13 @@ def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _nearest(logits_ptr, V, top, temperature, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest distance within which `wanted` is reached. Floats from 0 on are ordered as their bits are."""
+def _nearest(logits_ptr, V, top, temperature, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest limit at which `_within` reaches `target`, by bisection on the bits, which order floats >= 0."""
     low, high = 0, 0x7F800000
     while low < high:
         middle = low + (high - low) // 2
         limit = middle.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
-        is_enough = _within(logits_ptr, V, top, temperature, limit, COUNT, BLOCK) >= wanted
+        is_enough = _within(logits_ptr, V, top, temperature, limit, COUNT, BLOCK) >= target
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
     return low.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
@@ -118,8 +118,8 @@ def _draw_kernel(
         if (k > 0) & (k < V):
             limit = _nearest(logits_ptr, V, top, temperature, k.to(tl.float32), True, BLOCK)
         if p < 1:
-            wanted = p * _within(logits_ptr, V, top, temperature, limit, False, BLOCK)
-            limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, wanted, False, BLOCK))
+            mass = p * _within(logits_ptr, V, top, temperature, limit, False, BLOCK)
+            limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, mass, False, BLOCK))
         first, second = _keys(tl.load(seeds_ptr + row), tl.load(steps_ptr + row))
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         best_id = tl.zeros((BLOCK,), tl.int32)

@@ -1,4 +1,4 @@
-"""SwiGLU: the gated activation of every model here."""
+"""SwiGLU, the gated activation of Llama, Qwen, DeepSeek and most other models."""
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def row_wise(values: Values) -> list[object]:
+    """The DTensor rule: any dim but the last may be sharded."""
     from torch.distributed.tensor import Replicate, Shard
 
     tensors = [n for n in ("dy", "x") if n in values]
@@ -43,17 +44,20 @@ def row_wise(values: Values) -> list[object]:
 def swiglu(x: Tensor, *, interleaved: bool = False) -> Tensor:
     """y = silu(gate) * up.
 
-    x: [..., 2F] bf16, fp16 or fp32: gate is the first half and up the second, or, `interleaved`, gate the even and up
-    the odd channels (gpt-oss). y: [..., F], x's dtype, contiguous. fp32 inside, one rounding. Differentiable.
+    x: [..., 2F] bf16, fp16 or fp32, gate in the first half and up in the second or, with `interleaved`, gate in the
+    even and up in the odd channels (gpt-oss); returns y: [..., F] in x's dtype, contiguous. Computed in fp32, rounded
+    once. Differentiable. Raises ValueError when the last dim is odd.
+
+        y = ops.swiglu(ops.linear(x, gate_up))
     """
     gate, up = _split(widen(x), interleaved)
-    # Not torch.sigmoid: on a CPU its bits depend on an element's place, and a row's bits must not.
+    # Not torch.sigmoid: on a CPU its bits depend on where an element lies in memory, and a row's bits must not.
     return narrow(gate / (1 + torch.exp(-gate)) * up, x.dtype).contiguous()
 
 
 @operator(check=_check_backward, sharding=row_wise)
 def swiglu_backward(dy: Tensor, x: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Gradient of `swiglu` with respect to x, in fp32, rounded once."""
+    """Gradient of `swiglu` with respect to x, computed in fp32 and rounded once. dy: [..., F]; returns dx like x."""
     gate, up = _split(widen(x), interleaved)
     wide, sigmoid = widen(dy), torch.sigmoid(gate)
     dgate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))

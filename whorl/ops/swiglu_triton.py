@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""SwiGLU kernels: a block of one row at a time, gate and up read once."""
+"""SwiGLU kernels: a program takes a block of one row and reads gate and up once."""
 
 import torch
 import triton
@@ -81,6 +81,6 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """[T, C] with unit stride along C: a view where strides allow one."""
+    """x as [T, C] with unit stride along C: a view where strides allow one."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,8 +1,9 @@
-"""What a model rotates by: rotary frequencies, attention factor, sections, channel order.
+"""The rotary configuration of a model: frequencies, attention factor, sections, channel order.
 
-Frozen and without torch, so that the tables, the kernels and the doctor read one source. `RopeConfig.from_hf` reads a
-Hugging Face configuration in any of its spellings, `RopeConfig.from_keywords` plain arguments. The mathematics of each
-type is in frequencies.py and docs/frequencies.md; turning frequencies into a cos/sin table is whorl/rope_table.py.
+`RopeConfig` is frozen and needs no torch, so that the tables, the kernels and the doctor share one source.
+`RopeConfig.from_hf` reads a Hugging Face configuration in any of its spellings, `RopeConfig.from_keywords` plain
+arguments. frequencies.py and docs/frequencies.md have the formulas of each type; whorl/rope_table.py makes cos/sin
+tables.
 """
 
 import math
@@ -32,13 +33,12 @@ __all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "Un
 
 Array = TypeVar("Array")
 
-
-# "mrope" names the sections, not a scaling; "su" is the first name longrope had.
+# "mrope" says that there are sections, not how frequencies are scaled; "su" is the first name that longrope had.
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
 
 class DualChunkPositions(NamedTuple, Generic[Array]):
-    """Where a query stands, by how far the key's chunk lies behind it. Keys always use `intra`."""
+    """The positions of a query, by how many chunks the key lies before it. Keys always use `intra`."""
 
     intra: Array
     succ: Array
@@ -49,7 +49,11 @@ class DualChunkPositions(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """One rotary embedding. R = rotary_dim channels of D = head_dim rotate, R/2 frequencies."""
+    """One rotary embedding: R = rotary_dim of D = head_dim channels rotate, in pairs with R/2 frequencies.
+
+    Raises ValueError when the fields contradict each other. Example:
+    `RopeConfig.from_hf(json.load(open("config.json"))).frequencies()`.
+    """
 
     head_dim: int
     rotary_dim: int
@@ -60,11 +64,11 @@ class RopeConfig:
     style: str = "half"
     pairs_out: str = "pairs"
     where: str = "leading"
-    # 1, or -1 for a model that turns the other way round (nanochat): its frequencies are negative.
+    # 1, or -1 for a model that rotates by the negative angle (nanochat): its frequencies are negative.
     direction: int = 1
     sections: tuple[int, ...] | None = None
     layout: str | None = None
-    # Multiplies cos and sin. longrope may use another one past the original length: see `attention_factor_at`.
+    # Multiplies cos and sin. longrope may use another factor past the original length: see `attention_factor_at`.
     attention_factor: float = 1.0
     factor: float = 1.0
     alpha: float | None = None
@@ -103,7 +107,12 @@ class RopeConfig:
         local_size: int | None = None,
         **scaling: Any,
     ) -> "RopeConfig":
-        """`scaling` takes the keys of a Hugging Face `rope_parameters` dict: rope_type, factor, mrope_section, ..."""
+        """Build a configuration from plain arguments.
+
+        scaling: the keys of a Hugging Face `rope_parameters` dict, such as rope_type, factor, mrope_section. Raises
+        ValueError for unknown, missing or contradictory ones. Example:
+        `RopeConfig.from_keywords(head_dim=128, max_position=40960, rope_theta=1e6)`.
+        """
         unknown = sorted(set(scaling) - SCALING_KEYS)
         if unknown:
             raise ValueError(f"RopeConfig: unknown keywords {unknown}; known scaling keys are {sorted(SCALING_KEYS)}")
@@ -134,17 +143,17 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | object, *, layer_type: str | None = None) -> "RopeConfig":
-        """Read a Hugging Face configuration: a mapping (config.json) or an object, old or new spelling.
+        """Read a Hugging Face configuration: a mapping (config.json) or an object, in the old or new spelling.
 
-        `layer_type` picks one of several rotary embeddings: "full_attention" or "sliding_attention" (Gemma-3),
-        "main" or "compress" (DeepSeek-V4), "indexer" (DeepSeek-V3.2, GLM-MoE-DSA). A model_type that is not known to
-        rotate as Llama does is read so with an `UnknownFamilyWarning` that names it.
+        layer_type selects one of several rotary embeddings: "full_attention" or "sliding_attention" (Gemma-3), "main"
+        or "compress" (DeepSeek-V4), "indexer" (DeepSeek-V3.2, GLM-MoE-DSA). An unknown model_type is read as Llama's,
+        with an `UnknownFamilyWarning` that names it. Raises ValueError for a configuration that is not valid.
         """
         return cls.from_keywords(**keywords(config, layer_type))
 
     @property
     def is_mrope(self) -> bool:
-        """Positions have several axes. Keyed on the sections: the rope_type of an MRoPE model stays "default"."""
+        """Whether positions have several axes. The sections decide: rope_type of an MRoPE model stays "default"."""
         return self.sections is not None
 
     @property
@@ -153,14 +162,14 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """The frequencies change with the sequence length (dynamic by factor, longrope)."""
+        """Whether the frequencies change with the sequence length (dynamic by factor, longrope)."""
         return self.rope_type == "longrope" or (self.rope_type == "dynamic" and self.alpha is None)
 
     @property
     def table_rows(self) -> int:
-        """Rows a table needs for every position the model is meant for.
+        """How many rows a table needs for every position that the model is meant for.
 
-        YaRN reaches factor x original length, whatever max_position says; dual chunk folds positions into two chunks.
+        YaRN reaches factor x original length, whatever max_position is; dual chunk folds positions into two chunks.
         """
         if self.chunk_size is not None and self.local_size is not None:
             return 2 * self.chunk_size - self.local_size
@@ -170,30 +179,30 @@ class RopeConfig:
 
     @property
     def softmax_scale_correction(self) -> float:
-        """DeepSeek YaRN: multiply the softmax scale 1/sqrt(D) by this (mscale squared). 1.0 for every other type."""
+        """The factor of the softmax scale 1/sqrt(D): mscale squared for DeepSeek YaRN, 1.0 for every other type."""
         if self.rope_type != "deepseek_yarn" or not self.mscale_all_dim:
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
     def is_long(self, seq_len: int | None) -> bool:
-        """Whether `seq_len` tokens pass the length the short frequencies were made for."""
+        """Whether `seq_len` tokens exceed the length that the short frequencies are for."""
         limit = self.original_max_position if self.rope_type == "longrope" else self.max_position
         return self.depends_on_length and seq_len is not None and limit is not None and seq_len > limit
 
     def attention_factor_at(self, seq_len: int | None = None) -> float:
-        """What cos and sin are multiplied with for a sequence of `seq_len` tokens."""
+        """The factor of cos and sin for a sequence of `seq_len` tokens."""
         if self.long_attention_factor is not None and self.is_long(seq_len):
             return self.long_attention_factor
         return self.attention_factor
 
     def frequencies(self, seq_len: int | None = None) -> NDArray[np.float32]:
-        """Inverse frequencies [R/2], computed in float64. `seq_len` matters to longrope and dynamic alone."""
+        """Return the frequencies [R/2] in float32, computed in float64; longrope and dynamic depend on seq_len."""
         return self.direction * FREQUENCIES[self.rope_type](self, seq_len).astype(np.float32)
 
     def dual_chunk_positions(self, positions: Array) -> DualChunkPositions[Array]:
-        """The five positions of dual chunk attention; `positions` is an integer numpy array or torch tensor."""
+        """Return the five positions of dual chunk attention for an integer numpy array or torch tensor."""
         if self.chunk_size is None or self.local_size is None:
-            raise ValueError("RopeConfig: no chunk_size and local_size, so there are no dual chunk positions")
+            raise ValueError("RopeConfig: chunk_size or local_size is None, so there are no dual chunk positions")
         chunk, stride = self.chunk_size, self.chunk_size - self.local_size
         intra: Any = positions % stride  # type: ignore[operator]
         return DualChunkPositions(
@@ -206,7 +215,7 @@ class RopeConfig:
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is not None."""
+    """The first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -220,29 +229,29 @@ def _rope_type(scaling: Mapping[str, Any]) -> str:
 
 
 def _sections(scaling: Mapping[str, Any]) -> tuple[int, ...] | None:
-    found = [tuple(scaling[key]) for key in ("mrope_section", "xdrope_section") if scaling.get(key) is not None]
-    if found and found[0] != found[-1]:
-        raise ValueError(f"RopeConfig: mrope_section {found[0]} and xdrope_section {found[1]} disagree")
-    return tuple(int(size) for size in found[0]) if found else None
+    values = [tuple(scaling[key]) for key in ("mrope_section", "xdrope_section") if scaling.get(key) is not None]
+    if values and values[0] != values[-1]:
+        raise ValueError(f"RopeConfig: mrope_section {values[0]} and xdrope_section {values[1]} disagree; remove one")
+    return tuple(int(size) for size in values[0]) if values else None
 
 
 def _rotary_dim(head_dim: int, rotary_dim: int | None, partial: float | None, rope_type: str) -> int:
     if partial is not None and not 0 < partial <= 1:
         raise ValueError(f"RopeConfig: partial_rotary_factor must be in (0, 1], found {partial}")
-    whole = partial is None or rope_type == "proportional"
-    wanted = head_dim if whole else int(head_dim * float(partial or 1))
-    if rotary_dim is None or rotary_dim == wanted:
-        return wanted
+    is_full = partial is None or rope_type == "proportional"
+    expected = head_dim if is_full else int(head_dim * float(partial or 1))
+    if rotary_dim is None or rotary_dim == expected:
+        return expected
     if partial is not None:
         raise ValueError(
             f"RopeConfig: rotary_dim {rotary_dim} disagrees with partial_rotary_factor {partial}, "
-            f"which gives {wanted} of head_dim {head_dim}"
+            f"which gives {expected} of head_dim {head_dim}"
         )
     return rotary_dim
 
 
 def _scaling_fields(rope_type: str, scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
-    """RopeConfig fields of a rope dict, with what Hugging Face derives filled in."""
+    """The RopeConfig fields of a rope dict, including those that Hugging Face derives."""
     original = scaling.get("original_max_position_embeddings")
     if original is None and rope_type in ("yarn", "deepseek_yarn", "longrope", "llama3"):
         original = max_position
@@ -275,9 +284,9 @@ def _scaling_fields(rope_type: str, scaling: Mapping[str, Any], max_position: in
 def _attention_factor(rope_type: str, scaling: Mapping[str, Any], factor: float, original: int | None) -> float:
     if rope_type not in ("yarn", "deepseek_yarn", "longrope"):
         return 1.0
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    explicit = scaling.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
     if rope_type == "longrope":
         short = scaling.get("short_mscale")
         assert original is not None

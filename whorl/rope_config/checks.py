@@ -1,4 +1,4 @@
-"""What a rotary configuration must be."""
+"""Checks of rotary configurations."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 STYLES = ("half", "pairs")
 WHERE = ("leading", "trailing")
 LAYOUTS = ("chunked", "interleaved", "hwt")
-# Keys without which a type has no meaning. `dynamic` wants one of factor, alpha and is checked apart.
+# The keys that each type requires. `dynamic` requires factor or alpha, which is checked separately.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -25,16 +25,19 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless value is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"RopeConfig: {name} must be a positive integer, found {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless value is one of the choices."""
     if value not in choices:
         raise ValueError(f"RopeConfig: {name} {value!r} is unknown; known are {list(choices)}")
 
 
 def check(config: "RopeConfig") -> None:
+    """Raise ValueError where the fields of a configuration are out of range or contradict each other."""
     for name in ("head_dim", "rotary_dim", "max_position"):
         check_positive(name, getattr(config, name))
     check_choice("rope_type", config.rope_type, tuple(REQUIRED))
@@ -63,17 +66,17 @@ def _check_sections(config: "RopeConfig") -> None:
             raise ValueError(f"RopeConfig: layout {config.layout!r} without sections; expected sections or no layout")
         return
     check_choice("layout", config.layout, LAYOUTS)
-    found = f"sections {list(sections)}, layout {config.layout!r}"
+    subject = f"sections {list(sections)}, layout {config.layout!r}"
     if len(sections) not in (3, 4) or min(sections) < 0:
-        raise ValueError(f"RopeConfig: {found}: expected 3 or 4 counts of channels")
+        raise ValueError(f"RopeConfig: {subject}: expected 3 or 4 counts of channels")
     if sum(sections) != pairs:
-        raise ValueError(f"RopeConfig: {found}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
+        raise ValueError(f"RopeConfig: {subject}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
     if config.layout != "chunked" and len(sections) != 3:
-        raise ValueError(f"RopeConfig: {found}: this layout has exactly 3 axes, found {len(sections)}")
+        raise ValueError(f"RopeConfig: {subject}: this layout has exactly 3 axes, found {len(sections)}")
     if config.layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
-        raise ValueError(f"RopeConfig: {found}: stride 3 runs past the {pairs} rotary pairs, so channels would be lost")
+        raise ValueError(f"RopeConfig: {subject}: stride 3 runs past the {pairs} rotary pairs and loses channels")
     if config.layout == "hwt" and sections[0] != sections[1]:
-        raise ValueError(f"RopeConfig: {found}: h and w alternate, so their sections must be equal")
+        raise ValueError(f"RopeConfig: {subject}: h and w alternate, so their sections must be equal")
 
 
 def _check_scaling(config: "RopeConfig") -> None:
@@ -94,8 +97,8 @@ def _check_scaling(config: "RopeConfig") -> None:
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = getattr(config, name)
         if factors is None or len(factors) != pairs:
-            found = "None" if factors is None else len(factors)
-            raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {found}")
+            length = "None" if factors is None else len(factors)
+            raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {length}")
 
 
 def _check_dual_chunk(config: "RopeConfig") -> None:
@@ -106,13 +109,13 @@ def _check_dual_chunk(config: "RopeConfig") -> None:
         raise ValueError(f"RopeConfig: dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}")
     if config.sections is not None or config.rope_type != "default":
         raise ValueError(
-            f"RopeConfig: dual chunk goes with plain positions and rope_type 'default', "
+            f"RopeConfig: dual chunk needs plain positions and rope_type 'default', "
             f"found rope_type {config.rope_type!r}, sections {config.sections}"
         )
 
 
 def check_types(scaling: Mapping[str, Any]) -> None:
-    """Of what stands in a file: names are text, sections and factors lists of numbers, switches true or false."""
+    """Raise ValueError for a value of the wrong type: types are names, sections and factors are lists of numbers."""
     for name, value in scaling.items():
         if value is None or (name in ("mrope_interleaved", "truncate") and isinstance(value, bool)):
             continue
@@ -131,6 +134,7 @@ def _is_number(value: Any) -> bool:
 
 
 def require(rope_type: str, scaling: Mapping[str, Any]) -> None:
+    """Raise ValueError where a rope dict lacks a key that its type requires."""
     missing = [key for key in REQUIRED[rope_type] if key not in scaling]
     if "mrope_section" in scaling and "xdrope_section" in missing:
         missing.remove("xdrope_section")

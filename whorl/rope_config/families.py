@@ -1,4 +1,4 @@
-"""What each family of Hugging Face's models rotates by where its configuration does not say."""
+"""The rotary defaults of each Hugging Face model family, for what its configuration does not state."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ DEFAULT_BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What `model_type` alone decides. The defaults are Llama's."""
+    """What `model_type` decides about the rotation. The defaults are Llama's."""
 
     style: str = "half"
     pairs_out: str = "pairs"
@@ -17,12 +17,12 @@ class Model:
     partial: float | None = None
     sections: tuple[int, ...] | None = None
     layout: str = "chunked"
-    # The model's "yarn" also corrects the softmax scale.
+    # "yarn" in this family also corrects the softmax scale.
     deepseek_yarn: bool = False
     indexer_style: str = "half"
-    # -1: rotates the other way round, by minus the angle.
+    # -1: rotates by the negative angle.
     direction: int = 1
-    # The defaults differ between layers, or are more than a base, and are not held here: the file must give them.
+    # The defaults differ between layers, or are more than a base, and are not listed here: config.json must have them.
     explicit: bool = False
 
 
@@ -39,59 +39,59 @@ _EXPLICIT = Model(explicit=True)
 _GEMMA3 = Model(base=1e6, local_base=DEFAULT_BASE)
 
 
-def _each(names: str, model: Model) -> dict[str, Model]:
+def _all(names: str, model: Model) -> dict[str, Model]:
     return dict.fromkeys(names.split(), model)
 
 
 MODELS: dict[str, Model] = {
-    **_each("afmoe arcee aria beam chameleon deepseek_ocr2 dia_decoder diffllama doge dots1 esm esmc eurobert", LLAMA),
-    **_each("exaone4 exaone_moe falcon falcon_h1 flint gemma gemma2 gpt_neox_japanese gradium_phonon_tts", LLAMA),
-    **_each("granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm", LLAMA),
-    **_each("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hyperclovax idefics jais2 jetmoe kolibri1", LLAMA),
-    **_each("kyutai_speech_to lasr_encoder llama mimi ministral mistral molmo2 moshi muse_glimmer neucodec", LLAMA),
-    **_each("olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts pocket_tts_audio_tokenizer qwen2", LLAMA),
-    **_each("qwen2_5_omni_dit qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 step3p5 t5_gemma_module", LLAMA),
-    **_each("timesfm2_5 unlimited_ocr vaultgemma xcodec2 zamba2", LLAMA),
-    **_each("gptj codegen cohere2 cohere2_moe", _PAIRS),
-    **_each("moonshine_streaming", replace(_PAIRS, partial=0.8)),
-    **_each("pe_audio_encoder pe_audio_video_encoder pe_video_encoder", replace(_PAIRS, base=20000.0)),
-    **_each("openai_privacy_filter", replace(_PAIRS, base=150000.0)),
-    **_each("nanochat", Model(direction=-1)),
-    **_each("cosmos3_edge", _EDGE),
-    **_each("cohere ernie4_5 ernie4_5_moe llama4", replace(_PAIRS, base=500000.0)),
-    **_each("helium", replace(_PAIRS, base=100000.0)),
-    **_each("glm glm4 chatglm", replace(_PAIRS, partial=0.5)),
-    **_each("deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite mistral4 youtu axk1 axk2", _MLA),
-    **_each("glm_moe_dsa mistral_large4", replace(_MLA, indexer_style="pairs")),
-    **_each("longcat_flash", replace(_MLA, base=1e7)),
-    **_each("deepseek_v2", replace(_MLA, pairs_out="pairs")),
-    **_each("minicpm3 hy_v4", Model(where="trailing", deepseek_yarn=True)),
-    **_each("deepseek_v4", Model(style="pairs", where="trailing", explicit=True)),
-    **_each("qwen2_vl qwen2_5_vl qwen2_5_omni", _QWEN2_VL),
-    **_each("paddleocr_vl", replace(_QWEN2_VL, base=500000.0)),
-    **_each("qwen3_vl qwen3_vl_moe", _QWEN3_VL),
-    **_each("qwen3_omni_moe", replace(_QWEN3_VL, base=1e6)),
-    **_each("qwen3_5 qwen3_5_moe", _QWEN3_5),
-    **_each("qwen4_exp", replace(_QWEN3_5, partial=None)),
-    **_each("glm4v glm_ocr", _GLM4V),
-    **_each("glm4v_moe", Model(partial=0.5, sections=(8, 12, 12))),
-    **_each("ernie4_5_vl_moe ernie4_5_moe_vl", _ERNIE_VL),
-    **_each("gemma3 gemma3n", _GEMMA3),
-    **_each("glm4_moe phi persimmon nemotron bamba recurrent_gemma", Model(partial=0.5)),
-    **_each("stablelm qwen3_next gpt_neox", Model(partial=0.25)),
-    **_each("bitnet flex_olmo olmo3 mllama_text_model csm evolla", Model(base=500000.0)),
-    **_each("muse_glimmer_assistant", Model(base=500000.0)),
-    **_each("mixtral phimoe lfm2 lfm2_moe minimax cwm emu3_text_model solar_open", Model(base=1e6)),
-    **_each("gte", Model(base=160000.0)),
-    **_each("jina_embeddings_v3", Model(base=20000.0)),
-    **_each("nomic_bert", Model(base=1000.0)),
-    **_each("diffusion_gemma embedding_gemma2 gemma4 gemma4_unified laguna mellum mimo_v2_flash", _EXPLICIT),
-    **_each("ultrabert zaya higgs_audio_v2 ministral3 muse_spark voxtral_realtime", _EXPLICIT),
-    **_each("modernbert modernbert-decoder", replace(_EXPLICIT, base=160000.0, local_base=DEFAULT_BASE)),
-    **_each("t5gemma2", replace(_EXPLICIT, base=1e6, local_base=DEFAULT_BASE)),
-    **_each("apertus", Model(base=1.2e7)),
-    **_each("gpt_oss", Model(base=150000.0)),
-    **_each("hy_v3", Model(base=11158840.0)),
-    **_each("minimax_m2 minimax_m3_vl", Model(base=5e6)),
-    **_each("smollm3", Model(base=2e6)),
+    **_all("afmoe arcee aria beam chameleon deepseek_ocr2 dia_decoder diffllama doge dots1 esm esmc eurobert", LLAMA),
+    **_all("exaone4 exaone_moe falcon falcon_h1 flint gemma gemma2 gpt_neox_japanese gradium_phonon_tts", LLAMA),
+    **_all("granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm", LLAMA),
+    **_all("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hyperclovax idefics jais2 jetmoe kolibri1", LLAMA),
+    **_all("kyutai_speech_to lasr_encoder llama mimi ministral mistral molmo2 moshi muse_glimmer neucodec", LLAMA),
+    **_all("olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts pocket_tts_audio_tokenizer qwen2", LLAMA),
+    **_all("qwen2_5_omni_dit qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 step3p5 t5_gemma_module", LLAMA),
+    **_all("timesfm2_5 unlimited_ocr vaultgemma xcodec2 zamba2", LLAMA),
+    **_all("gptj codegen cohere2 cohere2_moe", _PAIRS),
+    **_all("moonshine_streaming", replace(_PAIRS, partial=0.8)),
+    **_all("pe_audio_encoder pe_audio_video_encoder pe_video_encoder", replace(_PAIRS, base=20000.0)),
+    **_all("openai_privacy_filter", replace(_PAIRS, base=150000.0)),
+    **_all("nanochat", Model(direction=-1)),
+    **_all("cosmos3_edge", _EDGE),
+    **_all("cohere ernie4_5 ernie4_5_moe llama4", replace(_PAIRS, base=500000.0)),
+    **_all("helium", replace(_PAIRS, base=100000.0)),
+    **_all("glm glm4 chatglm", replace(_PAIRS, partial=0.5)),
+    **_all("deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite mistral4 youtu axk1 axk2", _MLA),
+    **_all("glm_moe_dsa mistral_large4", replace(_MLA, indexer_style="pairs")),
+    **_all("longcat_flash", replace(_MLA, base=1e7)),
+    **_all("deepseek_v2", replace(_MLA, pairs_out="pairs")),
+    **_all("minicpm3 hy_v4", Model(where="trailing", deepseek_yarn=True)),
+    **_all("deepseek_v4", Model(style="pairs", where="trailing", explicit=True)),
+    **_all("qwen2_vl qwen2_5_vl qwen2_5_omni", _QWEN2_VL),
+    **_all("paddleocr_vl", replace(_QWEN2_VL, base=500000.0)),
+    **_all("qwen3_vl qwen3_vl_moe", _QWEN3_VL),
+    **_all("qwen3_omni_moe", replace(_QWEN3_VL, base=1e6)),
+    **_all("qwen3_5 qwen3_5_moe", _QWEN3_5),
+    **_all("qwen4_exp", replace(_QWEN3_5, partial=None)),
+    **_all("glm4v glm_ocr", _GLM4V),
+    **_all("glm4v_moe", Model(partial=0.5, sections=(8, 12, 12))),
+    **_all("ernie4_5_vl_moe ernie4_5_moe_vl", _ERNIE_VL),
+    **_all("gemma3 gemma3n", _GEMMA3),
+    **_all("glm4_moe phi persimmon nemotron bamba recurrent_gemma", Model(partial=0.5)),
+    **_all("stablelm qwen3_next gpt_neox", Model(partial=0.25)),
+    **_all("bitnet flex_olmo olmo3 mllama_text_model csm evolla", Model(base=500000.0)),
+    **_all("muse_glimmer_assistant", Model(base=500000.0)),
+    **_all("mixtral phimoe lfm2 lfm2_moe minimax cwm emu3_text_model solar_open", Model(base=1e6)),
+    **_all("gte", Model(base=160000.0)),
+    **_all("jina_embeddings_v3", Model(base=20000.0)),
+    **_all("nomic_bert", Model(base=1000.0)),
+    **_all("diffusion_gemma embedding_gemma2 gemma4 gemma4_unified laguna mellum mimo_v2_flash", _EXPLICIT),
+    **_all("ultrabert zaya higgs_audio_v2 ministral3 muse_spark voxtral_realtime", _EXPLICIT),
+    **_all("modernbert modernbert-decoder", replace(_EXPLICIT, base=160000.0, local_base=DEFAULT_BASE)),
+    **_all("t5gemma2", replace(_EXPLICIT, base=1e6, local_base=DEFAULT_BASE)),
+    **_all("apertus", Model(base=1.2e7)),
+    **_all("gpt_oss", Model(base=150000.0)),
+    **_all("hy_v3", Model(base=11158840.0)),
+    **_all("minimax_m2 minimax_m3_vl", Model(base=5e6)),
+    **_all("smollm3", Model(base=2e6)),
 }

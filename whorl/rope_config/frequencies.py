@@ -1,4 +1,4 @@
-"""The frequencies of each rotary type, in float64. docs/frequencies.md has the formulas and where they come from."""
+"""The frequencies of each rotary type, in float64. docs/frequencies.md has the formulas and explains them."""
 
 import math
 from collections.abc import Callable
@@ -14,6 +14,7 @@ Frequencies = NDArray[np.float64]
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's attention factor 0.1 * mscale * ln(factor) + 1, and 1 where factor is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -34,7 +35,7 @@ def _linear(config: "RopeConfig", seq_len: int | None) -> Frequencies:
 
 
 def _ntk_frequencies(config: "RopeConfig", stretch: float) -> Frequencies:
-    """Raise the base so that the slowest pair is slowed by `stretch` and the fastest by nothing."""
+    """Raise the base so that the slowest pair is slowed down by `stretch` and the fastest not at all."""
     dim = config.rotary_dim
     return _plain_frequencies(config, config.base * stretch ** (dim / (dim - 2)))
 
@@ -47,7 +48,7 @@ def _dynamic(config: "RopeConfig", seq_len: int | None) -> Frequencies:
 
 
 def _yarn(config: "RopeConfig", seq_len: int | None) -> Frequencies:
-    """Keep pairs that turn more than beta_fast times in the original length, divide those under beta_slow."""
+    """Keep pairs that turn more than beta_fast times in the original length; divide those below beta_slow by factor."""
     assert config.original_max_position is not None
     dim, original = config.rotary_dim, config.original_max_position
 
@@ -59,7 +60,7 @@ def _yarn(config: "RopeConfig", seq_len: int | None) -> Frequencies:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # an empty ramp is a step, not a division by zero
+        high += 0.001  # an empty ramp becomes a step instead of a division by zero
     slowed = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
     plain = _plain_frequencies(config)
     return plain / config.factor * slowed + plain * (1 - slowed)
@@ -71,17 +72,17 @@ def _longrope(config: "RopeConfig", seq_len: int | None) -> Frequencies:
 
 
 def _llama3(config: "RopeConfig", seq_len: int | None) -> Frequencies:
-    """Divide the long waves by factor, keep the short ones, blend between."""
+    """Divide the frequencies of long waves by factor, keep those of short waves, and blend between."""
     assert config.original_max_position is not None
     low, high = config.low_freq_factor, config.high_freq_factor
     plain = _plain_frequencies(config)
     turns = config.original_max_position * plain / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * kept + plain / config.factor * (1 - kept)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return plain * share + plain / config.factor * (1 - share)
 
 
 def _proportional(config: "RopeConfig", seq_len: int | None) -> Frequencies:
-    """A share of the pairs rotates, spaced over the whole head; the others stand still (cos 1, sin 0)."""
+    """A share of the pairs rotates, spaced over the whole head; the others have frequency 0 (cos 1, sin 0)."""
     frequencies = np.zeros(config.rotary_dim // 2)
     rotating = int(config.proportion * config.head_dim // 2)
     frequencies[:rotating] = config.base ** -_exponents(2 * rotating, config.head_dim)

@@ -1,9 +1,8 @@
-"""Hugging Face configurations, old and new spelling, as keyword arguments of `RopeConfig.from_keywords`.
+"""Hugging Face configurations, in the old and new spelling, as keyword arguments of `RopeConfig.from_keywords`.
 
-A configuration says less than a model does: which channels pair up, in which order they are written back and which
-base is meant when none is given follow from `model_type`. `MODELS` holds that for every type that
-tests/test_rope_families.py has compared with transformers' own code; any other type is read as Llama's with an
-`UnknownFamilyWarning`.
+A configuration does not state everything: which channels are a pair, in which order they are written back, and the
+default base follow from `model_type`. `MODELS` has these for every type that tests/test_rope_families.py compares with
+the code of transformers; any other type is read as Llama's, with an `UnknownFamilyWarning`.
 """
 
 import warnings
@@ -12,31 +11,31 @@ from typing import Any
 
 from .families import LLAMA, MODELS, Model
 
-# What a rope dict (`rope_parameters`, before 5.0 `rope_scaling`) may hold for us.
+# The keys of a rope dict (`rope_parameters`, before transformers 5.0 `rope_scaling`) that RopeConfig reads.
 SCALING_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "alpha", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
     "high_freq_factor", "short_factor", "long_factor", "short_mscale", "long_mscale", "mrope_section",
     "mrope_interleaved", "xdrope_section",
 }  # fmt: skip
-# The text model inside a composite configuration, outermost first.
+# The keys of the text model inside a composite configuration, outermost first.
 _TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
 _NESTED = ", each with its own rotary embedding: pass layer_type="
 
 
 class UnknownFamilyWarning(UserWarning):
-    """A configuration's model_type is not known to rotate as Llama does; it was read as if it did."""
+    """The model_type of a configuration is unknown; it is read as if it rotated as Llama does."""
 
 
 def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict[str, Any]:
-    """Arguments of `RopeConfig.from_keywords` for one rotary embedding of a configuration."""
+    """Return the arguments of `RopeConfig.from_keywords` for one rotary embedding of a configuration."""
     values = _text_model(config)
     model = _model(values.get("model_type"))
-    values = _of_layer(values, layer_type)
+    values = _layer_values(values, layer_type)
     rope = _rope_dict(values, model, layer_type)
     if rope.get("mrope_section") is None and rope.get("xdrope_section") is None and model.sections:
         rope["mrope_section"] = model.sections
-    if model.deepseek_yarn and _named(rope) == "yarn":
+    if model.deepseek_yarn and _type_name(rope) == "yarn":
         rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "deepseek_yarn"}
     return {
         **_scaling(rope),
@@ -48,12 +47,12 @@ def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict
 
 
 def _model(model_type: str | None) -> Model:
-    """What the family decides. A configuration without a model_type is taken at its word: it names no other family."""
+    """The defaults of a family. A configuration without a model_type is read as Llama's, without a warning."""
     name = str(model_type).removesuffix("_text")
     if model_type is not None and name not in MODELS:
         warnings.warn(
-            f"RopeConfig: model_type {model_type!r} is not known here; read as Llama's rotation (halves, all channels "
-            f"unless the configuration says otherwise). Compare with the model's own code before trusting it",
+            f"RopeConfig: model_type {model_type!r} is unknown and is read as Llama's rotation (halves, all channels "
+            f"unless the configuration says otherwise); compare it with the model's code before you rely on it",
             UnknownFamilyWarning,
             stacklevel=5,
         )
@@ -61,7 +60,7 @@ def _model(model_type: str | None) -> Model:
 
 
 def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
-    """Any configuration as a mapping. `to_dict` first: transformers guards per-layer attributes against reading."""
+    """Any configuration as a mapping. `to_dict` comes first: transformers forbids reading per-layer attributes."""
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
@@ -72,7 +71,7 @@ def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
 
 
 def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
-    """The text model's values over those of the configurations around it."""
+    """The values of the text model, and for keys that it lacks those of the configurations around it."""
     values = dict(_plain(config))
     while inner := next((values[key] for key in _TEXT_KEYS if values.get(key)), None):
         outer = {key: value for key, value in values.items() if key not in _TEXT_KEYS}
@@ -80,8 +79,8 @@ def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
     return values
 
 
-def _of_layer(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """Values that hold for one layer type, where the configuration gives some per layer (Gemma-4)."""
+def _layer_values(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+    """The values of one layer type, where the configuration has values per layer (Gemma-4)."""
     if layer_type == "full_attention" and values.get("global_head_dim"):
         return values | {"head_dim": values["global_head_dim"]}
     layers, overrides = values.get("layer_types"), values.get("per_layer_config")
@@ -92,15 +91,15 @@ def _of_layer(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
 
 
 def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) -> dict[str, Any]:
-    """The one rope dict that holds for `layer_type`, with rope_theta and partial_rotary_factor filled in."""
+    """The rope dict of `layer_type`, with rope_theta and partial_rotary_factor filled in."""
     new, old = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    for name, found in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(found, Mapping):
-            raise ValueError(f"RopeConfig: {name} is {found!r}, expected an object with names and values")
+    for name, rope_dict in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(rope_dict, Mapping):
+            raise ValueError(f"RopeConfig: {name} is {rope_dict!r}, expected an object with names and values")
     if model.explicit and not new:
         raise ValueError(
-            f"RopeConfig: the default frequencies of {values.get('model_type')!r} are not known here; "
-            f"the configuration needs rope_parameters, found {_some(values)}"
+            f"RopeConfig: the default frequencies of {values.get('model_type')!r} are not known; "
+            f"the configuration needs rope_parameters, found {_first_names(values)}"
         )
     if any(isinstance(value, Mapping) for value in new.values()):
         rope = _pick_layer(new, layer_type)
@@ -121,9 +120,9 @@ def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) 
     rope["rope_theta"] = _real("rope_theta", theta) * _real("rope_ratio", values.get("rope_ratio") or 1)
     partial = _first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), values.get("rotary_pct"))
     rope["partial_rotary_factor"] = partial
-    # Phi-3 keeps the original length outside the rope dict, and there it wins.
+    # Phi-3 has the original length outside the rope dict, where it takes precedence.
     original = values.get("original_max_position_embeddings")
-    if original is not None and _named(rope) != "default":
+    if original is not None and _type_name(rope) != "default":
         rope["original_max_position_embeddings"] = original
     return rope
 
@@ -138,7 +137,7 @@ def _pick_layer(nested: Mapping[str, Any], layer_type: str | None) -> dict[str, 
 
 
 def _merge(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings in one file must say the same."""
+    """Merge both spellings; ValueError where they disagree."""
     differ = sorted(key for key in set(new) & set(old) - {"type", "rope_type"} if new[key] != old[key])
     if differ:
         raise ValueError(
@@ -148,19 +147,19 @@ def _merge(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **new}
 
 
-def _named(rope: Mapping[str, Any]) -> str:
+def _type_name(rope: Mapping[str, Any]) -> str:
     return str(_first(rope.get("rope_type"), rope.get("type"), "default"))
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     unused = sorted(set(rope) - SCALING_KEYS - {"interleaved"})
     if unused:
-        warnings.warn(f"RopeConfig: keys {unused} of the rope dict have no effect on frequencies here", stacklevel=5)
+        warnings.warn(f"RopeConfig: keys {unused} of the rope dict are ignored: they change no frequency", stacklevel=5)
     return {key: value for key, value in rope.items() if key in SCALING_KEYS}
 
 
 def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, indexer: bool) -> dict[str, Any]:
-    """head_dim, rotary_dim and which channels pair up."""
+    """head_dim, rotary_dim, and which channels are a pair."""
     interleave = values.get("rope_interleave")
     style = "half" if interleave is False and model.pairs_out == "half" else model.style
     order: dict[str, Any] = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs"}
@@ -169,11 +168,11 @@ def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, 
     if indexer:
         style = model.indexer_style
         order = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs", "where": "leading"}
-        return {"head_dim": _number(values, "index_head_dim"), **_whole(rotary), **order}
+        return {"head_dim": _number(values, "index_head_dim"), **_rotary_size(rotary), **order}
     if rotary is not None:
         nope = values.get("qk_nope_head_dim")
         head_dim = nope + rotary if nope is not None else _number(values, "head_dim", "qk_rope_head_dim")
-        return {"head_dim": head_dim, **_whole(rotary), **order}
+        return {"head_dim": head_dim, **_rotary_size(rotary), **order}
     partial = _first(rope.get("partial_rotary_factor"), None if values.get("rotary_dim") else model.partial)
     return {
         "head_dim": _head_dim(values),
@@ -183,15 +182,15 @@ def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, 
     }
 
 
-def _whole(rotary: int | None) -> dict[str, Any]:
-    """MLA names its rotary size, so a factor given beside it says nothing more."""
+def _rotary_size(rotary: int | None) -> dict[str, Any]:
+    """MLA states its rotary size, so a partial_rotary_factor beside it is ignored."""
     return {"rotary_dim": rotary, "partial_rotary_factor": None}
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:
     for name in ("head_dim", "attention_head_dim", "kv_channels"):
         if values.get(name) is not None:
-            return _whole_number(name, values[name])
+            return _positive_integer(name, values[name])
     hidden, heads = _number(values, "hidden_size", "n_embd"), _number(values, "num_attention_heads", "n_head")
     if hidden % heads:
         raise ValueError(f"RopeConfig: no head_dim, and hidden_size {hidden} is not a multiple of {heads} heads")
@@ -208,23 +207,23 @@ def _layout(rope: Mapping[str, Any], model: Model) -> str | None:
 
 
 def _dual_chunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    given = values.get("dual_chunk_attention_config")
-    if given is None:
+    dual = values.get("dual_chunk_attention_config")
+    if dual is None:
         return {}
-    missing = [key for key in ("chunk_size", "local_size") if key not in given]
+    missing = [key for key in ("chunk_size", "local_size") if key not in dual]
     if missing:
-        raise ValueError(f"RopeConfig: dual_chunk_attention_config needs {missing}, found {sorted(given)}")
-    return {"chunk_size": given["chunk_size"], "local_size": given["local_size"]}
+        raise ValueError(f"RopeConfig: dual_chunk_attention_config needs {missing}, found {sorted(dual)}")
+    return {"chunk_size": dual["chunk_size"], "local_size": dual["local_size"]}
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:
     name = next((name for name in names if values.get(name) is not None), None)
     if name is None:
-        raise ValueError(f"RopeConfig: the configuration needs {' or '.join(names)}, found {_some(values)}")
-    return _whole_number(name, values[name])
+        raise ValueError(f"RopeConfig: the configuration needs {' or '.join(names)}, found {_first_names(values)}")
+    return _positive_integer(name, values[name])
 
 
-def _whole_number(name: str, value: Any) -> int:
+def _positive_integer(name: str, value: Any) -> int:
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not is_whole or value < 1:
         raise ValueError(f"RopeConfig: {name} is {value!r}, expected a whole number, 1 or more")
@@ -237,9 +236,10 @@ def _real(name: str, value: Any) -> float:
     return float(value)
 
 
-def _some(names: Iterable[str]) -> list[str]:
-    found = sorted(names)
-    return [*found[:12], "..."] if len(found) > 12 else found
+def _first_names(names: Iterable[str]) -> list[str]:
+    """The first twelve names, sorted, for an error message."""
+    ordered = sorted(names)
+    return [*ordered[:12], "..."] if len(ordered) > 12 else ordered
 
 
 def _first(*values: Any) -> Any:

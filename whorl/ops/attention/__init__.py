@@ -1,8 +1,9 @@
-"""Attention, from the product that gives q, k and v to the one that takes the result.
+"""Attention operators, from the qkv projection's output to the input of the output projection.
 
-`qk_norm_rope.py` norms and turns heads (in training too), `qk_norm_rope_write.py` into the cache; `write_kv.py` writes
-pages, `paged.py` reads them. `causal.py` is attention in training, with the bits of `paged.py`; `bidirectional.py` that
-of a vision tower.
+`qk_norm_rope.py` normalises and rotates heads (in training too); `qk_norm_rope_write.py` also writes them into the KV
+cache. `write_kv.py` writes the paged cache and `paged.py` attends over it. `causal.py` is attention in training, with
+bits equal to those of `paged.py`; `bidirectional.py` is the attention of a vision tower. `cuts_triton.py` has the
+arithmetic that the Triton kernels share.
 """
 
 from .bidirectional import packed_attention

@@ -1,4 +1,4 @@
-"""Bidirectional attention of packed segments: what the patches of a frame see of each other in a vision tower."""
+"""Bidirectional attention of packed segments, as between the patches of one frame in a vision tower."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .._tracing import is_readable
 from . import bidirectional_torch_npu
 from .packed import check_starts, read, sequences
 
-ROWS = 512  # queries whose scores are held at once
+ROWS = 512  # queries whose scores are in memory at once
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> None:
@@ -36,7 +36,7 @@ def _fake(q: Tensor, **_: object) -> Tensor:
 
 
 def _flops(values: Values) -> int:
-    """q . k and p v, two each for a channel of a head and a key."""
+    """q k^T and p v: two operations each per query, key, head and channel."""
     count = len(values["q"])
     parts = sequences("packed_attention", read(values["starts"], count), count)
     pairs = sum((part.stop - part.start) ** 2 for part in parts)
@@ -45,28 +45,32 @@ def _flops(values: Values) -> int:
 
 @operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
-    """Attention inside each of the segments that are packed one after the other; a token sees its whole segment.
+    """Attention within packed segments: a token attends to every token of its segment.
 
-    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32, the tokens of segment b being starts[b]
-    to starts[b + 1]; result like q, contiguous. Rows past the last start are zero. Scores, softmax and sums in fp32,
-    one rounding. A segment's bits depend on the segment alone: not on what is packed beside it, be it NaN, nor on its
-    place; on Ascend, which promises no order of sums, that is not said. No gradient.
+    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32, segment b being tokens starts[b] to
+    starts[b + 1]; scale multiplies the scores; returns out like q, contiguous. Tokens past the last start are zero.
+    Scores, softmax and sums are in fp32, rounded once. The bits of a segment depend on that segment alone, not on what
+    is packed beside it (not even NaN) nor on its place. Ascend does not promise this, since it promises no order of
+    sums. No gradient.
 
-    starts begin at 0, do not fall and do not pass T: refused on the CPU and on Ascend, taken as they are on CUDA. There
-    nothing is read back; elsewhere they are, once, which waits for the device.
+    starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
+    kernels do not check. On CUDA starts are not read back to the host; elsewhere they are, once, which waits for the
+    device.
+
+        out = ops.packed_attention(q, k, v, cu_seqlens, scale=head_size**-0.5)
     """
-    found, end = [], 0
+    outs, end = [], 0
     for part in sequences("packed_attention", read(starts, len(q)), len(q)):
         heads = [widen(x[part]).transpose(0, 1).contiguous() for x in (q, k, v)]
-        found.append(_segment(heads[0], heads[1], heads[2], scale))
+        outs.append(_segment(heads[0], heads[1], heads[2], scale))
         end = part.stop
-    rest = q.new_zeros(q[end:].shape, dtype=found[0].dtype if found else q.dtype)
-    out = torch.cat([*found, rest])
+    padding = q.new_zeros(q[end:].shape, dtype=outs[0].dtype if outs else q.dtype)
+    out = torch.cat([*outs, padding])
     return narrow(out, q.dtype).contiguous()
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[H, n, D] each, to [n, H, D]. Products have the sizes of this segment, whatever else there is."""
+    """Attention of one segment: [H, n, D] each, to [n, H, D]. Product sizes depend on this segment alone."""
     rows = [torch.softmax(part @ k.transpose(1, 2), -1) @ v for part in (q * scale).split(ROWS, 1)]
     return torch.cat(rows, 1).transpose(0, 1)
 
@@ -86,9 +90,9 @@ _CASES: list[Values] = [
     {"lengths": (5,), "heads": 1, "dim": 16},
     {"lengths": (7, 4, 1), **_HEADS},
     {"lengths": (12, 9), "scale": 0.01, **_HEADS},
-    {"lengths": (6, 0, 8), "rest": 3, "heads": 3, "dim": 72},
+    {"lengths": (6, 0, 8), "padding": 3, "heads": 3, "dim": 72},
     {"lengths": (0,), **_HEADS},
-    {"lengths": (), "rest": 2, **_HEADS},
+    {"lengths": (), "padding": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, **_HEADS},
     {"lengths": (600,), "heads": 1, "dim": 16},  # more than ROWS
 ]
@@ -96,8 +100,8 @@ _TOWER = {"heads": 16, "dim": 72}
 _BENCH: list[Values] = [{"lengths": (4096,) * 4, **_TOWER}, {"lengths": (1200,) * 16, **_TOWER}]
 
 
-def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, rest: int = 0, tokens: Sizes = ()) -> Values:
-    count = sum(lengths) + rest
+def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, padding: int = 0, tokens: Sizes = ()) -> Values:
+    count = sum(lengths) + padding
     return {
         "q": draw.normal(count, heads, dim),
         "k": draw.scaled(count, heads, dim),
@@ -108,7 +112,7 @@ def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, rest: int = 0, token
 
 
 def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("rest", 0),), **case}
+    return {"tokens": (sum(case["lengths"]) + case.get("padding", 0),), **case}
 
 
 packed_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

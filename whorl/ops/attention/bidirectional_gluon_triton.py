@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""Bidirectional attention of segments on Hopper in Gluon: a producer copies keys and values, two warpgroups share them.
+"""Bidirectional attention of segments on Hopper, in Gluon: a producer loads keys and values for two warpgroups.
 
-Heads of 64 or 72 channels. 72 are no power of two: they lie as 64 and a tail of 16, so that scores and results are made
-of 80 channels, not 128. In the values' tail ones stand behind the last channel: their column of the result is the sum
-of weights. A consumer asks for the scores of a cut before it takes powers of two of the one before. The arithmetic is
-that of bidirectional_triton.py.
+It takes heads of 64 or 72 channels. Tiles must be powers of two, so 72 channels are stored as 64 and a tail of 16:
+products then have 80 channels instead of 128. The unused columns of the values' tail are filled with ones, so that
+their column of the result is the sum of weights. A consumer starts the score product of a cut before it computes the
+exponentials of the cut before. The arithmetic is that of bidirectional_triton.py.
 """
 
 from triton.experimental import gluon
@@ -20,13 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .._gluon_triton import async_load, barriers, sync
 
 STAGES = 3  # cuts in shared memory
-REGISTERS = 216  # of a consumer's thread; the producer's have what is left, 72
+REGISTERS = 216  # per thread of a consumer; 72 are left for the producer's threads
 
-MAIN = gl.constexpr(64)  # channels
-TAIL = gl.constexpr(16)  # those behind them, and ones
+MAIN = gl.constexpr(64)  # channels of the main part
+TAIL = gl.constexpr(16)  # columns of the tail: the other channels, then ones
 CUT = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # queries of one consumer
-FEW = gl.constexpr(32)  # keys that the producer asks for at once
+FEW = gl.constexpr(32)  # keys that the producer loads at once
 
 _MAIN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _TAIL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
@@ -50,7 +50,7 @@ def _add(a, b):
 
 @gluon.jit
 def _copy(main, tail, ptr, ones_ptr, first, length, stride, NUM: gl.constexpr, D: gl.constexpr, HAS_ONES: gl.constexpr):
-    """NUM rows of a head; zero past the segment's end, where the next one may hold anything."""
+    """Load NUM tokens of a head; zero past the end of the segment, where the next segment may hold anything."""
     step: gl.constexpr = FEW if NUM > FEW else NUM
     channels = gl.expand_dims(gl.arange(0, MAIN, gl.SliceLayout(0, _COPY)), 0)
     for start in gl.static_range(0, NUM, step):
@@ -58,15 +58,15 @@ def _copy(main, tail, ptr, ones_ptr, first, length, stride, NUM: gl.constexpr, D
         at = gl.expand_dims(ptr + rows.to(gl.int64) * stride, 1) + channels
         async_load(main.slice(start, step, 0), at, gl.expand_dims(rows < length, 1))
     if D > MAIN or HAS_ONES:
-        rest = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _COPY_TAIL)), 0)
+        columns = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _COPY_TAIL)), 0)
         for start in gl.static_range(0, NUM, 64):
             rows = first + start + gl.arange(0, 64, gl.SliceLayout(1, _COPY_TAIL))
-            at = gl.expand_dims(ptr + MAIN + rows.to(gl.int64) * stride, 1) + rest
+            at = gl.expand_dims(ptr + MAIN + rows.to(gl.int64) * stride, 1) + columns
             mask = gl.expand_dims(rows < length, 1)
             if HAS_ONES:
-                at = gl.where(rest < D - MAIN, at, ones_ptr + rest % 8)
+                at = gl.where(columns < D - MAIN, at, ones_ptr + columns % 8)
             else:
-                mask = mask & (rest < D - MAIN)
+                mask = mask & (columns < D - MAIN)
             async_load(tail.slice(start, 64, 0), at, mask)
 
 
@@ -87,8 +87,8 @@ def _producer(
 
 
 @gluon.jit
-def _ask(q, qt, ks, kt, stage, D: gl.constexpr):
-    """The scores of a cut, on their way."""
+def _start_scores(q, qt, ks, kt, stage, D: gl.constexpr):
+    """Start the score product of a cut, without waiting for it."""
     fence_async_shared()
     scores = gl.zeros([ROWS, CUT], gl.float32, _SCORES)
     scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
@@ -98,9 +98,9 @@ def _ask(q, qt, ks, kt, stage, D: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(scores, top, i, whole, length, scale, dtype: gl.constexpr):
-    """Weights of a cut, the highest score so far, and what is kept of the sums before."""
-    if i >= whole:
+def _weigh(scores, top, i, num_full, length, scale, dtype: gl.constexpr):
+    """The weights of a cut, the highest score so far, and the factor for the sums of the cuts before."""
+    if i >= num_full:
         keys = gl.expand_dims(i * CUT + gl.arange(0, CUT, gl.SliceLayout(0, _SCORES)), 0)
         scores = gl.where(keys < length, scores, float("-inf"))
     new = gl.maximum(top, gl.max(scores, 1) * scale)
@@ -109,8 +109,8 @@ def _weigh(scores, top, i, whole, length, scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _gather(out, tail, weights, vs, vt, stage):
-    """The values of a cut, on their way to the sums."""
+def _start_values(out, tail, weights, vs, vt, stage):
+    """Start adding the weighted values of a cut to the sums, without waiting for it."""
     fence_async_shared()
     out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), vs.index(stage), out, is_async=True)
     tail = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS_TAIL), vt.index(stage), tail, is_async=True)
@@ -119,7 +119,7 @@ def _gather(out, tail, weights, vs, vt, stage):
 
 @gluon.jit
 def _consumer(
-    q, qt, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr, y_stride, count,
+    q, qt, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, num_full, stop, scale, y_ptr, y_stride, count,
     D: gl.constexpr, WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     out = gl.zeros([ROWS, MAIN], gl.float32, _OUT)
@@ -127,20 +127,20 @@ def _consumer(
     top = gl.full([ROWS], float("-inf"), gl.float32, _ROW)
     if stop > 0:
         mbarrier.wait(k_ready.index(0), 0)
-        scores = warpgroup_mma_wait(0, [_ask(q, qt, ks, kt, 0, D)])
+        scores = warpgroup_mma_wait(0, [_start_scores(q, qt, ks, kt, 0, D)])
         mbarrier.arrive(k_free.index(0))
-        weights, top, keep = _weigh(scores, top, 0, whole, length, scale, q.dtype)
+        weights, top, keep = _weigh(scores, top, 0, num_full, length, scale, q.dtype)
         for i in range(1, stop):
             mbarrier.wait(k_ready.index(i % STAGES), i // STAGES & 1)
-            scores = _ask(q, qt, ks, kt, i % STAGES, D)
+            scores = _start_scores(q, qt, ks, kt, i % STAGES, D)
             last = (i - 1) % STAGES
             mbarrier.wait(v_ready.index(last), (i - 1) // STAGES & 1)
-            out, tail = _gather(out, tail, weights, vs, vt, last)
+            out, tail = _start_values(out, tail, weights, vs, vt, last)
             scores = warpgroup_mma_wait(2, [scores])
             mbarrier.arrive(k_free.index(i % STAGES))
-            weights, top, keep = _weigh(scores, top, i, whole, length, scale, q.dtype)
-            # They are here since before, but the assembler moves no power of two across a wait for them: else all would
-            # be taken behind the products, and not while those run.
+            weights, top, keep = _weigh(scores, top, i, num_full, length, scale, q.dtype)
+            # The values have arrived before, but ptxas moves no exponential across this wait. Without it all
+            # exponentials would be computed after the products instead of while they run.
             mbarrier.wait(v_ready.index(last), (i - 1) // STAGES & 1)
             out, tail, weights = warpgroup_mma_wait(0, [out, tail, weights])
             mbarrier.arrive(v_free.index(last))
@@ -148,10 +148,10 @@ def _consumer(
             tail = tail * gl.expand_dims(gl.convert_layout(keep, _ROW_TAIL), 1)
         last = (stop - 1) % STAGES
         mbarrier.wait(v_ready.index(last), (stop - 1) // STAGES & 1)
-        out, tail = _gather(out, tail, weights, vs, vt, last)
+        out, tail = _start_values(out, tail, weights, vs, vt, last)
         out, tail = warpgroup_mma_wait(0, [out, tail])
-        rest = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _OUT_TAIL)), 0)
-        total = gl.max(gl.where(rest >= D - MAIN, tail, 0.0), 1)
+        columns = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _OUT_TAIL)), 0)
+        total = gl.max(gl.where(columns >= D - MAIN, tail, 0.0), 1)
         _store(out, gl.convert_layout(total, _ROW_OUT), y_ptr, y_stride, count, WHICH, MAIN, MAIN, _OUT)
         if D > MAIN:
             _store(tail, total, y_ptr + MAIN, y_stride, count, WHICH, TAIL, D - MAIN, _OUT_TAIL)
@@ -162,7 +162,7 @@ def _store(
     out, total, y_ptr, y_stride, count, WHICH: gl.constexpr, WIDTH: gl.constexpr, NUM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The first NUM of WIDTH channels, divided by the sum of weights."""
+    """Store the first NUM of WIDTH channels, divided by the sum of weights."""
     row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     channels = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
     y = gl.div_rn(out, gl.expand_dims(total, 1))
@@ -176,7 +176,10 @@ def _bidirectional_gluon_kernel(
     v_stride_h, scale, B, H: gl.constexpr, D: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Strides are given in eights of channels: that is 16 bytes, and the compiler knows it."""
+    """Two consumers of ROWS queries each, of one head of one segment.
+
+    Strides are in units of 8 channels, so that the compiler knows that they are multiples of 16 bytes.
+    """
     head, tile = gl.program_id(0), gl.program_id(1)
     index = gl.arange(0, BLOCK_B, _VECTOR)
     starts = gl.load(starts_ptr + index, mask=index < B, other=0)
@@ -188,9 +191,9 @@ def _bidirectional_gluon_kernel(
     first = (tile - gl.sum(gl.where(index < b, tiles, 0), 0)) * (2 * ROWS)
     start = gl.load(starts_ptr + b, mask=is_real, other=0)
     length = gl.load(starts_ptr + b + 1, mask=is_real, other=0) - start
-    count = length - first  # of this tile and those behind it; below 1 where the tile is nobody's
+    count = length - first  # tokens of this tile and the tiles after it; below 1 where the tile has no segment
     stop = gl.where(is_real, (length + CUT - 1) // CUT, 0)
-    whole = length // CUT  # cuts before it have no end in them
+    num_full = length // CUT  # cuts that lie entirely inside the segment, and need no mask
     begin = start.to(gl.int64)
     token = (start + first).to(gl.int64)
     q_stride, k_stride, v_stride = q_stride_t * 8, k_stride_t * 8, v_stride_t * 8
@@ -229,14 +232,14 @@ def _bidirectional_gluon_kernel(
             (
                 _consumer,
                 (
-                    q0, qt0, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr,
+                    q0, qt0, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, num_full, stop, scale, y_ptr,
                     H * D, count, D, 0, STAGES,
                 ),
             ),
             (
                 _consumer,
                 (
-                    q1, qt1, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, whole, stop, scale, y_ptr,
+                    q1, qt1, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, num_full, stop, scale, y_ptr,
                     H * D, count, D, 1, STAGES,
                 ),
             ),

@@ -1,4 +1,4 @@
-"""Bidirectional attention of packed segments on Ascend: npu_fusion_attention for one segment after the other."""
+"""Bidirectional attention of packed segments on Ascend: one npu_fusion_attention per segment."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .packed import sequences
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that npu_fusion_attention cannot take these arguments."""
     if not q.numel() or len(starts) == 1:
         return "empty tensors are not taken"
     return fusion_attention_limit(query_shape=q.shape, key_shape=k.shape, value_dim=v.shape[2], dtype=dtype_name(q))

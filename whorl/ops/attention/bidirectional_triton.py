@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Bidirectional attention of packed segments in Triton: a tile of one segment's queries at a time, one head.
+"""Bidirectional attention of packed segments in Triton: a program takes a tile of one segment's queries, and one head.
 
-Keys are cut at fixed multiples of their place in the segment and added up from first to last, each on the tensor
-cores, whose result for a row does not depend on the tile. Every FMA is written out (kernels are compiled without
-fusion). So a query's bits depend on its segment alone.
+Keys are cut at fixed multiples of their place in the segment, and cuts are added from first to last. Products run on
+tensor cores, whose result for a row does not depend on the tile, and every FMA is written out (kernels are compiled
+without FMA fusion). A query's bits therefore depend on its segment alone.
 """
 
 import torch
@@ -25,7 +25,7 @@ _HOPPER_DIMS = (64, 72)
 
 @triton.jit
 def _load(ptr, keys, length, head, stride_t, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values one after the other, as they are."""
+    """Load keys or values that lie one after the other, without a block table or scales."""
     return load_keys(
         ptr, None, None, keys, length, head, 0, stride_t, stride_h, 1, 1, D, BLOCK_D, ptr.dtype.element_ty, False
     )
@@ -56,7 +56,7 @@ def _bidirectional_kernel(
     UNIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Strides are given in units of UNIT channels: a compiler that knows a common factor loads wider."""
+    """One tile of QUERIES. Strides are in units of UNIT channels: where the compiler knows a factor, it loads wider."""
     q_stride_t, q_stride_h = q_stride_t * UNIT, q_stride_h * UNIT
     k_stride_t, k_stride_h = k_stride_t * UNIT, k_stride_h * UNIT
     v_stride_t, v_stride_h = v_stride_t * UNIT, v_stride_h * UNIT
@@ -90,7 +90,7 @@ def _bidirectional_kernel(
             shift = tl.broadcast_to(-new[:, None], scores.shape)
             weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), shift)).to(v.dtype)
             keep = tl.exp2(top - new)[:, None]
-            # Weights are summed as they are multiplied: rounded.
+            # The sum of weights uses the rounded weights, as the product with the values does.
             total = dot(weights, tl.full((CUT, 16), 1.0, v.dtype), total * keep, WIDEN)
             out = dot(weights, v, out * keep, WIDEN)
             top = new
@@ -100,7 +100,7 @@ def _bidirectional_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Tensor:
-    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no segment stay zero
+    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # tokens of no segment stay zero
     count = len(starts) - 1
     if not y.numel() or not count:
         return y
@@ -108,7 +108,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
     tokens, heads, dim = q.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     shapes = {"H": heads, "D": dim, "BLOCK_B": power_of_2(count), "enable_fp_fusion": False}
-    given = (q, k, v, starts.contiguous())
+    inputs = (q, k, v, starts.contiguous())
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     numbers = (*(stride // unit for stride in strides), scale * LOG2_E, count)
     if hopper_reason(q, k, v) is None:
@@ -116,13 +116,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
 
         ones = torch.ones(8, dtype=q.dtype, device=q.device)
         _bidirectional_gluon_kernel[(heads, ceil_div(tokens, _HOPPER_QUERIES) + count)](
-            *given, ones, y, *numbers, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, **shapes
+            *inputs, ones, y, *numbers, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, **shapes
         )
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
     queries = 16 if is_interpreting() else 128 if is_narrow and not is_wide else 32
     _bidirectional_kernel[(ceil_div(tokens, queries) + count, heads)](
-        *given,
+        *inputs,
         y,
         *numbers,
         BLOCK_D=max(16, power_of_2(dim)),
@@ -138,10 +138,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
 
 
 def hopper_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None where the Hopper kernel takes these, else why the plain one runs."""
+    """Return None where the Hopper kernel takes these, else the reason that the plain kernel runs."""
     if q.shape[2] not in _HOPPER_DIMS or q.element_size() != 2:
         return f"takes {' or '.join(map(str, _HOPPER_DIMS))} channels of 16 bits, got {q.shape[2]} of {q.dtype}"
     for x in (q, k, v):
         if x.stride(0) % 8 or x.stride(1) % 8 or (not x.is_meta and x.data_ptr() % 16):
-            return "copies 16 bytes at a time, and rows do not begin at multiples of them"
+            return "copies 16 bytes at a time, but rows are not aligned to 16 bytes"
     return gluon_reason(q.device)

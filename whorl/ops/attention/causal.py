@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences, with a gradient: in training what `paged_attention` is at inference."""
+"""Causal attention of packed sequences, with a gradient: the counterpart in training of `paged_attention`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..sparse_attention.contract import check_outputs
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
 from .packed import backward_by_sequence, check_starts, read, sequences
-from .paged import attend, lse_of
+from .paged import attend, log_sum_exp
 
 
 def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> None:
@@ -50,7 +50,7 @@ def _fake(q: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 
 
 def _num_pairs(values: Values) -> int:
-    """(query, key) pairs that see each other."""
+    """The number of (query, key) pairs in which the query attends to the key."""
     window, total = values["window"], 0
     num_tokens = len(values["q"])
     for part in sequences("causal_attention", read(values["starts"], num_tokens), num_tokens):
@@ -72,21 +72,24 @@ def _backward_flops(values: Values) -> int:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each of the sequences that are packed one after the other.
+    """Causal attention within packed sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; k, v: [T, HK, D] in q's dtype, HQ a multiple of HK; starts: [B + 1] int32, the
-    tokens of sequence b being starts[b] to starts[b + 1]. A token sees the keys of its sequence up to its own, with
-    window > 0 only the last `window` of them. Returns out like q, contiguous, and lse [T, HQ] fp32, natural. Rows past
-    the last start are zero, their lse -inf. Scores, softmax and sums in fp32, one rounding.
+    q: [T, HQ, D] bf16, fp16 or fp32; k, v: [T, HK, D] in q's dtype, HQ a multiple of HK; starts: [B + 1] int32,
+    sequence b being tokens starts[b] to starts[b + 1]. A token attends to the keys of its sequence up to its own; with
+    window > 0 only to the last `window` of them. Returns out like q, contiguous, and lse [T, HQ] fp32, the natural
+    log-sum-exp of the scores. Tokens past the last start are zero, their lse -inf. Scores, softmax and sums are in
+    fp32, rounded once.
 
-    out has the bits that `paged_attention` gives the same tokens, decoded, prefilled or in chunks, whatever else is
-    packed beside them; on Ascend, where neither promises any, it does not. lse is the sum of weights that are not
-    rounded, and not part of that. Differentiable in q, k and v, lse included; the gradient has the same bits every
-    time, on Ascend under torch.use_deterministic_algorithms only.
+    The bits of out are equal to those of `paged_attention` for the same tokens, decoded, prefilled or in chunks,
+    whatever else is packed beside them; not on Ascend, where neither operator promises its bits. lse sums weights
+    before they are rounded, and is not part of that promise. Differentiable in q, k and v, through lse too; the bits of
+    the gradient are equal in every run, on Ascend only under torch.use_deterministic_algorithms.
 
-    starts begin at 0, do not fall and do not pass T: refused on the CPU and on Ascend, taken as they are on CUDA. The
-    forward on CUDA reads nothing back. The backward reads starts, once: it waits for the device, and cannot be captured
-    in a CUDA graph.
+    starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
+    kernels do not check. The forward on CUDA reads nothing back to the host. The backward reads starts once, so it
+    waits for the device and cannot be captured in a CUDA graph.
+
+        out, lse = ops.causal_attention(q, k, v, cu_seqlens, scale=head_size**-0.5)
     """
     heads = k.shape[1]
     wide = widen(q).unflatten(1, (heads, q.shape[1] // heads))
@@ -95,12 +98,12 @@ def causal_attention(
         keys, values = (widen(x[part].contiguous()).transpose(0, 1) for x in (k, v))
         out, sums = attend(wide[part], keys, values, window, scale)
         outs.append(out)
-        logs.append(lse_of(sums, out))
+        logs.append(log_sum_exp(sums, out))
         end = part.stop
-    # Rows of no sequence hang on what they are given, whatever that is: their gradient is zero, and not absent.
-    rest = wide[end:] + widen(k[end:, :, None]) + widen(v[end:, :, None])
-    rest = rest.masked_fill(torch.ones_like(rest, dtype=torch.bool), 0)
-    out, lse = torch.cat([*outs, rest]), torch.cat([*logs, rest.sum(-1) - torch.inf])
+    # Tokens of no sequence still depend on q, k and v, so that autograd returns zeros for them instead of None.
+    padding = wide[end:] + widen(k[end:, :, None]) + widen(v[end:, :, None])
+    padding = padding.masked_fill(torch.ones_like(padding, dtype=torch.bool), 0)
+    out, lse = torch.cat([*outs, padding]), torch.cat([*logs, padding.sum(-1) - torch.inf])
     return narrow(out.flatten(1, 2), q.dtype).contiguous(), lse.flatten(1, 2).contiguous()
 
 
@@ -124,11 +127,12 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, D]; the rest as there. Each sequence by itself, as `masked_attention_backward`: summed in fp32,
-    rounded once, zero past the last start. Reads starts back to the host, once.
+    dout, out: [T, HQ, D], lse, dlse: [T, HQ]; the other arguments are those of the forward. Each sequence is computed
+    by itself, as in `masked_attention_backward`: summed in fp32, rounded once, zero past the last start. starts are
+    read back to the host once.
     """
-    one = masked_attention_backward.reference
-    return backward_by_sequence(one, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)
+    backward = masked_attention_backward.reference
+    return backward_by_sequence(backward, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)
 
 
 @causal_attention.gradient(save=("q", "k", "v", "starts"), save_outputs=(0, 1))
@@ -142,7 +146,7 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         dlse,
         scale=args["scale"],
         window=args["window"],
-        # torch_npu gives lse and takes no gradient of it: whoever forced it there gets the reference here.
+        # torch_npu returns lse but takes no gradient of it: where it was forced, the reference computes the backward.
         backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
     )
     return {"q": dq, "k": dk, "v": dv}
@@ -162,13 +166,13 @@ causal_attention_backward.impl("torch_npu", "causal_torch_npu:backward", accepts
 
 _HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}
 _CASES: list[Values] = [
-    # Of two keys the score gradients would be one number and its negative: a ratio of such errors means little.
+    # With two keys the score gradients would be one number and its negative, and a ratio of errors would mean little.
     {"lengths": (9,), "heads": 1, "kv_heads": 1, "dim": 16},
     {"lengths": (7, 5, 1), **_HEADS},
     {"lengths": (12, 9), "window": 4, "scale": 0.01, **_HEADS},
-    {"lengths": (6, 0, 8), "idle": 3, "heads": 6, "kv_heads": 2, "dim": 40},
+    {"lengths": (6, 0, 8), "padding": 3, "heads": 6, "kv_heads": 2, "dim": 40},
     {"lengths": (0,), **_HEADS},
-    {"lengths": (), "idle": 2, **_HEADS},
+    {"lengths": (), "padding": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, "heads": 8, "kv_heads": 1, "dim": 64},
     {"lengths": (140, 20), "window": 100, **_HEADS},
     {"lengths": (8,), **_HEADS},
@@ -184,10 +188,10 @@ def _make(
     kv_heads: int,
     dim: int,
     window: int = 0,
-    idle: int = 0,
+    padding: int = 0,
     tokens: Sizes = (),
 ) -> Values:
-    count = sum(lengths) + idle
+    count = sum(lengths) + padding
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return {
         "q": draw.normal(count, heads, dim),
@@ -207,7 +211,7 @@ def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
 
 
 def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("idle", 0),), **case}
+    return {"tokens": (sum(case["lengths"]) + case.get("padding", 0),), **case}
 
 
 causal_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

@@ -1,6 +1,7 @@
-"""Causal attention of packed sequences on Ascend: npu_fusion_attention for one sequence after the other.
+"""Causal attention of packed sequences on Ascend: one npu_fusion_attention per sequence.
 
-Its bits are not those of npu_fused_infer_attention_score, which serves there: the device promises no order of sums.
+Its bits are not equal to those of npu_fused_infer_attention_score, which the engine uses there: the device promises no
+order of sums.
 """
 
 from typing import Any
@@ -14,12 +15,14 @@ from .packed import Gradients, backward_by_sequence, sequences
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, window: int, **_: object) -> str | None:
+    """Return None, or the reason that npu_fusion_attention cannot take these arguments."""
     if window:
-        return f"npu_fusion_attention is called for sequences that are seen whole, got a window of {window}"
+        return f"npu_fusion_attention is called without a sliding window here, got a window of {window}"
     return masked_torch_npu.reason(q, k, v, None)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, window: int, dlse: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_fusion_attention_grad cannot take these arguments."""
     if dlse is not None:
         return "npu_fusion_attention_grad takes no gradient of lse"
     return reason(q, k, v, window)
@@ -33,5 +36,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     return out, lse
 
 
-def backward(starts: Tensor, **given: Any) -> Gradients:
-    return backward_by_sequence(masked_torch_npu.backward, starts=_torch_npu.on_host(starts), **given)
+def backward(starts: Tensor, **arguments: Any) -> Gradients:
+    return backward_by_sequence(masked_torch_npu.backward, starts=_torch_npu.on_host(starts), **arguments)

@@ -1,6 +1,6 @@
-"""Causal attention of packed sequences on Triton: by the kernels of prompts, and so with their bits.
+"""Causal attention of packed sequences in Triton: it runs the prompt kernels, so its bits are equal to theirs.
 
-Those read keys from the pages of a cache; here they lie one after the other, and nothing is copied.
+For the engine those kernels read keys from the blocks of a cache; here keys lie one after the other, without a copy.
 """
 
 from typing import Any
@@ -21,10 +21,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
     q, k, v = (unit_stride(x) for x in (q, k, v))
     starts = starts.contiguous()
-    tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]  # the first `starts` for a table
+    # The first `starts` stands in for the block table, which is not read.
+    tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]
     strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
     return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse), lse
 
 
-def backward(q: Tensor, starts: Tensor, **given: Any) -> Gradients:
-    return backward_by_sequence(masked_triton.backward, q=q, starts=read(starts, len(q)), **given)
+def backward(q: Tensor, starts: Tensor, **arguments: Any) -> Gradients:
+    return backward_by_sequence(masked_triton.backward, q=q, starts=read(starts, len(q)), **arguments)

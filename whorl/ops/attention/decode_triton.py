@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Attention of a few tokens of each sequence, by the same cuts of the keys as prompts, and so with the same bits.
+"""Attention of a few tokens per sequence (decode). It uses the same cuts of the keys as prompts: the bits are equal.
 
-Where there are tokens enough to keep the memory busy, each key head of a token walks its keys from first to last. Where
-there are few, every cut is a program's, and a second kernel folds what they give, in order.
+With enough tokens to saturate the memory bandwidth, one program per token and key head walks all cuts from first to
+last. With few tokens, several programs share the cuts (split-KV), and a second kernel combines their results in order.
 """
 
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._launch_triton import launched
-from .._overlap_triton import ask, begin, follow, overlap
+from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
 
-WALKERS = 256  # programs that keep the memory busy without sharing a sequence's cuts
-PROGRAMS = 264  # that share long ones: two for each of an H200's multiprocessors
-SHORT = 1024  # cuts in all, up to which each is a program of its own
-LONG = 256  # cuts of a sequence, beyond which what many of them give would fill the memory
-AHEAD = 32  # cuts on their way while one is folded
-CHANNELS = 32  # of a program that folds
+WALKERS = 256  # programs that saturate the memory bandwidth without sharing a sequence's cuts
+PROGRAMS = 264  # programs that share long sequences: two for each of an H200's multiprocessors
+SHORT = 1024  # total cuts up to which each cut has a program of its own
+LONG = 256  # cuts of a sequence from which the results of separate cuts would take too much memory
+AHEAD = 32  # cuts whose results are loaded at once when they are combined
+CHANNELS = 32  # channels of a program that combines cuts
 
 
 @launched
@@ -66,7 +66,7 @@ def _decode_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token, one key head and its G queries: all cuts in order, or every so many, each on its own."""
+    """One token, one key head and its G queries: all cuts in order (WALKS), or every num_programs-th, stored apart."""
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     b, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -74,8 +74,8 @@ def _decode_kernel(
     table = tables_ptr + b.to(tl.int64) * table_stride
     if OVERLAP == 2:
         keys = (first // CUT + tl.program_id(2)) * CUT + tl.arange(0, CUT)
-        _ask_for(k_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D)
-        _ask_for(v_cache_ptr, table, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D)
+        _prefetch(k_cache_ptr, table, keys, end, head, k_stride_block, k_stride_offset, k_stride_head, BLOCK_SIZE, D)
+        _prefetch(v_cache_ptr, table, keys, end, head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, D)
     follow(OVERLAP)
     group = tl.arange(0, BLOCK_G)
     channels = tl.arange(0, BLOCK_D)
@@ -109,20 +109,20 @@ def _decode_kernel(
 
 
 @triton.jit
-def _ask_for(
+def _prefetch(
     ptr, table, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """The keys or values of a cut, by their lines of 128 bytes; past the end the first of all again."""
+    """Prefetch the keys or values of a cut by cache lines of 128 bytes; past the end, block 0 of the cache."""
     line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
     block = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
     at = ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
     for channel in tl.static_range(0, D, line):
-        ask(at + channel)
+        prefetch_lines(at + channel)
 
 
 @triton.jit
 def sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
-    """The sequence of a token and how many keys it sees; none for a token past the last sequence."""
+    """The sequence of a token, and how many keys it attends to: none for a token past the last sequence."""
     index = tl.arange(0, BLOCK_B)
     ends = tl.load(starts_ptr + 1 + index, mask=index < B, other=2147483647)
     b = tl.sum((ends <= token).to(tl.int32), 0)
@@ -133,7 +133,7 @@ def sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def divided(out, total):
-    """Zero where there were no keys."""
+    """out / total, and zero where there were no keys."""
     return tl.where(total > 0, tl.div_rn(out, tl.where(total > 0, total, 1.0)), 0.0)
 
 
@@ -141,7 +141,7 @@ def divided(out, total):
 def fold_some(
     top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """AHEAD cuts from `at` on, or the first `count` of them: what is behind those adds nothing."""
+    """Combine the results of AHEAD cuts from `at` on; with `count`, only of the first `count` of them."""
     mask = channels < D
     for ahead in tl.static_range(AHEAD):
         here = at + ahead + tl.zeros((1,), tl.int64)
@@ -177,7 +177,7 @@ def _fold_kernel(
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The cuts of one token and head, in order, for some channels. AHEAD of them are asked for together."""
+    """Combine the cuts of one token and head in order, for BLOCK_D channels, loading AHEAD of them at once."""
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -200,6 +200,7 @@ def _fold_kernel(
 
 
 def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+    """Attention of few queries per sequence; arguments as `prompt`."""
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -259,9 +260,9 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
 
 
 def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
-    """How a cut is computed, and the programs that share the cuts of a token's key head; 1 walks them all."""
+    """Launch constants, and how many programs share the cuts of a token and key head; with 1, it walks them all."""
     if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
         return {"STAGES": 3, "num_warps": 4}, 1
-    if heads * cuts <= SHORT:  # the first cut is there sooner without a pipeline
+    if heads * cuts <= SHORT:  # without a software pipeline the first cut is ready sooner
         return {"STAGES": 1, "num_warps": 8}, cuts
     return {"STAGES": 3, "num_warps": 8}, min(cuts, max(2, PROGRAMS // heads))

@@ -1,4 +1,4 @@
-"""Sequences that are packed one after the other, for what takes one at a time."""
+"""Packed sequences, for implementations that take one sequence at a time."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
+    """Raise ValueError unless starts begin at 0, do not decrease and do not exceed the number of tokens."""
     if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
         raise ValueError(
             f"{name}: starts are {starts}, expected 0 first, none below the one before, and {num_tokens} tokens at most"
@@ -19,18 +20,18 @@ def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
 
 
 def read(starts: Tensor, num_tokens: int) -> list[int]:
-    """As integers, which waits for the device. Where there is nothing to read: one sequence of all tokens."""
+    """Copy starts to the host, which waits for the device. Meta tensors count as one sequence of all tokens."""
     return [0, num_tokens] if starts.is_meta else starts.tolist()
 
 
 def sequences(name: str, starts: list[int], num_tokens: int) -> Iterator[slice]:
-    """The tokens of each sequence that has any."""
+    """The slice of tokens of each sequence that is not empty."""
     check_starts(name, starts, num_tokens)
     return (slice(first, end) for first, end in itertools.pairwise(starts) if end > first)
 
 
 def backward_by_sequence(
-    one: Callable[..., Gradients],
+    backward: Callable[..., Gradients],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -42,16 +43,16 @@ def backward_by_sequence(
     scale: float,
     window: int,
 ) -> Gradients:
-    """`one`: an implementation of `masked_attention_backward`, which gets a sequence at a time."""
-    found, end = [], 0
+    """Call `backward`, an implementation of `masked_attention_backward`, for each sequence; zeros for other tokens."""
+    grads, end = [], 0
     for part in sequences("causal_attention_backward", starts, len(q)):
         count = part.stop - part.start
         bits = causal_bits(count, count, q.device, window) if 0 < window < count else None
-        given = {"dout": dout[part], "q": q[part], "k": k[part], "v": v[part], "out": out[part], "lse": lse[part]}
-        found.append(one(**given, bits=bits, dlse=None if dlse is None else dlse[part], scale=scale))
+        tensors = {"dout": dout[part], "q": q[part], "k": k[part], "v": v[part], "out": out[part], "lse": lse[part]}
+        grads.append(backward(**tensors, bits=bits, dlse=None if dlse is None else dlse[part], scale=scale))
         end = part.stop
-    if end == len(q) and len(found) == 1:
-        return found[0]
-    rest = [torch.zeros_like(x[end:], memory_format=torch.contiguous_format) for x in (q, k, v)]
-    dq, dk, dv = (torch.cat(parts) for parts in zip(*found, rest, strict=True))
+    if end == len(q) and len(grads) == 1:
+        return grads[0]
+    padding = [torch.zeros_like(x[end:], memory_format=torch.contiguous_format) for x in (q, k, v)]
+    dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, padding, strict=True))
     return dq, dk, dv

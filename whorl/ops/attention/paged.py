@@ -1,4 +1,4 @@
-"""Attention over a paged cache of keys and values."""
+"""Attention over a paged KV cache."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from . import paged_torch_npu
 from .paged_cases import BENCH, CASES, make
 
 _STORE = TrialStore("paged_attention", __file__)
-ROWS = 32  # of queries and heads in the product whose bits a row always has; fewer are padded
-MORE_ROWS = 256  # of one product where a trial shows the same bits
-KEYS = 256  # of every product, cut at multiples of their position
+ROWS = 32  # rows (query x head) of the product that defines a row's bits; fewer rows are padded to it
+MORE_ROWS = 256  # rows of a larger product, used where a trial shows that its bits are equal
+KEYS = 256  # keys of every product, which begins at a multiple of this position
 
 
-def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **given: Any) -> None:
-    block_tables, query_starts, context_lens = (given[n] for n in ("block_tables", "query_starts", "context_lens"))
-    is_coded = given["k_scale"] is not None
-    check_cache("paged_attention", k_cache, v_cache, given["k_scale"], given["v_scale"])
+def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **arguments: Any) -> None:
+    block_tables, query_starts, context_lens = (arguments[n] for n in ("block_tables", "query_starts", "context_lens"))
+    is_coded = arguments["k_scale"] is not None
+    check_cache("paged_attention", k_cache, v_cache, arguments["k_scale"], arguments["v_scale"])
     if not q.is_floating_point() or (q.dtype.itemsize < 2 if is_coded else q.dtype != k_cache.dtype):
         expected = "bf16, fp16 or fp32" if is_coded else f"the cache's {k_cache.dtype}"
         raise ValueError(f"paged_attention: q is {q.dtype}, expected {expected}")
@@ -50,16 +50,19 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, *
 
 
 def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[HK, length, D] of one sequence, in the dtype of accumulation; codes become what they stand for in `dtype`."""
-    found = cache.index_select(0, blocks).flatten(0, 1)[:length]
+    """Keys or values of a sequence, [HK, length, D] in the dtype of accumulation; codes are dequantised to `dtype`."""
+    x = cache.index_select(0, blocks).flatten(0, 1)[:length]
     if scales is not None:
         by_token = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length, :, None]
-        found = (found.to(by_token.dtype) * by_token).to(dtype)
-    return widen(found).transpose(0, 1)
+        x = (x.to(by_token.dtype) * by_token).to(dtype)
+    return widen(x).transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
-    """q: [n, HK, G, D], the last n positions of k and v [HK, length, D]. The same shape, and what `lse_of` takes."""
+    """Causal attention of q [n, HK, G, D], the last n positions of k and v [HK, length, D].
+
+    Returns out in the shape of q, and per tile of rows the highest scores and sums that `log_sum_exp` takes.
+    """
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
@@ -67,16 +70,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     parts, sums, at = [], [], 0
     for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
         while rows.shape[1] - at >= size:
-            out, *found = _tile(rows[:, at : at + size], k, v, Place(length, count, group, at, size), window)
+            out, *tile_sums = _tile(rows[:, at : at + size], k, v, Place(length, count, group, at, size), window)
             parts.append(out)
-            sums.append(found)
+            sums.append(tile_sums)
             at += size
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return whole[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return out[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
 
 
 class Place(NamedTuple):
-    """Rows `at` to at + size of the last `queries` of `length` tokens, `group` rows each; padding is at the last."""
+    """The place of a tile: rows `at` to at + size of the last `queries` of `length` tokens, with `group` rows each.
+
+    Padding rows have the last position.
+    """
 
     length: int
     queries: int
@@ -85,18 +91,19 @@ class Place(NamedTuple):
     size: int
 
     def position(self, row: int) -> int:
+        """The position of a row's query in its sequence."""
         return min(self.length - self.queries + row // self.group, self.length - 1)
 
     def blocks(self, window: int) -> range:
-        """Where the blocks of keys begin that some of the rows see."""
+        """The first keys of the blocks of KEYS that at least one row attends to."""
         lowest, highest = self.position(self.at), self.position(self.at + self.size - 1)
         return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
 
 
-@functools.lru_cache(maxsize=256)  # a model asks for the same in every layer
+@functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
 def _hidden(place: Place, block: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[R, keys]: which keys of a block the rows do not see."""
-    with torch.inference_mode(False):  # a gradient may need it another time
+    """The mask [R, keys] of a block: True where a row does not attend to a key."""
+    with torch.inference_mode(False):  # a later call may save the mask for backward
         tokens = torch.arange(place.at, place.at + place.size, device=device) // place.group
         position = (place.length - place.queries + tokens).clamp(max=place.length - 1)[:, None]
         key = block + torch.arange(keys, device=device)
@@ -104,24 +111,24 @@ def _hidden(place: Place, block: int, keys: int, window: int, device: torch.devi
         return hidden | (key <= position - window) if window else hidden
 
 
-def lse_of(sums: list[list[Tensor]], like: Tensor) -> Tensor:
-    """[n, HK, G] of the tiles of q [n, HK, G, D]: the logarithm of the sum of a row's exponentials."""
+def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
+    """The log-sum-exp of every row's scores, [n, HK, G], from the sums of `attend`; like: its out, [n, HK, G, D]."""
     count, heads, group, _ = like.shape
-    found = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
-    return found.view(heads, count, group).transpose(0, 1)
+    lse = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
+    return lse.view(heads, count, group).transpose(0, 1)
 
 
 def _tile(rows: Tensor, k: Tensor, v: Tensor, place: Place, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """rows: [HK, R, D] of queries; k, v: [HK, multiple of KEYS, D]. The same shape, and [HK, R, 1] the highest score of
-    each row and the sum of its exponentials, relative to that.
+    """Attention of one tile. rows: queries [HK, R, D]; k, v: [HK, multiple of KEYS, D].
 
-    Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by one
-    and adds zero, so a row's bits do not depend on its neighbours in the tile.
+    Returns out [HK, R, D], and [HK, R, 1] each: the highest score of a row, and the sum of its exponentials relative to
+    that. Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by
+    one and adds zero, so a row's bits do not depend on its neighbours in the tile.
     """
-    first, *others = place.blocks(window)
+    first, *later = place.blocks(window)
     top, _, weights = _weigh(rows, k, place, first, window, None)
     total, out = weights.sum(-1, keepdim=True), weights @ v[:, first : first + KEYS]
-    for block in others:
+    for block in later:
         new_top, shift, weights = _weigh(rows, k, place, block, window, top)
         keep = torch.exp(top - shift)
         total = total * keep + weights.sum(-1, keepdim=True)
@@ -133,18 +140,18 @@ def _tile(rows: Tensor, k: Tensor, v: Tensor, place: Place, window: int) -> tupl
 def _weigh(
     rows: Tensor, k: Tensor, place: Place, block: int, window: int, top: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest score so far, what exponentials are relative to, and those of a block, [HK, R, KEYS]."""
+    """The highest score so far, the shift of the exponentials, and the exponentials of a block, [HK, R, KEYS]."""
     hidden = _hidden(place, block, KEYS, window, rows.device)
     scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
-    found = scores.amax(-1, keepdim=True)
-    top = found if top is None else torch.maximum(top, found)
+    block_top = scores.amax(-1, keepdim=True)
+    top = block_top if top is None else torch.maximum(top, block_top)
     shift = top.masked_fill(top == -torch.inf, 0)
     return top, shift, torch.exp(scores - shift)
 
 
 @functools.cache
 def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
-    """Rows of a tile in which a row has the bits that it has among ROWS, by trial, the most first; see `linear`."""
+    """The numbers of rows of tiles in which a row has the bits that it has among ROWS, by trial, as in `linear`."""
     if device != HOST:
         return (ROWS,)
     name = f"{list(shape)} {dtype} {num_threads} threads"
@@ -158,8 +165,8 @@ def _is_equal(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     place = Place(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
     tiles = [(part, place._replace(at=i * ROWS, size=ROWS)) for i, part in enumerate(q.split(ROWS, 1))]
     parts = [_tile(part, k, v, at, 0)[0] for part, at in tiles]
-    whole = _tile(q, k, v, place, 0)[0]
-    return torch.equal(whole, torch.cat(parts, 1))
+    out = _tile(q, k, v, place, 0)[0]
+    return torch.equal(out, torch.cat(parts, 1))
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:
@@ -167,7 +174,7 @@ def _fake(q: Tensor, **_: object) -> Tensor:
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Each visible key and value once for each sequence, queries and result."""
+    """The bytes of queries and result, and of each sequence's keys and values, read once."""
     q, cache = values["q"], values["k_cache"]
     keys = values["block_tables"].numel() * cache.shape[1]
     head = cache.shape[3] * cache.element_size() + (0 if values.get("k_scale") is None else 4)
@@ -190,37 +197,40 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, the tokens of sequence b being query_starts[b] to query_starts[b + 1];
-    k_cache, v_cache: [blocks, block size, HK, D], the new tokens' own keys and values included; block_tables: [B, MB]
-    int32, block i of sequence b; query_starts: [B + 1] int32; context_lens: [B] int32, keys of each sequence; result
-    like q, contiguous. Query i of n sits at position context_lens[b] - n + i and sees the keys up to its own, with
-    window > 0 only the last `window` of them. HQ is a multiple of HK. Scores, softmax and sums in fp32, one rounding.
-    A query's bits depend on itself and the keys it sees alone: not on other sequences, not on how a prompt is cut into
-    chunks, nor on whether it is a prompt's or decoded; docs/arithmetic.md says how, and where not. Rows of q past the
-    last query_starts are zero. No gradient.
+    q: [T, HQ, D] bf16, fp16 or fp32, the new tokens of sequence b being query_starts[b] to query_starts[b + 1];
+    k_cache, v_cache: [blocks, block size, HK, D], which already hold the keys and values of the new tokens;
+    block_tables: [B, MB] int32, the blocks of each sequence; query_starts: [B + 1] int32; context_lens: [B] int32, the
+    number of keys of each sequence; returns out like q, contiguous. Query i of n has position context_lens[b] - n + i
+    and attends to the keys up to its own, with window > 0 only to the last `window` of them. HQ is a multiple of HK.
+    Scores, softmax and sums are in fp32, rounded once. A query's bits depend on the query and the keys it attends to
+    alone: not on other sequences, not on how a prompt is divided into chunks, and not on whether it is prefilled or
+    decoded; docs/arithmetic.md says how, and where this does not hold. Tokens past the last query_starts are zero. No
+    gradient.
 
     With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches hold codes, int8 or float8_e4m3fn,
-    as `write_kv` stores them. A key or value is then code * scale in fp32, rounded to q's dtype, and everything else is
-    as above: the result is that of a cache which holds these numbers.
+    as `write_kv` stores them. A key or value is then code * scale in fp32, rounded to q's dtype; the result is that of
+    a cache that holds these numbers.
 
-    query_starts begin at 0 and do not fall; a sequence with queries has no more of them than keys, and a row of
-    block_tables that holds its keys. What is not so is refused where it can be seen without waiting for a device: on
-    the CPU, and on Ascend, whose operator takes lengths as integers; blocks outside the cache on the CPU alone. CUDA
-    kernels take lengths and blocks as they are.
+    query_starts must begin at 0 and must not decrease; a sequence with queries must have no more of them than keys, and
+    a row of block_tables long enough for its keys. Violations raise ValueError where they can be seen without waiting
+    for a device: on the CPU, and on Ascend, whose operator takes lengths as integers; blocks outside the cache on the
+    CPU only. CUDA kernels check neither lengths nor blocks.
+
+        out = ops.paged_attention(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale=head_size**-0.5)
     """
     heads = k_cache.shape[2]
     wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     starts, lengths = query_starts.tolist(), context_lens.tolist()
-    found = []
+    outs = []
     for b, length in enumerate(lengths):
         if starts[b + 1] > starts[b]:
             blocks = block_tables[b, : -(-length // k_cache.shape[1])]
             k = _gather(k_cache, k_scale, blocks, length, q.dtype)
             v = _gather(v_cache, v_scale, blocks, length, q.dtype)
-            found.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale)[0])
+            outs.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale)[0])
     if starts[-1] < len(q):
-        found.append(torch.zeros_like(wide[starts[-1] :]))
-    out = found[0] if len(found) == 1 else torch.cat(found) if found else wide.clone()
+        outs.append(torch.zeros_like(wide[starts[-1] :]))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else wide.clone()
     return narrow(out.flatten(1, 2), q.dtype).contiguous()
 
 
@@ -228,7 +238,7 @@ def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if scale <= 0:
-        return f"finds the highest score before it is scaled, by a positive number, got {scale}"
+        return f"takes the highest score before scaling, so scale must be positive, got {scale}"
     return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
 
 

@@ -1,4 +1,4 @@
-"""The calls of `paged_attention` that tests and benchmarks make."""
+"""Cases of `paged_attention` for tests, the self-test and benchmarks."""
 
 import torch
 
@@ -19,10 +19,10 @@ _CASES: list[Values] = [
     {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
     {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
     {"queries": (40,), "contexts": (60,), "window": 13, "sliced": True, **_HEADS},
-    # Blocks that every backend takes.
+    # Block sizes that every backend takes.
     {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
     {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
-    # Codes.
+    # Quantised caches.
     {"queries": (1, 2), "contexts": (140, 7), "format": "fp8", "window": 60, **_HEADS},
     {"queries": (18,), "contexts": (40,), "heads": 3, "kv_heads": 1, "dim": 40, "format": "int8", "sliced": True},
     {"queries": (1, 1), "contexts": (130, 30), "format": "int8", "block": 128, **_HEADS},
@@ -49,6 +49,7 @@ def make(
     format: str = "",
     tokens: Sizes = (),
 ) -> Values:
+    """Make the arguments of a case; the blocks of a sequence lie in random order in the cache."""
     counts = [-(-c // block) for c in contexts]
     shape = (sum(counts) + 3, block, kv_heads, dim + 8 * draw.sliced)
     caches = draw_caches(draw, shape, format, draw.scale)

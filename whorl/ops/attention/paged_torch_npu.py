@@ -1,11 +1,12 @@
-"""Paged attention on Ascend, by npu_fused_infer_attention_score, and writing the cache.
+"""Paged attention on Ascend by npu_fused_infer_attention_score, and writing of the paged cache.
 
-The operator wants lengths as integers, so each call reads them back once. Three kinds of mask: none for one query a
-sequence; a mask of our own for a few queries, as drafts have; for prompts the compressed causal triangle, with
-a window as a band of it. The device does not promise that a query's bits are independent of the other sequences.
+The operator takes lengths as integers, so each call reads them back once. There are three kinds of mask: none for one
+query per sequence; an explicit mask for a few queries, as verified drafts have; and for prompts the compressed causal
+triangle, of which a window takes a band. The device does not promise that a query's bits are independent of the other
+sequences.
 
-Of codes the operator takes int8, and one query a sequence: decoding. Prompts over codes are the reference's, and the
-registry says so. fp8 has no operator here.
+Quantised caches: the operator takes int8 codes with one query per sequence, that is decode. Prompts over codes run in
+the reference, and `choose` gives the reason. fp8 has no operator.
 """
 
 import functools
@@ -27,17 +28,18 @@ from .. import _torch_npu
 from .._check import check_lengths
 from .._torch_npu import dtype_name
 
-FEW_QUERIES = 16  # of a sequence, for which a mask of our own is small
+FEW_QUERIES = 16  # queries of a sequence up to which an explicit mask is small
 
 
-PAGED_SCALES = 5  # the mode of a scale for each token and head, in pages as the codes are
+PAGED_SCALES = 5  # antiquant mode: one scale for each token and head, in blocks as the codes are
 
 
 def write_kv_reason(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, **_: object
 ) -> str | None:
+    """Return None, or the reason that torch_npu cannot write this cache."""
     if k_scale is not None and k_cache.dtype != torch.int8:
-        return f"npu_dynamic_quant makes codes in int8, got a cache of {dtype_name(k_cache)}"
+        return f"npu_dynamic_quant writes int8 codes, got a cache of {dtype_name(k_cache)}"
     quant = None if k_scale is None else dynamic_quant_limit(shape=k.shape, dtype=dtype_name(k), format="int8")
     limit = quant or scatter_pa_kv_cache_limit(
         key_shape=k.shape,
@@ -58,13 +60,13 @@ def write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    source, at, is_any = _torch_npu.kept(slots)
+    source, at, is_any = _torch_npu.replace_skipped(slots)
     rows = []
     for new, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scales is not None:
-            new, found = _torch_npu.call("npu_dynamic_quant", input=new.contiguous(), dst_type=torch.int8)
+            new, new_scales = _torch_npu.call("npu_dynamic_quant", input=new.contiguous(), dst_type=torch.int8)
             size = scales.shape[2]
-            scales[at // size, :, at % size] = torch.where(is_any, found[source], scales[:1, :, 0])
+            scales[at // size, :, at % size] = torch.where(is_any, new_scales[source], scales[:1, :, 0])
         rows.append(torch.where(is_any, new[source], cache.flatten(0, 1)[:1]).contiguous())
     _torch_npu.call(
         "npu_scatter_pa_kv_cache",
@@ -88,11 +90,11 @@ def _codes_reason(q: Tensor, k_cache: Tensor, block_tables: Tensor) -> str | Non
     )
 
 
-def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> str | None:
-    """Whatever the lengths are: they are on the device."""
+def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **arguments: Any) -> str | None:
+    """Return None, or the reason that the operator cannot take these. Lengths are on the device and are not read."""
     if not q.numel():
         return "empty tensors are not taken"
-    if given["k_scale"] is not None and (limit := _codes_reason(q, k_cache, block_tables)) is not None:
+    if arguments["k_scale"] is not None and (limit := _codes_reason(q, k_cache, block_tables)) is not None:
         return limit
     return fused_infer_attention_limit(
         num_heads=q.shape[1],
@@ -107,9 +109,9 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
     )
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **given: Any) -> Tensor:
-    query_starts, context_lens = given["query_starts"], given["context_lens"]
-    scale, window = given["scale"], given["window"]
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **arguments: Any) -> Tensor:
+    query_starts, context_lens = arguments["query_starts"], arguments["context_lens"]
+    scale, window = arguments["scale"], arguments["window"]
     lengths = _torch_npu.on_host(torch.cat((query_starts, context_lens)))
     starts, contexts = lengths[: len(query_starts)], lengths[len(query_starts) :]
     check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
@@ -117,27 +119,30 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     most = max(counts, default=0)
     if not most:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    if given["k_scale"] is not None and most > 1:
-        raise ValueError(f"paged_attention: a sequence has {most} queries over codes, expected one of each on an NPU")
+    if arguments["k_scale"] is not None and most > 1:
+        raise ValueError(
+            f"paged_attention: a sequence has {most} queries over quantised keys, expected one per sequence on an NPU"
+        )
     half = len(counts) // 2
     if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
-        # Shared prefixes: the operator wants as many blocks in the cache as its sequences have together.
-        cut = starts[half]
-        first = given | {"query_starts": query_starts[: half + 1], "context_lens": context_lens[:half]}
-        second = given | {"query_starts": query_starts[half:] - cut, "context_lens": context_lens[half:]}
+        # Sequences share prefixes, but the operator requires a cache of at least as many blocks as all sequences have
+        # together: the batch is halved until it fits.
+        middle = starts[half]
+        first = arguments | {"query_starts": query_starts[: half + 1], "context_lens": context_lens[:half]}
+        second = arguments | {"query_starts": query_starts[half:] - middle, "context_lens": context_lens[half:]}
         caches = (k_cache, v_cache)
-        parts = ((q[:cut], block_tables[:half], first), (q[cut:], block_tables[half:], second))
+        parts = ((q[:middle], block_tables[:half], first), (q[middle:], block_tables[half:], second))
         return torch.cat([attention(part, *caches, tables, **more) for part, tables, more in parts])
     keys = {"block_table": block_tables, "block_size": k_cache.shape[1], "actual_seq_lengths_kv": contexts}
     keys |= {"key": k_cache.flatten(2), "value": v_cache.flatten(2), "num_key_value_heads": k_cache.shape[2]}
-    if given["k_scale"] is not None:
-        keys |= {"key_antiquant_scale": given["k_scale"], "value_antiquant_scale": given["v_scale"]}
+    if arguments["k_scale"] is not None:
+        keys |= {"key_antiquant_scale": arguments["k_scale"], "value_antiquant_scale": arguments["v_scale"]}
         keys |= {"key_antiquant_mode": PAGED_SCALES, "value_antiquant_mode": PAGED_SCALES}
     if most == 1 and not 0 < window < max(contexts):
         mask: dict[str, Any] = {"atten_mask": None, "sparse_mode": 0}
     elif most <= FEW_QUERIES:
         width = block_tables.shape[1] * k_cache.shape[1]
-        mask = {"atten_mask": _own_mask(query_starts, context_lens, most, width, window), "sparse_mode": 0}
+        mask = {"atten_mask": _explicit_mask(query_starts, context_lens, most, width, window), "sparse_mode": 0}
     else:
         mask = {"atten_mask": compressed_mask(q.device), "sparse_mode": 4 if window else 3}
         if window:
@@ -148,25 +153,25 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         padded, back = _pad(q, counts, most, query_starts)
         out = _call(padded, "BSND", scale, actual_seq_lengths=counts, **keys, **mask).flatten(0, 1)
         out = out if back is None else out[back]
-    rest = q.shape[0] - starts[-1]
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, rest)) if rest else out.contiguous()
+    padding = q.shape[0] - starts[-1]
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out.contiguous()
 
 
-def _call(query: Tensor, layout: str, scale: float, **asked: Any) -> Tensor:
+def _call(query: Tensor, layout: str, scale: float, **options: Any) -> Tensor:
     heads = query.shape[-2]
     unlimited = {"pre_tokens": 2**31 - 1, "next_tokens": 2**31 - 1}
-    asked = unlimited | asked | {"num_heads": heads, "scale": scale, "input_layout": layout, "inner_precise": 0}
-    out, _ = _torch_npu.call("npu_fused_infer_attention_score", query=query, softmax_lse_flag=False, **asked)
+    options = unlimited | options | {"num_heads": heads, "scale": scale, "input_layout": layout, "inner_precise": 0}
+    out, _ = _torch_npu.call("npu_fused_infer_attention_score", query=query, softmax_lse_flag=False, **options)
     return out
 
 
 def _takes_packed(q: Tensor, batch: int) -> bool:
-    """Whether sequences of different lengths may lie one after the other; pages want heads of 128 for that."""
+    """Whether the operator takes packed queries (layout TND); over a paged cache it requires a head size of 128."""
     return q.shape[2] == 128 and batch <= 4096
 
 
 def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple[Tensor, Tensor | None]:
-    """[B, most, HQ, D], and where each query is in it; None: as they were."""
+    """Queries padded to [B, most, HQ, D], and the place of each query in it; None where nothing was padded."""
     if len(set(counts)) == 1 and q.shape[0] == most * len(counts):
         return q.unflatten(0, (len(counts), most)).contiguous(), None
     inside = torch.arange(most, device=q.device)
@@ -175,8 +180,8 @@ def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple
     return q[rows].contiguous(), places
 
 
-def _own_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int, window: int) -> Tensor:
-    """[B, 1, most, width] bool, True where query i of sequence b does not see the key."""
+def _explicit_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int, window: int) -> Tensor:
+    """The mask [B, 1, most, width] bool: True where query i of sequence b does not attend to the key."""
     first = context_lens - (query_starts[1:] - query_starts[:-1])
     position = (first[:, None] + torch.arange(most, device=first.device))[:, None, :, None]
     key = torch.arange(width, device=first.device)
@@ -186,5 +191,5 @@ def _own_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int,
 
 @functools.cache
 def compressed_mask(device: torch.device) -> Tensor:
-    """The upper triangle that stands for a causal mask of any length."""
+    """The upper triangle that torch_npu takes for a causal mask of any length."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)

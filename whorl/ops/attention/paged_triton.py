@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""The paged cache on Triton: writing it, and which kernel reads it."""
+"""The paged KV cache in Triton: the kernels that write it, and the choice of the kernel that attends over it."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._codes_triton import codes_of, magnitude, scale_of
+from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
@@ -64,8 +64,8 @@ def _store_codes(
 ):  # fmt: skip
     mask = (heads < HK) & (channels < D)
     x = tl.load(x_ptr + at + channels, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude(x), 1), LARGEST)[:, None]
-    codes = codes_of(x, scale, LARGEST, IS_INTEGER)
+    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
+    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
     tl.store(cache_ptr + cache_at + channels, codes.to(cache_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + scale_at, scale, mask=heads < HK)
 
@@ -150,12 +150,13 @@ def write_kv(
     )
 
 
-FEW_QUERIES = 16  # of a sequence on average; up to here a token is a program, beyond a tile of them
+# Average queries per sequence up to which a program takes one token (decode); beyond, a tile of queries (prompt).
+FEW_QUERIES = 16
 
 
-def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **given: Tensor) -> Tensor:
-    tensors = [unit_stride(given[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
-    tensors += [given["query_starts"].contiguous(), given["context_lens"].contiguous()]
+def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **arguments: Tensor) -> Tensor:
+    tensors = [unit_stride(arguments[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
+    tensors += [arguments["query_starts"].contiguous(), arguments["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
-    attend = decode if len(given["q"]) <= FEW_QUERIES * len(given["context_lens"]) else prompt
+    attend = decode if len(arguments["q"]) <= FEW_QUERIES * len(arguments["context_lens"]) else prompt
     return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window)

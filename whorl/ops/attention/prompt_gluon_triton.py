@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Attention of prompts on Hopper in Gluon: a producer gathers keys and values, two warpgroups share them.
+"""Attention of prompts on Hopper, in Gluon: a producer loads keys and values for two consumer warpgroups.
 
-Heads of 128 channels, 64 queries a warpgroup. While one takes powers of two the other keeps the tensor cores busy. The
-arithmetic is that of cuts_triton.py, to the bit.
+It takes heads of 128 channels, 64 queries per warpgroup. While one consumer computes exponentials, the other keeps the
+tensor cores busy. The arithmetic is that of cuts_triton.py: the bits are equal.
 """
 
 from triton.experimental import gluon
@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .._gluon_triton import async_load, barriers, sync
 
 STAGES = 2  # cuts in shared memory
-REGISTERS = 208  # of a consumer's thread; the producer's have what is left, 88
+REGISTERS = 208  # per thread of a consumer; 88 are left for the producer's threads
 
 D = gl.constexpr(128)
 CUT = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # queries of one consumer
-FEW = gl.constexpr(32)  # keys that the producer asks for at once
+FEW = gl.constexpr(32)  # keys that the producer loads at once
 ENDLESS = gl.constexpr(1 << 30)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -48,8 +48,10 @@ def _add(a, b):
 def _copy(
     smem, ptr, table_ptr, first, length, stride_block, stride_offset, BLOCK_SIZE: gl.constexpr, HAS_TABLE: gl.constexpr
 ):  # fmt: skip
-    """The keys or values of a cut, from their blocks, or one after the other; zero past the sequence's end. Few at a
-    time: addresses are what fills the producer's registers."""
+    """Load the keys or values of a cut, by the block table or one after the other; zero past the end of the sequence.
+
+    They are loaded FEW at a time, because addresses fill the producer's registers.
+    """
     channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _COPY)), 0)
     for start in gl.static_range(0, CUT, FEW):
         keys = first + start + gl.arange(0, FEW, gl.SliceLayout(1, _COPY))
@@ -79,7 +81,7 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    q, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale, y_ptr, y_stride,
+    q, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, num_full, stop, window, scale, y_ptr, y_stride,
     lse_ptr, count, WHICH: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     out = gl.zeros([ROWS, D], gl.float32, _OUT)
@@ -96,7 +98,7 @@ def _consumer(
         scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_free.index(stage))
-        if i >= whole:
+        if i >= num_full:
             keys = gl.expand_dims(i * CUT + gl.arange(0, CUT, gl.SliceLayout(0, _OUT)), 0)
             position = gl.expand_dims(lowest + row, 1)
             scores = gl.where((keys <= position) & (keys > position - window), scores, float("-inf"))
@@ -104,7 +106,7 @@ def _consumer(
         shift = gl.where(cut_top == float("-inf"), 0.0, -cut_top)
         weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(shift, 1)))
         if HAS_LSE:
-            cut_mass = gl.sum(weights, 1)  # of lse, which has more digits than weights of 16 bits
+            cut_mass = gl.sum(weights, 1)  # for lse, which needs more digits than 16-bit weights have
         weights = weights.to(q.dtype)
         mbarrier.wait(v_ready.index(stage), phase)
         fence_async_shared()
@@ -148,7 +150,7 @@ def _prompt_gluon_kernel(
     scale, window, B, HQ: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    # The last tiles of a sequence see the most keys: they go first.
+    # The last tiles of a sequence attend to the most keys, so they start first.
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     index = gl.arange(0, BLOCK_B, _VECTOR)
     starts = gl.load(starts_ptr + index, mask=index < B, other=0)
@@ -162,7 +164,7 @@ def _prompt_gluon_kernel(
     queries = gl.load(starts_ptr + b + 1, mask=is_real, other=0) - start
     length = gl.load(lengths_ptr + b, mask=is_real, other=0)
     lowest = length - queries + first
-    count = queries - first  # of this tile and those behind it; below 1 where the tile is nobody's
+    count = queries - first  # queries of this tile and the tiles after it; below 1 where the tile has no sequence
     highest = gl.minimum(lowest + 2 * ROWS, length)
     token = (start + first).to(gl.int64)
     q_ptr += token * q_stride_t + head * q_stride_h
@@ -177,7 +179,7 @@ def _prompt_gluon_kernel(
         tables_ptr += b.to(gl.int64) * table_stride
     is_endless = window == 0
     begin = gl.where(is_endless, 0, gl.maximum(lowest - window + 1, 0) // CUT)
-    whole = gl.where(is_endless, (lowest + 1) // CUT, 0)  # cuts before it are seen whole by every query
+    num_full = gl.where(is_endless, (lowest + 1) // CUT, 0)  # cuts that every query attends to in full: no mask
     window = gl.where(is_endless, ENDLESS, window)
     stop = gl.where(is_real, (highest + CUT - 1) // CUT, begin)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -210,14 +212,14 @@ def _prompt_gluon_kernel(
             (
                 _consumer,
                 (
-                    q0, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale,
+                    q0, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, num_full, stop, window, scale,
                     y_ptr, HQ * D, lse_ptr, count, 0, STAGES, HAS_LSE,
                 ),
             ),
             (
                 _consumer,
                 (
-                    q1, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, whole, stop, window, scale,
+                    q1, ks, vs, ones, k_ready, v_ready, k_free, v_free, lowest, begin, num_full, stop, window, scale,
                     y_ptr, HQ * D, lse_ptr, count, 1, STAGES, HAS_LSE,
                 ),
             ),

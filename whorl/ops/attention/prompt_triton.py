@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Attention of prompts: a tile of one sequence's queries at a time, one head."""
+"""Attention of prompts in Triton: a program takes a tile of one sequence's queries, and one head."""
 
 import torch
 import triton
@@ -74,14 +74,14 @@ def _prompt_kernel(
         mass = tl.zeros((QUERIES,), tl.float32)
         lowest = tl.min(position, 0)
         first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
-        if HAS_LSE:  # keys lie where their queries do
+        if HAS_LSE:  # training: keys lie beside their queries, without a block table
             table = None
             k_ptr = k_cache_ptr + start.to(tl.int64) * k_stride_offset
             v_ptr = v_cache_ptr + start.to(tl.int64) * v_stride_offset
         else:
             table = tables_ptr + b.to(tl.int64) * table_stride
             k_ptr, v_ptr = k_cache_ptr, v_cache_ptr
-        # Cuts that every query sees whole need no mask; a mask that hides nothing changes no bit.
+        # Cuts that every query attends to in full need no mask; a mask that hides nothing would change no bit.
         middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
         for at in range(first, middle, CUT):
             keys = at + tl.arange(0, CUT)
@@ -125,11 +125,15 @@ def prompt(
     window: int,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """lse: of training, [T, HQ] fp32, written to. Keys and values are then rows beside those of q, in one block of
-    all tokens, and block_tables is not read."""
+    """Attention of many queries per sequence.
+
+    tensors: q, k_cache, v_cache, block_tables, query_starts, context_lens; strides: theirs, in the kernel's order;
+    scale: includes log2(e). lse: [T, HQ] fp32, written, in training only; keys and values are then packed as q is, in
+    one block of all tokens, and block_tables is not read.
+    """
     q, k_cache, _, _, _, lengths = tensors
     tokens, heads, dim = q.shape
-    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no sequence stay zero
+    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # tokens of no sequence stay zero
     if not y.numel():
         return y
     count = lengths.shape[0]
@@ -151,7 +155,7 @@ def prompt(
         )  # fmt: skip
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
-    has_room = lse is None  # its sum takes registers that 128 queries, or keys loaded ahead, do not leave
+    has_room = lse is None  # the sum for lse takes registers that 128 queries, or keys loaded ahead, would need
     queries = 16 if is_interpreting() else (128 if has_room else 64) if is_narrow and not is_wide else 32
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
@@ -166,7 +170,7 @@ def prompt(
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # codes take registers
+        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # dequantising takes registers
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
@@ -174,12 +178,12 @@ def prompt(
 
 
 def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...]) -> str | None:
-    """None where the Hopper kernel takes these, else why the plain one runs. It gives the same bits."""
+    """Return None where the Hopper kernel takes these, else the reason that the plain one runs; the bits are equal."""
     q = tensors[0]
     if q.shape[2] != 128 or q.element_size() != 2:
         return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
     if tensors[1].dtype != q.dtype:
-        return f"copies keys as they are to the tensor cores, and these are codes, {tensors[1].dtype}"
+        return f"copies keys unchanged to the tensor cores, but the cache holds codes, {tensors[1].dtype}"
     if any(stride % 8 for stride in strides[:-1]) or any(not t.is_meta and t.data_ptr() % 16 for t in tensors[:3]):
-        return "copies 16 bytes at a time, and rows do not begin at multiples of them"
+        return "copies 16 bytes at a time, but rows are not aligned to 16 bytes"
     return gluon_reason(q.device)

@@ -1,4 +1,4 @@
-"""What stands between a Qwen3 qkv projection and attention: per-head RMSNorm of q and k, then the rotation."""
+"""The steps between a Qwen3 qkv projection and attention: RMSNorm of every q and k head, then the rotation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +20,13 @@ from ..rope.tables import Layout, Style
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
-    """q, k and v as views of the packed projection, each [*tokens, heads, D]."""
+    """Views of q, k and v in the packed projection, each [*tokens, heads, D]."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     return list(heads.split([num_heads, num_kv_heads, num_kv_heads], -2))
 
 
 def _copied(v: Tensor) -> Tensor:
-    """A contiguous copy even of what is contiguous: an operator's output shares no memory with its inputs."""
+    """A contiguous copy, even of a contiguous tensor: an operator's output shares no memory with its inputs."""
     return v.clone(memory_format=torch.contiguous_format)
 
 
@@ -44,6 +44,7 @@ def check_qkv(
     layout: str,
     **_: object,
 ) -> None:
+    """Raise ValueError unless the projection, the norm weights, the table and the positions fit together."""
     count = num_heads + 2 * num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or qkv.shape[-1] % count:
         raise ValueError(
@@ -51,10 +52,10 @@ def check_qkv(
         )
     q = split_heads(qkv, num_heads, num_kv_heads)[0]
     check_tensors(name, q, None, cos_sin)
-    for what, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+    for argument, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
             raise ValueError(
-                f"{name}: {what} is {list(weight.shape)} {weight.dtype}, "
+                f"{name}: {argument} is {list(weight.shape)} {weight.dtype}, "
                 f"expected [{q.shape[-1]}] in {qkv.dtype} or torch.float32"
             )
     if not eps > 0:
@@ -68,18 +69,18 @@ def check_qkv(
 
 
 def _rotate(
-    op: Op, multi: Op, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None, how: Values, backend: str
+    op: Op, multi: Op, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None, options: Values, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Through `rope` or `mrope` (or their backwards), in one backend: the reference, or torch_npu's."""
-    sections, layout = how["sections"], how["layout"]
-    rest = {"style": how["style"], "pairs_out": "pairs", "where": "leading", "inverse": False}
-    chosen, extra = (op, {}) if sections is None else (multi, {"sections": sections, "layout": layout})
+    """Rotate by `rope` (op) or `mrope` (multi), or by their backwards, in the reference or in torch_npu."""
+    sections, layout = options["sections"], options["layout"]
+    order = {"style": options["style"], "pairs_out": "pairs", "where": "leading", "inverse": False}
+    chosen, axes = (op, {}) if sections is None else (multi, {"sections": sections, "layout": layout})
     function = chosen.reference if backend == REFERENCE else chosen.impls[backend].function
-    return function(q, k, cos_sin, positions, **extra, **rest)
+    return function(q, k, cos_sin, positions, **axes, **order)
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """The heads read and written once (the backward reads q and k twice), and one table row a token."""
+    """The bytes of heads, read and written once (the backward reads q and k twice), and of a table row per token."""
     qkv, table = values["qkv"], values["cos_sin"]
     heads = (values["num_heads"], values["num_kv_heads"], values["num_kv_heads"])
     has_v = values.get("with_v", True) if "dq" not in values else values["dv"] is not None
@@ -109,31 +110,34 @@ def qk_norm_rope(
     style: Style = "half",
     with_v: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """RMSNorm each query and key head, rotate them, and hand out q, k and v, each contiguous.
+    """Normalise each query and key head by RMSNorm, rotate them, and return q, k and v, each contiguous.
 
-    qkv: [*tokens, (HQ + 2 HK) D], q heads first, then k, then v; q_weight, k_weight: [D]. Returns q: [*tokens, HQ, D],
-    k and v: [*tokens, HK, D]. v is copied, so that the backward writes one gradient of qkv; without `with_v` it is
-    None, and inference reads it from qkv. cos_sin, positions, style as `rope` on the leading R channels; with
-    `sections` and `layout`, positions as `mrope`. fp32 from the projection to the result, one rounding; Hugging Face
-    rounds after the norm as well. Differentiable in qkv and the weights.
+    qkv: [*tokens, (HQ + 2 HK) D], the q heads first, then k, then v; q_weight, k_weight: [D] in qkv's dtype or fp32.
+    Returns q: [*tokens, HQ, D], k and v: [*tokens, HK, D]. v is copied, so that the backward writes one gradient of
+    qkv; with with_v=False it is None, and the caller reads it from qkv. cos_sin, positions and style are those of
+    `rope`, for the leading R channels; with `sections` and `layout`, positions are those of `mrope`. Everything from
+    the projection to the result is in fp32, rounded once; Hugging Face also rounds after the norm. Differentiable in
+    qkv and the weights. Raises ValueError when shapes, dtypes, eps or sections do not fit.
+
+        q, k, v = ops.qk_norm_rope(qkv, q_norm, k_norm, table, positions, num_heads=32, num_kv_heads=4)
     """
-    how: Values = {"sections": sections, "layout": layout, "style": style}
+    options: Values = {"sections": sections, "layout": layout, "style": style}
     wide = qkv if qkv.dtype == torch.float64 else qkv.float()
     q, k, v = split_heads(wide, num_heads, num_kv_heads)
     q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
     k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
-    q, k = _rotate(rope, mrope, q, k, cos_sin, positions, how, REFERENCE)
+    q, k = _rotate(rope, mrope, q, k, cos_sin, positions, options, REFERENCE)
     return q.to(qkv.dtype), k.to(qkv.dtype), _copied(v.to(qkv.dtype)) if with_v else None
 
 
 def _check_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **rest: Any
+    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any
 ) -> None:
     name = "qk_norm_rope_backward"
-    check_qkv(name, qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **rest)
+    check_qkv(name, qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **options)
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    for what, grad, heads in (("dq", dq, num_heads), ("dk", dk, num_kv_heads), ("dv", dv, num_kv_heads)):
-        check_like(name, what, grad, (*qkv.shape[:-1], heads, dim), qkv.dtype)
+    for argument, grad, heads in (("dq", dq, num_heads), ("dk", dk, num_kv_heads), ("dv", dv, num_kv_heads)):
+        check_like(name, argument, grad, (*qkv.shape[:-1], heads, dim), qkv.dtype)
 
 
 @operator(check=_check_backward, bytes=_bytes)
@@ -157,11 +161,11 @@ def qk_norm_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once.
 
-    Without dv the gradient of qkv is zero there.
+    dq, dk, dv are shaped like the forward's q, k and v. Where dv is None, the gradient of qkv is zero for the v heads.
     """
-    how: Values = {"sections": sections, "layout": layout, "style": style}
+    options: Values = {"sections": sections, "layout": layout, "style": style}
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-    dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, how, REFERENCE)
+    dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, options, REFERENCE)
     q, k, _ = split_heads(qkv.to(wide), num_heads, num_kv_heads)
     dq, dq_weight = rms_norm_backward.reference(dq, q, q_weight, eps=eps, plus_one=plus_one)
     dk, dk_weight = rms_norm_backward.reference(dk, k, k_weight, eps=eps, plus_one=plus_one)
@@ -174,8 +178,8 @@ def qk_norm_rope_backward(
 def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
     likes = split_heads(args["qkv"], args["num_heads"], args["num_kv_heads"])[:2]
     dq, dk = (torch.zeros_like(like) if g is None else g for g, like in zip(grads[:2], likes, strict=True))
-    how = {n: v for n, v in args.items() if n != "with_v"}
-    dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, grads[2], **how)
+    options = {n: v for n, v in args.items() if n != "with_v"}
+    dqkv, dq_weight, dk_weight = qk_norm_rope_backward(dq, dk, grads[2], **options)
     return {"qkv": dqkv, "q_weight": dq_weight, "k_weight": dk_weight}
 
 
@@ -183,6 +187,7 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 
 def triton_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels cannot take these arguments."""
     if qkv.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if cos_sin.element_size() < 4:
@@ -201,23 +206,25 @@ def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int,
 
 
 @qk_norm_rope.impl("torch_npu", accepts=_npu_reason)
-def _(qkv: Tensor, num_heads: int, num_kv_heads: int, with_v: bool, **how: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, with_v: bool, **args: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
     norm = rms_norm.impls["torch_npu"].function
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
-    q, k = (norm(x, how[w], how["eps"], how["plus_one"]) for x, w in ((q, "q_weight"), (k, "k_weight")))
-    q, k = _rotate(rope, mrope, q, k, how["cos_sin"], how["positions"], how, "torch_npu")
+    q, k = (norm(x, args[w], args["eps"], args["plus_one"]) for x, w in ((q, "q_weight"), (k, "k_weight")))
+    q, k = _rotate(rope, mrope, q, k, args["cos_sin"], args["positions"], args, "torch_npu")
     return q, k, _copied(v) if with_v else None
 
 
 @qk_norm_rope_backward.impl("torch_npu", accepts=_npu_reason)
 def _(
-    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **how: Any
+    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = rms_norm_backward.impls["torch_npu"].function
     q, k, _ = split_heads(qkv, num_heads, num_kv_heads)
-    dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, how["cos_sin"], how["positions"], how, "torch_npu")
-    dq, dq_weight = backward(dq, q, how["q_weight"], None, how["eps"], how["plus_one"])
-    dk, dk_weight = backward(dk, k, how["k_weight"], None, how["eps"], how["plus_one"])
+    dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, args["cos_sin"], args["positions"], args, "torch_npu")
+    dq, dq_weight = backward(dq, q, args["q_weight"], None, args["eps"], args["plus_one"])
+    dk, dk_weight = backward(dk, k, args["k_weight"], None, args["eps"], args["plus_one"])
     dv = torch.zeros_like(dk) if dv is None else dv
     return torch.cat((dq, dk, dv), -2).flatten(-2), dq_weight, dk_weight
 
@@ -255,6 +262,7 @@ def make_case(
     eps: float = 1e-6,
     **case: Any,
 ) -> Values:
+    """Make the arguments of `qk_norm_rope`."""
     axes = None if sections is None else len(sections)
     plain = replace(draw, scale=1.0, sliced=False)
     rotary = rope_cases.make(plain, heads=1, kv_heads=None, dim=dim, axes=axes, **case)
@@ -262,8 +270,8 @@ def make_case(
     weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, **draw.kind) for n in "qk"}
     tables = {n: rotary[n] for n in ("cos_sin", "positions")}
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": eps, "plus_one": plus_one}
-    how = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
-    return {"qkv": qkv, **weights, **tables, **sizes, **how}
+    options = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
+    return {"qkv": qkv, **weights, **tables, **sizes, **options}
 
 
 def _make_backward(draw: Draw, **case: Any) -> Values:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The backward of `qk_norm_rope`: heads are normed once more, since that costs less than having kept them normed."""
+"""The backward of `qk_norm_rope`: heads are normalised again, which costs less than saving the normalised heads."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from .._rows import ceil_div
 from ..rope.triton import flat_table, load_angles, load_pair, store_pair, token_strides
 from .qk_norm_rope_triton import (
     as_tuple,
-    constants_of,
     copy_heads,
     head_groups,
     inverse_rms,
-    load_rest,
+    launch_constants,
+    load_tail,
     load_weight,
     readable,
-    store_rest,
+    store_tail,
     token_rows,
 )
 
@@ -44,7 +44,7 @@ def _norm_rotate_heads_backward(
     P,
     w_first,
     w_second,
-    w_rest,
+    w_tail,
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -57,37 +57,37 @@ def _norm_rotate_heads_backward(
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Writes dx; returns these heads' share of the weight gradient, lane by lane, [BLOCK_T, BLOCK_H, channels]."""
+    """Store dx, and return these heads' part of the weight gradient before summing, [BLOCK_T, BLOCK_H, channels]."""
     first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     dy_first, dy_second = load_pair(dy_ptr, dy_at, mask, HALF, BLOCK_C, PAIRS)
-    rest = load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-    d_rest = load_rest(dy_ptr, dy_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+    tail = load_tail(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+    d_tail = load_tail(dy_ptr, dy_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
     cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
-    total = tl.sum(first * first + second * second, 2) + tl.sum(rest * rest, 2)
+    total = tl.sum(first * first + second * second, 2) + tl.sum(tail * tail, 2)
     inverse = inverse_rms(total, D, eps)
-    first, second, rest = first * inverse, second * inverse, rest * inverse
+    first, second, tail = first * inverse, second * inverse, tail * inverse
     d_first = dy_first * cos + dy_second * sin
     d_second = dy_second * cos - dy_first * sin
-    dw_first, dw_second, dw_rest = d_first * first, d_second * second, d_rest * rest
-    d_first, d_second, d_rest = d_first * w_first, d_second * w_second, d_rest * w_rest
-    dot = tl.sum(d_first * first + d_second * second, 2) + tl.sum(d_rest * rest, 2)
+    dw_first, dw_second, dw_tail = d_first * first, d_second * second, d_tail * tail
+    d_first, d_second, d_tail = d_first * w_first, d_second * w_second, d_tail * w_tail
+    dot = tl.sum(d_first * first + d_second * second, 2) + tl.sum(d_tail * tail, 2)
     mean = (dot / D)[:, :, None]
     dx_first, dx_second = inverse * (d_first - first * mean), inverse * (d_second - second * mean)
     store_pair(dx_ptr, dx_at, mask, dx_first, dx_second, HALF, BLOCK_C, PAIRS)
-    store_rest(dx_ptr, dx_at, mask, inverse * (d_rest - rest * mean), 2 * HALF, D - 2 * HALF, BLOCK_REST)
-    return dw_first, dw_second, dw_rest
+    store_tail(dx_ptr, dx_at, mask, inverse * (d_tail - tail * mean), 2 * HALF, D - 2 * HALF, BLOCK_REST)
+    return dw_first, dw_second, dw_tail
 
 
 @triton.jit
 def _at_tokens(tokens, S, stride_b, stride_s, BATCHED: tl.constexpr):
-    """Where the tokens of [B, S, ...] or [T, ...] start, [BLOCK_T, 1]."""
+    """The offsets of the tokens of [B, S, ...] or [T, ...], [BLOCK_T, 1]."""
     at = tokens // S * stride_b + tokens % S * stride_s if BATCHED else tokens * stride_s
     return at[:, None]
 
 
 @triton.jit
 def _over_heads(x):
-    """[BLOCK_T, BLOCK_H, channels] -> [1, 1, channels]"""
+    """Sum [BLOCK_T, BLOCK_H, channels] over tokens and heads, to [1, 1, channels]."""
     return tl.sum(tl.sum(x, 1), 0)[None, None, :]
 
 
@@ -136,9 +136,9 @@ def _qk_norm_rope_backward_kernel(
     BATCHED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (i, group) takes every num_programs-th block of tokens of one group of heads, of q, of k or of v.
+    """Program (group, i) takes every num_programs-th block of tokens of one group of heads, of q, of k or of v.
 
-    Its share of the weight gradient goes to partial[i, group]; partial: [num_programs, q and k groups, D].
+    Its part of the weight gradient is stored in partial[i, group]; partial: [num_programs, q and k groups, D].
     """
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     k_groups: tl.constexpr = (HK + BLOCK_H - 1) // BLOCK_H
@@ -158,26 +158,26 @@ def _qk_norm_rope_backward_kernel(
             columns = (HQ + heads) * D
             dy_ptr, weight_ptr = dk_ptr, k_weight_ptr
             stride_b, stride_s, stride_h = dk_stride_b, dk_stride_s, dk_stride_h
-        w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+        w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
         dw_first = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
         dw_second = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
-        dw_rest = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
+        dw_tail = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
         for block in tl.range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
             tokens = block * BLOCK_T + offset
             dy_at = _at_tokens(tokens, S, stride_b, stride_s, BATCHED) + heads * stride_h
             x_at, dx_at = (tokens * qkv_stride)[:, None] + columns, (tokens * ((HQ + 2 * HK) * D))[:, None] + columns
-            more_first, more_second, more_rest = _norm_rotate_heads_backward(
+            more_first, more_second, more_tail = _norm_rotate_heads_backward(
                 dy_ptr, qkv_ptr, dqkv_ptr, dy_at, x_at, dx_at, (tokens < T)[:, None] & is_head,
-                table_ptr, positions_ptr, tokens, T, P, w_first, w_second, w_rest, eps,
+                table_ptr, positions_ptr, tokens, T, P, w_first, w_second, w_tail, eps,
                 D, HALF, BLOCK_C, BLOCK_REST, PAIRS, AXES, S0, S1, S2, LAYOUT,
             )  # fmt: skip
             dw_first += more_first
             dw_second += more_second
-            dw_rest += more_rest
+            dw_tail += more_tail
         at = (first_block * (q_groups + k_groups) + group) * D + tl.zeros((1, 1), tl.int64)
         every = tl.full((1, 1), True, tl.int1)
         store_pair(partial_ptr, at, every, _over_heads(dw_first), _over_heads(dw_second), HALF, BLOCK_C, PAIRS)
-        store_rest(partial_ptr, at, every, _over_heads(dw_rest), 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        store_tail(partial_ptr, at, every, _over_heads(dw_tail), 2 * HALF, D - 2 * HALF, BLOCK_REST)
     else:
         heads = ((group - q_groups - k_groups) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
         for block in range(first_block, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
@@ -196,30 +196,30 @@ def backward(
     positions: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
-    **how: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     hq, hk = num_heads, num_kv_heads
-    q_weight, k_weight = how["q_weight"], how["k_weight"]
-    layout, style, plus_one = how["layout"], how["style"], how["plus_one"]
+    q_weight, k_weight = options["q_weight"], options["k_weight"]
+    layout, style, plus_one = options["layout"], options["style"], options["plus_one"]
     rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     dq, dk, dv = readable(dq), readable(dk), None if dv is None else readable(dv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if dv is None:
         dqkv[..., (hq + hk) * dim :] = 0
     table, index = flat_table(cos_sin, positions)
-    constants = constants_of(
-        hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(how["sections"]), layout, style, plus_one
+    constants = launch_constants(
+        hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(options["sections"]), layout, style, plus_one
     )
     groups = head_groups((hq, hk), constants["BLOCK_H"])
     num_groups = sum(groups[: 2 if dv is None else 3])
     waves = 16 * multiprocessors(qkv.device) // num_groups
     programs = max(1, min(ceil_div(rows.shape[0], constants["BLOCK_T"]), waves))
     partial = torch.empty(programs, groups[0] + groups[1], dim, dtype=torch.float32, device=qkv.device)
-    some_dv = dk if dv is None else dv
+    dv_in = dk if dv is None else dv  # not read where dv is None
     _qk_norm_rope_backward_kernel[(num_groups, programs)](
         dq,
         dk,
-        some_dv,
+        dv_in,
         rows,
         q_weight.contiguous(),
         k_weight.contiguous(),
@@ -232,9 +232,9 @@ def backward(
         table.shape[0],
         *token_strides(dq),
         *token_strides(dk),
-        *token_strides(some_dv),
+        *token_strides(dv_in),
         rows.stride(0),
-        how["eps"],
+        options["eps"],
         **constants,
         BATCHED=dq.dim() == 4,
         STAGES=STAGES,

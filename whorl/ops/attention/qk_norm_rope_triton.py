@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """Norm, rotation and unpacking of a qkv projection in one pass.
 
-A head's channels stay in registers between the norm and the rotation.
+A head's channels stay in registers between the norm and the rotation. The channels that do not rotate, behind the R
+that do, are called the tail.
 """
 
 import functools
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._codes_triton import codes_of, magnitude, scale_of
+from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
@@ -24,17 +25,19 @@ from .cuts_triton import Scales
 
 
 @triton.jit
-def load_rest(x_ptr, at, mask, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+def load_tail(x_ptr, at, mask, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """Load channels REST_START to REST_START + REST of the heads at `at` [BLOCK_T, BLOCK_H], in fp32."""
     channels = REST_START + tl.arange(0, BLOCK_REST)
     inside = mask[:, :, None] & (channels < REST_START + REST)
     return tl.load(x_ptr + at[:, :, None] + channels, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_rest(y_ptr, at, mask, rest, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+def store_tail(y_ptr, at, mask, tail, REST_START: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """Store channels REST_START to REST_START + REST of the heads at `at` [BLOCK_T, BLOCK_H]."""
     channels = REST_START + tl.arange(0, BLOCK_REST)
     inside = mask[:, :, None] & (channels < REST_START + REST)
-    tl.store(y_ptr + at[:, :, None] + channels, rest.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + at[:, :, None] + channels, tail.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -47,21 +50,22 @@ def load_weight(
     BLOCK_REST: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """The weight in the order of load_pair, and its tail, [1, 1, ...]."""
+    """Load the weight in the order of load_pair, and its tail, [1, 1, ...]."""
     at = tl.zeros((1, 1), tl.int64)
     mask = tl.full((1, 1), True, tl.int1)
     first, second = load_pair(weight_ptr, at, mask, HALF, BLOCK_C, PAIRS)
-    rest = load_rest(weight_ptr, at, mask, 2 * HALF, REST, BLOCK_REST)
+    tail = load_tail(weight_ptr, at, mask, 2 * HALF, REST, BLOCK_REST)
     if PLUS_ONE:
         first += 1.0
         second += 1.0
-        rest += 1.0
-    return first, second, rest
+        tail += 1.0
+    return first, second, tail
 
 
 @triton.jit
 def copy_heads(x_ptr, y_ptr, x_at, y_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    store_rest(y_ptr, y_at, mask, load_rest(x_ptr, x_at, mask, 0, D, BLOCK_D), 0, D, BLOCK_D)
+    """Copy whole heads."""
+    store_tail(y_ptr, y_at, mask, load_tail(x_ptr, x_at, mask, 0, D, BLOCK_D), 0, D, BLOCK_D)
 
 
 @triton.jit
@@ -69,22 +73,22 @@ def copy_codes(
     x_ptr, y_ptr, scale_ptr, x_at, y_at, scale_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
     LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """`copy_heads` into a cache of codes."""
-    x = load_rest(x_ptr, x_at, mask, 0, D, BLOCK_D)
-    scale = scale_of(tl.max(magnitude(x), 2), LARGEST)
-    store_rest(y_ptr, y_at, mask, codes_of(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
+    """Quantise whole heads into a cache of codes."""
+    x = load_tail(x_ptr, x_at, mask, 0, D, BLOCK_D)
+    scale = row_scale(tl.max(magnitude_bits(x), 2), LARGEST)
+    store_tail(y_ptr, y_at, mask, to_codes(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
     tl.store(scale_ptr + scale_at, scale, mask=mask)
 
 
 @triton.jit
 def inverse_rms(total, D: tl.constexpr, eps):
-    """Correctly rounded: one a head, where the fast reciprocal root would be the largest error in fp32."""
+    """1 / rms, correctly rounded: there is one per head, and the fast reciprocal root would dominate the fp32 error."""
     return tl.div_rn(1.0, tl.sqrt_rn(total / D + eps))[:, :, None]
 
 
 @triton.jit
 def _head_sum(x, LENGTH: tl.constexpr):
-    """[tokens, heads] of [tokens, heads, LENGTH]."""
+    """Sums [tokens, heads] along x [tokens, heads, LENGTH]."""
     rows: tl.constexpr = x.shape[0] * x.shape[1]
     return tl.reshape(row_sum(tl.reshape(x, (rows, LENGTH)), rows, LENGTH), (x.shape[0], x.shape[1]))
 
@@ -120,49 +124,52 @@ def _norm_rotate_heads(
     IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With scale_ptr as codes of what is else stored, which is rounded to the dtype of x first."""
+    """Normalise, rotate and store the heads at x_at.
+
+    With scale_ptr they are stored as codes; what is quantised is rounded to the dtype of x first.
+    """
     if OVERLAP == 2:
-        w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+        w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
         cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
         follow(OVERLAP)
         first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     else:
-        # Heads first: a warp issues in order, and the table row has to wait for its position.
+        # Heads are loaded first: a warp issues in order, and a table row must wait for its position.
         first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
-        w_first, w_second, w_rest = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
+        w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
         cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
     total = _head_sum(tl.fma(first, first, second * second), BLOCK_C)
     if D > 2 * HALF:
-        rest = load_rest(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-        total += _head_sum(rest * rest, BLOCK_REST)
+        tail = load_tail(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        total += _head_sum(tail * tail, BLOCK_REST)
     inverse = inverse_rms(total, D, eps)
     first, second = first * inverse * w_first, second * inverse * w_second
     turned_first, turned_second = rotated(first, second, cos, sin)
     if D > 2 * HALF:
-        rest = rest * inverse * w_rest
+        tail = tail * inverse * w_tail
     if scale_ptr is not None:
         dtype = x_ptr.dtype.element_ty
         turned_first = turned_first.to(dtype).to(tl.float32)
         turned_second = turned_second.to(dtype).to(tl.float32)
-        largest = tl.max(tl.maximum(magnitude(turned_first), magnitude(turned_second)), 2)
+        largest = tl.max(tl.maximum(magnitude_bits(turned_first), magnitude_bits(turned_second)), 2)
         if D > 2 * HALF:
-            rest = rest.to(dtype).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(magnitude(rest), 2))
-        scale = scale_of(largest, LARGEST)
+            tail = tail.to(dtype).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(magnitude_bits(tail), 2))
+        scale = row_scale(largest, LARGEST)
         tl.store(scale_ptr + scale_at, scale, mask=mask)
         scale = scale[:, :, None]
-        turned_first = codes_of(turned_first, scale, LARGEST, IS_INTEGER)
-        turned_second = codes_of(turned_second, scale, LARGEST, IS_INTEGER)
+        turned_first = to_codes(turned_first, scale, LARGEST, IS_INTEGER)
+        turned_second = to_codes(turned_second, scale, LARGEST, IS_INTEGER)
         if D > 2 * HALF:
-            rest = codes_of(rest, scale, LARGEST, IS_INTEGER)
+            tail = to_codes(tail, scale, LARGEST, IS_INTEGER)
     store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
     if D > 2 * HALF:
-        store_rest(y_ptr, y_at, mask, rest, 2 * HALF, D - 2 * HALF, BLOCK_REST)
+        store_tail(y_ptr, y_at, mask, tail, 2 * HALF, D - 2 * HALF, BLOCK_REST)
 
 
 @triton.jit
 def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offset_stride, CACHE_BLOCK: tl.constexpr):
-    """Where the keys or values of these tokens go, [BLOCK_T, 1], and which go anywhere."""
+    """The offsets to which the keys or values of these tokens are stored, [BLOCK_T, 1], and which tokens are stored."""
     if CACHE_BLOCK == 0:
         places = (tokens * width)[:, None]
     else:
@@ -174,7 +181,7 @@ def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offs
 
 @triton.jit
 def _scale_places(slots_ptr, tokens, is_token, heads, HK: tl.constexpr, CACHE_BLOCK: tl.constexpr):
-    """Where the scales of these tokens and heads go, [BLOCK_T, BLOCK_H]: in planes [blocks, HK, CACHE_BLOCK]."""
+    """The offsets of the scales of these tokens and heads, [BLOCK_T, BLOCK_H], in [blocks, HK, CACHE_BLOCK]."""
     slots = tl.load(slots_ptr + tokens[:, None], mask=is_token, other=0).to(tl.int64)
     return (slots // CACHE_BLOCK * HK + heads) * CACHE_BLOCK + slots % CACHE_BLOCK
 
@@ -224,9 +231,10 @@ def _qk_norm_rope_kernel(
     IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS says whether v is one.
+    """A program takes a group of BLOCK_H heads, of q, of k or of v, of BLOCK_T tokens; GROUPS includes v or not.
 
-    k and v go to contiguous tensors, or, with CACHE_BLOCK tokens a block, into the paged cache; with scales as codes.
+    k and v are stored to contiguous tensors or, with CACHE_BLOCK tokens per block, to the paged cache; with scales, as
+    codes.
     """
     begin(OVERLAP)
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
@@ -276,7 +284,13 @@ def _qk_norm_rope_kernel(
 
 
 def forward(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor | None, num_heads: int, num_kv_heads: int, with_v: bool, **how: Any
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    with_v: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     hq, hk = num_heads, num_kv_heads
     rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
@@ -284,8 +298,8 @@ def forward(
     v = torch.empty_like(k) if with_v else None
     if not rows.shape[0]:
         return q, k, v
-    weights = (how.pop("q_weight"), how.pop("k_weight"))
-    _launch(rows, weights, (q, k, v), cos_sin, positions, None, (None, None), hk, **how)
+    weights = (options.pop("q_weight"), options.pop("k_weight"))
+    _launch(rows, weights, (q, k, v), cos_sin, positions, None, (None, None), hk, **options)
     return q, k, v
 
 
@@ -297,15 +311,15 @@ def write(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    **how: Any,
+    **options: Any,
 ) -> None:
-    """`forward` into the paged cache."""
+    """`forward`, but k and v are written into the paged cache."""
     if qkv.shape[0]:
-        weights, cos_sin = (how.pop("q_weight"), how.pop("k_weight")), how.pop("cos_sin")
-        heads = how.pop("num_heads"), how.pop("num_kv_heads")
-        how |= {"sections": None, "layout": "chunked"}
+        weights, cos_sin = (options.pop("q_weight"), options.pop("k_weight")), options.pop("cos_sin")
+        heads = options.pop("num_heads"), options.pop("num_kv_heads")
+        options |= {"sections": None, "layout": "chunked"}
         outputs, scales = (q, k_cache, v_cache), (k_scale, v_scale)
-        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **how)
+        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **options)
 
 
 def _launch(
@@ -328,7 +342,7 @@ def _launch(
     heads = hq, hk = q.shape[-2], num_kv_heads
     dim = q.shape[-1]
     table, index = flat_table(cos_sin, positions)
-    constants = constants_of(
+    constants = launch_constants(
         hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(sections), layout, style, plus_one
     )
     groups = sum(head_groups(heads, constants["BLOCK_H"])[: 2 if v is None else 3])
@@ -359,17 +373,18 @@ def _launch(
 
 
 def head_groups(heads: tuple[int, int], block_h: int) -> tuple[int, int, int]:
-    """Programs for the heads of q, k and v of one token."""
+    """How many programs the heads of q, k and v of one block of tokens take."""
     q_groups, k_groups = (ceil_div(h, block_h) for h in heads)
     return q_groups, k_groups, k_groups
 
 
 def readable(x: Tensor) -> Tensor:
+    """x with unit stride along the channels, copied only where needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """[T, C] with unit stride along C: a view where strides allow one."""
+    """x as [T, C] with unit stride along C: a view where strides allow one."""
     return readable(x).reshape(-1, x.shape[-1])
 
 
@@ -378,7 +393,7 @@ def as_tuple(sections: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def constants_of(
+def launch_constants(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -389,8 +404,9 @@ def constants_of(
     style: str,
     plus_one: bool,
 ) -> dict[str, int]:
+    """The constants of the forward and backward kernels."""
     channels = power_of_2(dim)
-    # 1024 channels a program: one warp with four 16-byte reads a thread in flight. Two tokens share a weight.
+    # 1024 channels per program: one warp, with four 16-byte loads per thread in flight. Two tokens share a weight.
     block_h = max(1, min(power_of_2(heads), 512 // channels))
     return {
         "HQ": heads,

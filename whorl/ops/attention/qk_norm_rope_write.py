@@ -1,4 +1,4 @@
-"""`qk_norm_rope` and `write_kv` in one: keys and values go from the projection straight into the paged cache."""
+"""`qk_norm_rope` and `write_kv` in one operator: keys and values are written directly into the paged cache."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, trito
 from .write_kv import draw_caches, write_kv
 
 
-def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **rest: Any) -> None:
-    name, num_heads, num_kv_heads = "qk_norm_rope_write", rest["num_heads"], rest["num_kv_heads"]
-    rest.pop("style")
-    scales = rest.pop("k_scale"), rest.pop("v_scale")
-    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **rest)
+def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **options: Any) -> None:
+    name, num_heads, num_kv_heads = "qk_norm_rope_write", options["num_heads"], options["num_kv_heads"]
+    options.pop("style")
+    scales = options.pop("k_scale"), options.pop("v_scale")
+    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **options)
     check_cache(name, k_cache, v_cache, *scales)
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if qkv.dim() != 2 or q.shape != (qkv.shape[0], num_heads, dim) or q.dtype != qkv.dtype:
@@ -58,17 +58,19 @@ def qk_norm_rope_write(
     plus_one: bool = False,
     style: Style = "half",
 ) -> None:
-    """RMSNorm each query and key head of new tokens, rotate them, and store q and, in the cache, k and v.
+    """Normalise and rotate the query and key heads of new tokens; store q, and write k and v into the cache.
 
-    qkv: [T, (HQ + 2 HK) D], q_weight, k_weight: [D], cos_sin: [T, R], a row for each token: as `qk_norm_rope`; q:
-    [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T], and k_scale and v_scale,
-    written, where the cache holds codes: as `write_kv`. What is quantised has been rounded to qkv's dtype before.
-    Returns nothing.
+    qkv: [T, (HQ + 2 HK) D], q_weight, k_weight: [D], cos_sin: [T, R] with one row per token, all as in `qk_norm_rope`;
+    q: [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T] and, where the cache
+    holds codes, k_scale and v_scale, written, all as in `write_kv`. Values are rounded to qkv's dtype before they are
+    quantised. Returns nothing. Raises ValueError when shapes or dtypes do not fit.
+
+        ops.qk_norm_rope_write(qkv, q_norm, k_norm, rows, q, k_cache, v_cache, slots, num_heads=32, num_kv_heads=4)
     """
-    how: Values = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps, "plus_one": plus_one}
+    options: Values = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps, "plus_one": plus_one}
     reference = qk_norm_rope.reference
-    turned, k, v = reference(qkv, q_weight, k_weight, cos_sin, style=style, with_v=True, **how)
-    q.copy_(turned)
+    rotated, k, v = reference(qkv, q_weight, k_weight, cos_sin, style=style, with_v=True, **options)
+    q.copy_(rotated)
     write_kv.reference(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
@@ -86,7 +88,7 @@ def _triton_reason(
     **_: object,
 ) -> str | None:
     if k_cache.stride() != v_cache.stride() or not k_cache.stride(-1) == q.stride(-1) == 1:
-        return "writes channels that lie side by side, in two caches of the same strides"
+        return "writes contiguous channels into two caches of equal strides"
     return triton_reason(qkv, cos_sin, num_heads, num_kv_heads)
 
 
@@ -98,21 +100,21 @@ def _npu_reason(
     cos_sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    **given: Any,
+    **arguments: Any,
 ) -> str | None:
     k, v = split_heads(qkv, num_heads, num_kv_heads)[1:]
-    cache = {name: given[name] for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
+    cache = {name: arguments[name] for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
     write = write_kv.impls["torch_npu"].accepts(k=k, v=v, **cache)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return write or qk_norm_rope.impls["torch_npu"].accepts(qkv=qkv, cos_sin=cos_sin, **heads)
 
 
 @qk_norm_rope_write.impl("torch_npu", accepts=_npu_reason)
-def _(q: Tensor, **given: Any) -> None:
-    cache = {name: given.pop(name) for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
-    rotate = qk_norm_rope.impls["torch_npu"].function
-    turned, k, v = rotate(**given, positions=None, sections=None, layout="chunked", with_v=True)
-    q.copy_(turned)
+def _(q: Tensor, **arguments: Any) -> None:
+    cache = {name: arguments.pop(name) for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
+    norm_rope = qk_norm_rope.impls["torch_npu"].function
+    rotated, k, v = norm_rope(**arguments, positions=None, sections=None, layout="chunked", with_v=True)
+    q.copy_(rotated)
     write_kv.impls["torch_npu"].function(k=k, v=v, **cache)
 
 
@@ -141,7 +143,7 @@ _BENCH += [_BENCH[1] | {"format": name} for name in FORMATS]
 def _make(
     draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, format: str = "", **case: Any
 ) -> Values:
-    """Slots in no order, some tokens without one; blocks with a gap between them where strides are asked for."""
+    """Random slots, with `skipped` some tokens without one; in a sliced case with gaps between the blocks."""
     values = make_case(draw, looked_up=True, **case)
     (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
     blocks = -(-count // block) + 1
@@ -155,8 +157,8 @@ def _make(
         slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
     slots = slots.int() if short else slots
     q = torch.zeros(count, values["num_heads"], dim, **draw.kind)
-    kept = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
-    return kept | {"q": q, **caches, "slots": slots}
+    values = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
+    return values | {"q": q, **caches, "slots": slots}
 
 
 qk_norm_rope_write.inputs(cases=_CASES, bench=_BENCH)(_make)

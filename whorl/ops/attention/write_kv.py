@@ -1,4 +1,4 @@
-"""Writing keys and values into the pages of a cache."""
+"""Writing keys and values into the paged KV cache."""
 
 from typing import Literal
 
@@ -48,27 +48,29 @@ def write_kv(
     """Store the keys and values of new tokens in the cache.
 
     k, v: [T, HK, D]; k_cache, v_cache: [blocks, block size, HK, D] in k's dtype, written in place; slots: [T] int32 or
-    int64: token t goes to offset slots[t] % block size of block slots[t] // block size, and nowhere when slots[t] is
-    negative. Two tokens in one slot: either may win. A slot past the cache is an error on the CPU and is not looked
-    for elsewhere. Returns nothing.
+    int64: token t is written to offset slots[t] % block size of block slots[t] // block size, and is skipped when
+    slots[t] is negative. Where two tokens have one slot, either may win. A slot past the cache raises ValueError on the
+    CPU and is not checked elsewhere. Returns nothing.
 
-    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches are int8 or float8_e4m3fn: every
-    head of a token is stored as `dynamic_quant` quantises its D channels, codes here and scale there.
+    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, written in place, the caches are int8 or
+    float8_e4m3fn: every head of a token is quantised over its D channels as by `dynamic_quant`.
+
+        ops.write_kv(k, v, k_cache, v_cache, slots)
     """
     slots = slots.long()
     if min(slots.tolist(), default=0) < 0:
-        kept = slots >= 0
-        k, v, slots = k[kept], v[kept], slots[kept]
+        is_written = slots >= 0
+        k, v, slots = k[is_written], v[is_written], slots[is_written]
     for cache, scales, new in ((k_cache, k_scale, k), (v_cache, v_scale, v)):
         if scales is not None:
-            new, found = quantised(new, cache)
-            scales[slots // scales.shape[2], :, slots % scales.shape[2]] = found.to(scales.dtype)
+            new, new_scales = quantised(new, cache)
+            scales[slots // scales.shape[2], :, slots % scales.shape[2]] = new_scales.to(scales.dtype)
         _store(cache, slots, new)
 
 
 def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Blocks may lie anywhere, the tokens of a block one behind the other."""
-    if cache.dtype.itemsize == 1:  # torch copies no fp8 by index
+    """Write tokens to their slots; blocks may have any stride between them."""
+    if cache.dtype.itemsize == 1:  # torch cannot copy fp8 by index
         cache, new = cache.view(torch.int8), new.view(torch.int8)
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
         cache.flatten(0, 1).index_copy_(0, slots, new)
@@ -77,19 +79,19 @@ def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
 
 
 def quantised(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of x [T, HK, D] in the dtype of a cache, and its scales [T, HK]; of gold a cache is in fp64, too."""
-    codes, scales = dynamic_quant.reference(x, format=format_of(cache))
+    """The codes of x [T, HK, D] in the dtype of the cache (fp64 in tests against fp64), and scales [T, HK]."""
+    codes, scales = dynamic_quant.reference(x, format=_cache_format(cache))
     return codes.to(cache.dtype), scales
 
 
-def format_of(cache: Tensor) -> Literal["int8", "fp8"]:
+def _cache_format(cache: Tensor) -> Literal["int8", "fp8"]:
     return "int8" if cache.dtype == torch.int8 else "fp8"
 
 
 def _triton_reason(k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, **_: object) -> str | None:
     if k_scale is not None and k.dtype == torch.float64:
         return "computes scales in fp32, got torch.float64"
-    return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes channels that lie side by side only"
+    return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes contiguous channels only"
 
 
 write_kv.impl("triton", "paged_triton:write_kv", accepts=_triton_reason)
@@ -138,16 +140,16 @@ def _make(
 
 
 def draw_caches(draw: Draw, shape: Sizes, format: str, scale: float = 1.0) -> Values:
-    """k_cache and v_cache of [blocks, block size, HK, D], with something in them; of a format also their scales."""
-    found: Values = {"k_cache": None, "v_cache": None, "k_scale": None, "v_scale": None}
+    """Random k_cache and v_cache [blocks, block size, HK, D]; with a format, quantised and with their scales."""
+    caches: Values = {"k_cache": None, "v_cache": None, "k_scale": None, "v_scale": None}
     for name in ("k", "v"):
         values = scale * torch.randn(*shape, **draw.kind)
         if not format:
-            found[f"{name}_cache"] = values
+            caches[f"{name}_cache"] = values
             continue
         codes, scales = dynamic_quant.reference(values, format=format)  # type: ignore[arg-type]
-        found |= {f"{name}_cache": codes, f"{name}_scale": scales.float().transpose(1, 2).contiguous()}
-    return found
+        caches |= {f"{name}_cache": codes, f"{name}_scale": scales.float().transpose(1, 2).contiguous()}
+    return caches
 
 
 write_kv.inputs(cases=_CASES, bench=_BENCH)(_make)

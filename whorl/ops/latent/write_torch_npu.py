@@ -29,7 +29,7 @@ def _store_reason(rows: Tensor, cache: Tensor) -> str | None:
 
 
 def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    source, at, is_any = _torch_npu.kept(slots)
+    source, at, is_any = _torch_npu.replace_skipped(slots)
     flat = cache.view(-1, cache.shape[2])
     updates = torch.where(is_any, rows[source], flat[:1]).contiguous()
     _torch_npu.call("npu_scatter_nd_update_", input=flat, indices=at[:, None].contiguous(), updates=updates)

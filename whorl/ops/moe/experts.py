@@ -104,7 +104,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 @experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
 def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    wanted, is_differentiated = args.wanted, torch.is_grad_enabled()
+    wanted, is_differentiated = args.needs_grad, torch.is_grad_enabled()
     given = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
     if not is_differentiated:
         given = {n: x.detach().requires_grad_(n in wanted) for n, x in given.items()}

@@ -1,6 +1,7 @@
-"""Rotary embedding: `contract.py` says what it is, `tables.py` by which angles.
+"""Rotary position embedding (RoPE) of queries and keys.
 
-`triton.py` and `torch_npu.py` are how it runs, `cases.py` its sizes.
+`contract.py` has the operators and their references, `tables.py` the cos/sin tables, `triton.py` and `torch_npu.py` the
+kernels, `backends.py` which kernel takes which arguments, and `cases.py` the cases of tests and benchmarks.
 """
 
 from . import backends, cases

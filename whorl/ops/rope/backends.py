@@ -1,4 +1,4 @@
-"""What runs where: Triton on NVIDIA GPUs, torch_npu on Ascend."""
+"""The backends of the rotation: Triton on NVIDIA GPUs, torch_npu on Ascend."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def _triton_in_place_reason(
     q: Tensor, k: Tensor | None, style: str, pairs_out: str, cos_sin: Tensor | None = None, **_: object
 ) -> str | None:
     if len(set(read_write_orders(style, pairs_out))) > 1:
-        return "in place, another order would overwrite channels that other lanes have still to read"
+        return "in place, writing another channel order would overwrite channels that other threads have yet to read"
     if q.stride(-1) != 1 or (k is not None and k.stride(-1) != 1):
         return "in place, the channels of a head must be adjacent in memory"
     return _triton_reason(q, cos_sin)
@@ -77,11 +77,11 @@ def _(dq, dk, cos_sin, positions, sections, layout, style, pairs_out, where, inv
 
 @rope_.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, cos_sin, positions, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    turned = rope.impls["torch_npu"].function(q, k, cos_sin, positions, style, pairs_out, where, inverse)
-    overwrite(q, k, turned)
+    rotated = rope.impls["torch_npu"].function(q, k, cos_sin, positions, style, pairs_out, where, inverse)
+    overwrite(q, k, rotated)
 
 
 @mrope_.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, cos_sin, positions, sections, layout, style, pairs_out, where, inverse):  # type: ignore[no-untyped-def]
-    how = (cos_sin, positions, sections, layout, style, pairs_out, where, inverse)
-    overwrite(q, k, mrope.impls["torch_npu"].function(q, k, *how))
+    options = (cos_sin, positions, sections, layout, style, pairs_out, where, inverse)
+    overwrite(q, k, mrope.impls["torch_npu"].function(q, k, *options))

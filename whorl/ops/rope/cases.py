@@ -1,4 +1,4 @@
-"""Sizes that tests, the self-test and benchmarks walk, and the arguments made from them."""
+"""Cases of the rotary operators for tests, the self-test and benchmarks, and the arguments made from them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,8 +102,8 @@ def _table(draw: Draw, rows: int, rotary: int) -> Tensor:
 
 
 def _heads(draw: Draw, tokens: Sizes, heads: int, dim: int, order: str) -> Tensor:
-    """Random heads in one of the memory layouts that a model hands over."""
-    if draw.sliced:  # a slice of a packed projection: rows further apart than they are long
+    """Random heads in one of the dimension orders that models use."""
+    if draw.sliced:  # a slice of a packed projection: the stride between tokens is larger than a token
         return (draw.scale * torch.randn(*tokens, heads + 3, dim, **draw.kind))[..., 1 : heads + 1, :]
     if order == "bhsd":
         return draw.scaled(tokens[0], heads, tokens[1], dim).transpose(1, 2)
@@ -121,9 +121,9 @@ def make(
     looked_up: bool = False,
     index: torch.dtype = torch.int64,
     axes: int | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Values:
-    """Arguments of `rope`, and of `mrope` with `axes`."""
+    """Make the arguments of `rope` or, with `axes`, of `mrope`."""
     q = _heads(draw, tokens, heads, dim, order)
     k = None if kv_heads is None else _heads(draw, tokens, kv_heads, dim, order)
     rows = max(64, torch.Size(tokens).numel())
@@ -131,23 +131,23 @@ def make(
     shape = tokens if axes is None else (axes, *tokens)
     positions = torch.randint(0, rows, shape, device=draw.device, dtype=index)
     if looked_up:
-        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None, **how}
-    return {"q": q, "k": k, "cos_sin": table, "positions": positions, **how}
+        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None, **options}
+    return {"q": q, "k": k, "cos_sin": table, "positions": positions, **options}
 
 
 def _make_mrope(draw: Draw, sections: list[int], layout: str, **case: Any) -> Values:
     return make(draw, axes=len(sections), **case) | {"sections": sections, "layout": layout}
 
 
-def _renamed(make: Callable[..., Values]) -> Callable[..., Values]:
-    """A backward takes gradients of q's and k's shapes in their place."""
+def _for_backward(make: Callable[..., Values]) -> Callable[..., Values]:
+    """Rename q and k to dq and dk: a backward takes gradients of the same shapes."""
     return lambda draw, **case: {{"q": "dq", "k": "dk"}.get(n, n): v for n, v in make(draw, **case).items()}
 
 
 _MROPE_BENCH = [{**case, "sections": [24, 20, 20], "layout": "interleaved"} for case in _BENCH]
 rope.inputs(cases=_ROPE_CASES, bench=_BENCH)(make)
-rope_backward.inputs(cases=_ROPE_CASES, bench=_BENCH)(_renamed(make))
+rope_backward.inputs(cases=_ROPE_CASES, bench=_BENCH)(_for_backward(make))
 rope_.inputs(cases=_ROPE_CASES, bench=_BENCH)(make)
 mrope.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_make_mrope)
-mrope_backward.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_renamed(_make_mrope))
+mrope_backward.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_for_backward(_make_mrope))
 mrope_.inputs(cases=_MROPE_CASES, bench=_MROPE_BENCH)(_make_mrope)

@@ -1,4 +1,4 @@
-"""What tables, positions and sections must be, whatever operator takes them."""
+"""Checks of tables, positions and sections that the rotary operators share."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from .._tracing import is_readable
 
 
 def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefix: str = "") -> None:
-    """prefix: "d" for gradients, which are called dq and dk."""
+    """Raise ValueError unless q, k and the table fit together. prefix: "d" for gradients, which are dq and dk."""
     if q.dim() not in (3, 4):
         raise ValueError(f"{name}: {prefix}q is {list(q.shape)}, expected [T, HQ, D] or [B, S, HQ, D]")
     if not q.is_floating_point():
@@ -31,6 +31,7 @@ def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefi
 
 
 def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin: Tensor) -> None:
+    """Raise ValueError unless positions are integers of this shape, for a table [P, R]."""
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: positions is {positions.dtype}, expected torch.int32 or torch.int64")
     if list(positions.shape) != list(shape):
@@ -41,7 +42,10 @@ def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin:
 
 
 def check_places(name: str, cos_sin: Tensor, positions: Tensor) -> None:
-    """Where values can be read for free; kernels give NaN for a position outside the table."""
+    """Raise ValueError for a position outside the table, where values can be read for free.
+
+    Elsewhere kernels return NaN for such a token.
+    """
     if positions.numel() and is_readable(positions):
         low, high = (int(v) for v in positions.aminmax())
         if low < 0 or high >= cos_sin.shape[0]:
@@ -50,7 +54,7 @@ def check_places(name: str, cos_sin: Tensor, positions: Tensor) -> None:
 
 
 def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
-    """Several positions a token: [A, *tokens], one row for each section."""
+    """Raise ValueError unless positions are [A, *tokens], one row for each section."""
     shape = [len(sections), *q.shape[:-2]]
     if positions.dim() == len(shape):
         check_sections(name, cos_sin, positions, sections, layout)
@@ -58,6 +62,7 @@ def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, section
 
 
 def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
+    """Raise ValueError unless the sections fit the positions, the table and the layout."""
     half = cos_sin.shape[-1] // 2
     if len(sections) != positions.shape[0]:
         raise ValueError(
@@ -76,7 +81,7 @@ def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequ
 
 
 def check_rows(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor | None) -> None:
-    """One row for each token: looked up by position, or given."""
+    """Raise ValueError unless every token has a table row: looked up by its position, or passed directly."""
     if positions is not None:
         check_positions(name, positions, q.shape[:-2], cos_sin)
     elif cos_sin.shape[:-1] != q.shape[:-2]:

@@ -1,8 +1,8 @@
-"""Rotary embedding of queries and keys: one position per token (`rope`) or several axes of them (`mrope`).
+"""Rotary embedding of queries and keys: one position per token (`rope`) or several position axes (`mrope`).
 
-Tables are fp32 and half width: row = [cos of R/2 angles | sin of R/2 angles]; rounded to q's dtype they are taken too,
-which is what torch_npu's kernel wants (`table_dtype`). The token dims lead; `tokens_first` views the other orders that
-way, without a copy.
+Tables are fp32 and of half width: row = [cos of R/2 angles | sin of R/2 angles]. Tables rounded to q's dtype are taken
+too, since torch_npu's kernel needs them (`table_dtype`). The token dims come first; `tokens_first` gives a view of the
+other orders in this form, without a copy.
 """
 
 import functools
@@ -70,23 +70,24 @@ def _join(first: Tensor, second: Tensor, style: str) -> Tensor:
 
 
 def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str, inverse: bool) -> Tensor:
-    """Turn R channels of every head: read them in one order, write them in another. x: [*tokens, H, D]."""
+    """Rotate R channels of every head of x [*tokens, H, D]; they are read in order `read`, written in order `write`."""
     rotary, dim = rows.shape[-1], x.shape[-1]
     start = 0 if where == "leading" else dim - rotary
     wide = widen(x if rotary == dim else x[..., start : start + rotary])
     cos, sin = narrow(rows, wide.dtype).unsqueeze(-2).chunk(2, -1)  # [*tokens, 1, R/2]
     sin = -sin if inverse else sin
     first, second = _split(wide, read)
-    turned = narrow(_join(first * cos - second * sin, second * cos + first * sin, write), x.dtype)
-    return turned if rotary == dim else torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
+    rotated = narrow(_join(first * cos - second * sin, second * cos + first * sin, write), x.dtype)
+    return rotated if rotary == dim else torch.cat((x[..., :start], rotated, x[..., start + rotary :]), -1)
 
 
-def rotate_both(q: Tensor, k: Tensor | None, *how: object) -> tuple[Tensor, Tensor | None]:
-    return _rotate(q, *how), None if k is None else _rotate(k, *how)  # type: ignore[arg-type]
+def rotate_both(q: Tensor, k: Tensor | None, *options: object) -> tuple[Tensor, Tensor | None]:
+    """Apply `_rotate` to q and, where there is one, k."""
+    return _rotate(q, *options), None if k is None else _rotate(k, *options)  # type: ignore[arg-type]
 
 
 def rope_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """q and k read and written, one table row for each token; a larger table is not read."""
+    """The bytes of q and k, read and written, and of one table row per token; the rest of the table is not read."""
     heads = [t for n in ("q", "k", "dq", "dk") if (t := values.get(n)) is not None]
     tokens = heads[0].shape[:-2].numel()
     positions = values["positions"]
@@ -110,14 +111,19 @@ def rope(
     where: Where = "leading",
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn R of the D channels of every query and key head by its token's angles.
+    """Rotate R of the D channels of every query and key head by the angles of its token.
 
-    q: [*tokens, HQ, D], k: [*tokens, HK, D] or None; *tokens is T or B, S; bf16, fp16 or fp32; any strides.
-    cos_sin: fp32 or q's dtype, [*tokens, R], or a table [P, R] with positions: [*tokens] int32 or int64.
-    (a, b) -> (a cos - b sin, b cos + a sin) in fp32, rounded once; `inverse` turns back. Channel i of R/2 is
-    (x[i], x[i + R/2]) in style `half` (GPT-NeoX) and (x[2i], x[2i+1]) in style `pairs` (GPT-J); `pairs_out="half"`
-    writes what was read as pairs in half order (DeepSeek-V3). `where` says which R channels: the first or the last;
-    the others pass unchanged. Outputs are new and contiguous. Differentiable in q and k.
+    q: [*tokens, HQ, D], k: [*tokens, HK, D] or None, where *tokens is T or B, S; bf16, fp16 or fp32; any strides.
+    cos_sin: [*tokens, R] in fp32 or q's dtype, or a table [P, R] together with positions: [*tokens] int32 or int64.
+    Returns new, contiguous q and k (None where k is None).
+    Each pair (a, b) becomes (a cos - b sin, b cos + a sin), in fp32, rounded once; `inverse` rotates back. Pair i of
+    R/2 is (x[i], x[i + R/2]) in style `half` (GPT-NeoX) and (x[2i], x[2i+1]) in style `pairs` (GPT-J);
+    `pairs_out="half"` writes channels that were read as pairs in half order (DeepSeek-V3). `where` says which R
+    channels rotate, the leading or the trailing ones; the others are copied. Differentiable in q and k. Raises
+    ValueError when shapes or dtypes do not fit or, on the CPU, a position is outside the table; elsewhere such a token
+    is NaN.
+
+        q, k = ops.rope(q, k, table, positions)
     """
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(q, k, token_rows(cos_sin, positions), read, write, where, inverse)
@@ -135,7 +141,10 @@ def rope_backward(
     where: Where = "leading",
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `rope` with its own arguments: the inverse rotation, read and write orders exchanged."""
+    """Gradients of `rope` with respect to q and k: the inverse rotation with read and write orders exchanged.
+
+    dq, dk are shaped like `rope`'s outputs; the other arguments are those of the forward.
+    """
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(dq, dk, token_rows(cos_sin, positions), write, read, where, not inverse)
 
@@ -154,12 +163,15 @@ def mrope(
     where: Where = "leading",
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rope` with several positions a token: each channel turns by the angle of its own axis.
+    """`rope` with several positions per token: each pair of channels rotates by the position of its own axis.
 
-    positions: [A, *tokens], rows t, h, w (and a fourth); sections: A counts of channels, summing to R/2; the rest as
-    `rope`. `layout` assigns axes to channels: `chunked` in bands t | h | w (Qwen2-VL); `interleaved` h at 1, 4, ...
-    below 3h, w at 2, 5, ... below 3w, else t (Qwen3-VL, as transformers; torch_npu's published formula bounds w by
-    3h); `hwt` with sections (h, w, t): h and w alternate, then t (Ernie-4.5-VL). Differentiable in q and k.
+    positions: [A, *tokens], rows t, h, w (and a fourth); sections: A counts of pairs that sum to R/2; the other
+    arguments and the outputs are those of `rope`. `layout` assigns axes to pairs: `chunked` in bands t | h | w
+    (Qwen2-VL); `interleaved` h at 1, 4, ... below 3h, w at 2, 5, ... below 3w, t elsewhere (Qwen3-VL, as transformers;
+    torch_npu's published formula bounds w by 3h); `hwt` with sections (h, w, t): h and w alternate, then t
+    (Ernie-4.5-VL). Differentiable in q and k. Raises ValueError as `rope` does, and when sections do not fit.
+
+        q, k = ops.mrope(q, k, table, positions, [24, 20, 20], layout="interleaved")
     """
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(q, k, merged_rows(cos_sin, positions, sections, layout), read, write, where, inverse)
@@ -179,7 +191,7 @@ def mrope_backward(
     where: Where = "leading",
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `mrope` with its own arguments."""
+    """Gradients of `mrope` with respect to q and k; arguments as in `rope_backward` and `mrope`."""
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(dq, dk, merged_rows(cos_sin, positions, sections, layout), write, read, where, not inverse)
 
@@ -195,12 +207,12 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 
 def _gradients(backward: Op, grads: tuple[Tensor | None, ...], args: Values) -> dict[str, Tensor | None]:
-    """Either gradient may be missing: the one that is there goes first."""
+    """Either gradient may be missing; a lone dk takes the place of dq."""
     dq, dk = grads
-    how = {"positions": None} | {n: v for n, v in args.items() if n not in ("q", "k")}
+    options = {"positions": None} | {n: v for n, v in args.items() if n not in ("q", "k")}
     if dq is None:
-        return {"k": None if dk is None else backward(dk, None, **how)[0]}
-    dq, dk = backward(dq, dk, **how)
+        return {"k": None if dk is None else backward(dk, None, **options)[0]}
+    dq, dk = backward(dq, dk, **options)
     return {"q": dq, "k": dk}
 
 
@@ -216,7 +228,7 @@ def rope_(
     where: Where = "leading",
     inverse: bool = False,
 ) -> None:
-    """`rope` in place: q and k are overwritten, nothing is returned; refused where a gradient is needed."""
+    """`rope` in place: q and k are overwritten, nothing is returned. Raises RuntimeError where a gradient is needed."""
     overwrite(
         q, k, rope.reference(q, k, cos_sin, positions, style=style, pairs_out=pairs_out, where=where, inverse=inverse)
     )
@@ -236,12 +248,13 @@ def mrope_(
     where: Where = "leading",
     inverse: bool = False,
 ) -> None:
-    """`mrope` in place: q and k are overwritten, nothing is returned; refused where a gradient is needed."""
-    how = {"layout": layout, "style": style, "pairs_out": pairs_out, "where": where, "inverse": inverse}
-    overwrite(q, k, mrope.reference(q, k, cos_sin, positions, sections, **how))
+    """`mrope` in place: q and k are overwritten, nothing is returned. RuntimeError where a gradient is needed."""
+    options = {"layout": layout, "style": style, "pairs_out": pairs_out, "where": where, "inverse": inverse}
+    overwrite(q, k, mrope.reference(q, k, cos_sin, positions, sections, **options))
 
 
-def overwrite(q: Tensor, k: Tensor | None, turned: tuple[Tensor, Tensor | None]) -> None:
-    q.copy_(turned[0])
-    if k is not None and turned[1] is not None:
-        k.copy_(turned[1])
+def overwrite(q: Tensor, k: Tensor | None, rotated: tuple[Tensor, Tensor | None]) -> None:
+    """Copy rotated heads into q and k."""
+    q.copy_(rotated[0])
+    if k is not None and rotated[1] is not None:
+        k.copy_(rotated[1])

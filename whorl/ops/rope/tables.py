@@ -1,4 +1,4 @@
-"""Tables of cosines and sines: their dtype, the rows of each token, one axis of positions or several."""
+"""cos/sin tables: their dtype, and the row of each token for one or several position axes."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ _SWAPPED = {"thd": None, "bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
 
 
 def tokens_first(x: Tensor, order: str) -> Tensor:
-    """A view of x with its token dims first: [T, H, D] or [B, S, H, D]. It is its own inverse."""
+    """Return a view of x with its token dims first, [T, H, D] or [B, S, H, D]. The function is its own inverse.
+
+    order: the dims of x, one of "thd", "bshd", "bhsd", "sbhd"; raises ValueError for any other. Example:
+    `tokens_first(q, "bhsd")` of q [B, H, S, D] is [B, S, H, D].
+    """
     if order not in _SWAPPED:
         raise ValueError(f"tokens_first: order is {order!r}, expected one of {', '.join(_SWAPPED)}")
     swapped = _SWAPPED[order]
@@ -27,17 +31,17 @@ def tokens_first(x: Tensor, order: str) -> Tensor:
 
 
 def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a table for q of `dtype` on a device: fp32, but q's own 16 bits where the kernel knows no other.
+    """Return the dtype of the table for q of `dtype` on a device: fp32, but on Ascend q's 16-bit dtype.
 
-    npu_mrope looks positions up itself in a table of q's dtype. A table that is kept in that dtype is rounded once; any
-    other has its rows gathered and rounded in every layer.
+    npu_mrope looks positions up in a table of q's dtype. A table stored in that dtype is rounded once; the rows of any
+    other table are gathered and rounded in every layer.
     """
     is_rounded = torch.device(device).type == BACKENDS["torch_npu"].home and dtype in (torch.bfloat16, torch.float16)
     return dtype if is_rounded else torch.float32
 
 
 def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
-    """Axes and the channels they turn; axis 0 turns the others."""
+    """Axes and the pairs of channels that follow them; all other pairs follow axis 0."""
     if layout == "chunked":
         ends = list(itertools.accumulate(sections))
         return [(axis, slice(ends[axis - 1], ends[axis])) for axis in range(1, len(sections))]
@@ -49,7 +53,7 @@ def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice
 
 
 def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
-    """For each of the R/2 channels, the row of `positions` (0 t, 1 h, 2 w) that turns it."""
+    """Return for each of the R/2 pairs the row of `positions` that it follows (0 t, 1 h, 2 w)."""
     axes = [0] * sum(sections)
     for axis, channels in _mrope_slices(sections, layout):
         axes[channels] = [axis] * len(axes[channels])
@@ -57,29 +61,35 @@ def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
 
 
 def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
-    """Rows for `rope`, each channel taken at its own axis' position: look them up once a step, share over layers.
+    """Return table rows for `rope`, in which each pair has the position of its own axis.
 
-    cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R].
+    cos_sin: [P, R], positions: [A, *tokens]; sections and layout as `mrope`; returns [*tokens, R]. Merge the axes once
+    per step and share the rows between layers. Raises ValueError when sections do not fit or, on the CPU, a position is
+    outside the table.
+
+        rows = ops.merge_mrope(table, positions, [24, 20, 20], "interleaved")
+        q, k = ops.rope(q, k, rows)
     """
     check_sections("merge_mrope", cos_sin, positions, sections, layout)
     check_places("merge_mrope", cos_sin, positions)
     return merged_rows(cos_sin, positions, sections, layout)
 
 
-# ---- checks
+# ---- channel orders and table rows
 
 
 def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:
-    """How channels are read and written."""
+    """The orders in which channels are read and written."""
     return (style, pairs_out) if style == "pairs" else ("half", "half")
 
 
 def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
+    """The table rows of all tokens, [*tokens, R]."""
     return cos_sin if positions is None else cos_sin[positions]
 
 
 def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
-    """cos_sin: [P, R], positions: [A, *tokens] -> [*tokens, R]."""
+    """`merge_mrope` without checks. cos_sin: [P, R], positions: [A, *tokens]; returns [*tokens, R]."""
     rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
     merged = rows[0].clone()
     for axis, channels in _mrope_slices(sections, layout):

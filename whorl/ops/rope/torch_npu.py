@@ -1,9 +1,9 @@
 """The rotation on Ascend. npu_mrope looks positions up itself, in a table of q's dtype.
 
-Given such a table (`table_dtype`), positions and sections go to the kernel as they are: no rows are gathered. With an
+With such a table (`table_dtype`), positions and sections are passed to the kernel and no rows are gathered. With an
 fp32 table, sections that npu_mrope does not document, or an inverse rotation, rows are gathered and rounded first:
 casting T rows is cheap, casting a whole table in every layer is not. The kernel then gets the rows as its table and
-0..T-1 as positions. The table is rounded to q's dtype either way.
+0..T-1 as positions. Either way the cosines and sines are rounded to q's dtype.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _CACHE_MODE = {"chunked": "default", "interleaved": "interleave"}
 
 
 def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
-    """Why no torch_npu operator takes this rotation, or None."""
+    """Return None, or the reason that no torch_npu operator takes this rotation."""
     if not q.numel():
         return "empty tensors are not taken"
     tokens, rotary = q.shape[:-2].numel(), cos_sin.shape[-1]
@@ -38,7 +38,7 @@ def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
 def rotate_both(
     q: Tensor, k: Tensor | None, rows: Tensor, read: str, write: str, where: str, inverse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """rows: [*tokens, R]. One npu_mrope where it fits, else one or two calls per tensor."""
+    """Rotate q and k by rows [*tokens, R]: one npu_mrope where its limits allow, else one or two calls per tensor."""
     rows = rows.reshape(-1, rows.shape[-1])
     if inverse:
         cos, sin = rows.chunk(2, -1)
@@ -52,7 +52,7 @@ def rotate_both(
 def rope_directly(
     q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor | None, style: str
 ) -> tuple[Tensor, Tensor] | None:
-    """npu_mrope with the positions looked up inside the kernel, or None where its documented limits forbid it."""
+    """Rotate by npu_mrope, which looks positions up itself; None where its documented limits forbid that."""
     if k is None or positions is None or cos_sin.dtype != q.dtype or _mrope_reason(q, k, cos_sin) is not None:
         return None
     return _mrope(q, k, cos_sin, positions.reshape(-1).contiguous(), style)
@@ -61,7 +61,7 @@ def rope_directly(
 def mrope_directly(
     q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str, style: str
 ) -> tuple[Tensor, Tensor] | None:
-    """npu_mrope with the axes merged inside the kernel, or None where its documented limits forbid it."""
+    """Rotate by npu_mrope, which merges the axes itself; None where its documented limits forbid that."""
     if k is None or layout not in _CACHE_MODE or cos_sin.dtype != q.dtype:
         return None
     if layout == "interleaved" and (interleaved_range_reason(sections) or interleaved_formulas_differ(sections)):
@@ -69,13 +69,13 @@ def mrope_directly(
     if layout == "interleaved" and "cache_mode" not in _torch_npu.installed().arguments["npu_mrope"]:
         return None
     flat = positions.reshape(positions.shape[0], -1).contiguous()
-    asked = {"sections": sections, "cache_mode": _CACHE_MODE[layout]}
-    if _mrope_reason(q, k, cos_sin, positions_shape=flat.shape, **asked) is not None:
+    options = {"sections": sections, "cache_mode": _CACHE_MODE[layout]}
+    if _mrope_reason(q, k, cos_sin, positions_shape=flat.shape, **options) is not None:
         return None
     return _mrope(q, k, cos_sin, flat, style, mrope_section=list(sections), cache_mode=_CACHE_MODE[layout])
 
 
-def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **asked: Any) -> str | None:
+def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **options: Any) -> str | None:
     tokens = q.shape[:-2].numel()
     return mrope_limit(
         query_shape=(tokens, q.shape[-2] * q.shape[-1]),
@@ -84,12 +84,12 @@ def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **asked: Any) -> str | No
         head_size=q.shape[-1],
         dtype=dtype_name(q),
         table_dtype=dtype_name(q),
-        **({"positions_shape": (tokens,)} | asked),
+        **({"positions_shape": (tokens,)} | options),
     )
 
 
-def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, **asked: Any) -> tuple[Tensor, Tensor]:
-    asked = {"mrope_section": [0, 0, 0], "cache_mode": "default"} | asked
+def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, **options: Any) -> tuple[Tensor, Tensor]:
+    options = {"mrope_section": [0, 0, 0], "cache_mode": "default"} | options
     q_out, k_out = _torch_npu.call(
         "npu_mrope",
         positions=positions,
@@ -98,25 +98,25 @@ def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, *
         cos_sin_cache=table.contiguous(),
         head_size=q.shape[-1],
         rotary_mode=_MODE[style],
-        **asked,
+        **options,
     )
     return q_out.reshape(q.shape), k_out.reshape(k.shape)
 
 
 def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str) -> Tensor:
-    """Any R, either end, orders exchanged: npu_interleave_rope or npu_rotary_mul on the rotary slice."""
+    """Rotate the rotary slice of x, at either end and in any order, by npu_interleave_rope or npu_rotary_mul."""
     rotary = rows.shape[-1]
     start = 0 if where == "leading" else x.shape[-1] - rotary
     part = x[..., start : start + rotary].reshape(rows.shape[0], x.shape[-2], rotary)
-    turned = _interleave_rope(part, rows) if _is_deepseek(part, read, write) else _rotary_mul(part, rows, read, write)
-    turned = turned.reshape(*x.shape[:-1], rotary)
+    rotated = _interleave_rope(part, rows) if _is_deepseek(part, read, write) else _rotary_mul(part, rows, read, write)
+    rotated = rotated.reshape(*x.shape[:-1], rotary)
     if rotary == x.shape[-1]:
-        return turned
-    return torch.cat((x[..., :start], turned, x[..., start + rotary :]), -1)
+        return rotated
+    return torch.cat((x[..., :start], rotated, x[..., start + rotary :]), -1)
 
 
 def _is_deepseek(part: Tensor, read: str, write: str) -> bool:
-    """npu_interleave_rope reads pairs, writes half order and takes 64 channels of 16 bits."""
+    """Whether npu_interleave_rope takes these: it reads pairs, writes half order and takes 64 channels of 16 bits."""
     return (read, write) == ("pairs", "half") and part.shape[-1] == 64 and part.element_size() == 2
 
 
@@ -127,14 +127,14 @@ def _interleave_rope(part: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rotary_mul(part: Tensor, rows: Tensor, read: str, write: str) -> Tensor:
-    """npu_rotary_mul keeps the order it reads; another one is a shuffle before it (to half) or after (to pairs)."""
+    """npu_rotary_mul writes the order it reads; another order takes a shuffle before (to half) or after (to pairs)."""
     if read == "pairs" and write == "half":
         part, read = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), "half"
     widths = {"half": lambda t: torch.cat((t, t), -1), "pairs": lambda t: t.repeat_interleave(2, -1)}
     cos, sin = (widths[read](t)[None, :, None].to(part.dtype) for t in rows.chunk(2, -1))  # [1, T, 1, R]
-    turned = _torch_npu.call(
+    rotated = _torch_npu.call(
         "npu_rotary_mul", input=part[None].contiguous(), r1=cos, r2=sin, rotary_mode=_MODE[read], rotate=None
     )
     if read != write:
-        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return turned
+        rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return rotated

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""The rotation on NVIDIA GPUs: one pass over q and k, table rows read once a token and shared by its heads.
+"""The rotation on NVIDIA GPUs: one pass over q and k; a table row is read once per token and shared by its heads.
 
 A program takes a group of BLOCK_H heads, of q or of k, of BLOCK_T tokens. Both channels of a pair are read and written
-by the same lane, so that in place is safe where the order does not change. Indices are 64 bits wide: real shapes pass
-2^31 elements.
+by the same thread, so rotating in place is safe where the channel order does not change. Indices are 64 bits wide,
+because real shapes exceed 2^31 elements.
 """
 
 import functools
@@ -23,7 +23,7 @@ LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
 @triton.jit
 def channel_axes(channels, AXES: tl.constexpr, S0, S1, S2, LAYOUT: tl.constexpr):
-    """For each channel the row of positions that turns it."""
+    """For each pair of channels the row of positions that it follows."""
     if LAYOUT == 1:  # interleaved: h at 1, 4, ... below 3h, w at 2, 5, ... below 3w
         is_h = (channels % 3 == 1) & (channels < 3 * S1)
         is_w = (channels % 3 == 2) & (channels < 3 * S2)
@@ -39,7 +39,7 @@ def channel_axes(channels, AXES: tl.constexpr, S0, S1, S2, LAYOUT: tl.constexpr)
 
 @triton.jit
 def load_row(table_ptr, row, is_token, channels, P, HALF: tl.constexpr):
-    """cos and sin [BLOCK_T, BLOCK_C] of table rows [BLOCK_T]; NaN for a token whose row is outside the table."""
+    """Load cos and sin [BLOCK_T, BLOCK_C] of table rows [BLOCK_T]; NaN for a token whose row is outside the table."""
     row = row[:, None]
     inside = (row >= 0) & (row < P)
     stray = is_token[:, None] & (inside == 0)
@@ -66,10 +66,10 @@ def load_angles(
     LAYOUT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """cos and sin [BLOCK_T, 1, BLOCK_C] in fp32.
+    """Load cos and sin [BLOCK_T, 1, BLOCK_C] in fp32.
 
-    AXES is 0 where the table has one row for each token, 1 for one position a token, else the number of axes: then the
-    row of every axis is read whole, in wide loads, and channels pick theirs.
+    AXES is 0 where the table has one row for each token, 1 for one position per token, and otherwise the number of
+    axes: then the full row of every axis is read, in wide loads, and each pair selects the row of its axis.
     """
     channels = tl.arange(0, BLOCK_C)
     is_token = tokens < T
@@ -91,7 +91,7 @@ def load_angles(
 
 @triton.jit
 def load_pair(x_ptr, at, mask, HALF: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr):
-    """Both channels of each pair, [BLOCK_T, BLOCK_H, BLOCK_C] in fp32. at, mask: [BLOCK_T, BLOCK_H]."""
+    """Load both channels of each pair, [BLOCK_T, BLOCK_H, BLOCK_C] in fp32. at, mask: [BLOCK_T, BLOCK_H]."""
     if PAIRS:  # one contiguous read, split in registers
         channels = tl.arange(0, 2 * BLOCK_C)
         both = tl.load(x_ptr + at[:, :, None] + channels, mask=mask[:, :, None] & (channels < 2 * HALF), other=0.0).to(
@@ -122,7 +122,7 @@ def store_pair(y_ptr, at, mask, first, second, HALF: tl.constexpr, BLOCK_C: tl.c
 
 @triton.jit
 def rotated(first, second, cos, sin):
-    """Both channels of each pair. What is fused is written: kernels agree to the bit."""
+    """Rotate both channels of each pair. FMAs are written out, so that the bits of all kernels are equal."""
     cos, sin = tl.broadcast_to(cos, first.shape), tl.broadcast_to(sin, first.shape)
     return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
 
@@ -154,17 +154,17 @@ def _rotate_heads(
     S2: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """x_at, y_at: where the heads start, [BLOCK_T, BLOCK_H], as mask."""
-    # Heads before angles: a warp issues in order, and the table row has to wait for its position.
+    """Rotate the heads at offsets x_at into those at y_at. x_at, y_at, mask: [BLOCK_T, BLOCK_H]."""
+    # Heads are loaded before angles: a warp issues in order, and a table row must wait for its position.
     first, second = load_pair(x_ptr, x_at + START, mask, HALF, BLOCK_C, READ_PAIRS)
     cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, INVERSE)
-    turned_first, turned_second = rotated(first, second, cos, sin)
-    store_pair(y_ptr, y_at + START, mask, turned_first, turned_second, HALF, BLOCK_C, WRITE_PAIRS)
+    first, second = rotated(first, second, cos, sin)
+    store_pair(y_ptr, y_at + START, mask, first, second, HALF, BLOCK_C, WRITE_PAIRS)
     if REST > 0:
         channels = REST_START + tl.arange(0, BLOCK_REST)
         inside = mask[:, :, None] & (channels < REST_START + REST)
-        rest = tl.load(x_ptr + x_at[:, :, None] + channels, mask=inside)
-        tl.store(y_ptr + y_at[:, :, None] + channels, rest, mask=inside)
+        unrotated = tl.load(x_ptr + x_at[:, :, None] + channels, mask=inside)
+        tl.store(y_ptr + y_at[:, :, None] + channels, unrotated, mask=inside)
 
 
 @launched
@@ -213,14 +213,14 @@ def _rope_kernel(
 ):
     q_groups: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     groups: tl.constexpr = q_groups + (HK + BLOCK_H - 1) // BLOCK_H
-    # The groups of one token run side by side, so that its table row comes from the cache for all but the first.
+    # The groups of one token have adjacent program ids, so that all but the first find its table row in the cache.
     program = tl.program_id(0)
     group = program % groups
     tokens = (program // groups).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = (tokens < T)[:, None]
     if BATCHED:
         b, s = (tokens // S)[:, None], (tokens % S)[:, None]
-    else:  # a 64-bit division would hold up the first load
+    else:  # a 64-bit division would delay the first load
         b, s = tl.zeros_like(tokens)[:, None], tokens[:, None]
     if group < q_groups:
         heads = (group * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
@@ -242,19 +242,21 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **how: Any) -> tuple[Tensor, Tensor | None]:
-    """Of `rope` and `mrope`."""
-    return _rotate(q, k, *read_write_orders(style, pairs_out), **how)
+def forward(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """The forward of `rope` and `mrope`."""
+    return _rotate(q, k, *read_write_orders(style, pairs_out), **options)
 
 
 def backward(
-    dq: Tensor, dk: Tensor | None, style: str, pairs_out: str, inverse: bool, **how: Any
+    dq: Tensor, dk: Tensor | None, style: str, pairs_out: str, inverse: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return _rotate(dq, dk, *read_write_orders(style, pairs_out)[::-1], inverse=not inverse, **how)
+    """The backward of `rope` and `mrope`."""
+    return _rotate(dq, dk, *read_write_orders(style, pairs_out)[::-1], inverse=not inverse, **options)
 
 
-def in_place(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **how: Any) -> None:
-    _rotate(q, k, *read_write_orders(style, pairs_out), in_place=True, **how)
+def in_place(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> None:
+    """`rope_` and `mrope_`."""
+    _rotate(q, k, *read_write_orders(style, pairs_out), in_place=True, **options)
 
 
 def _rotate(
@@ -270,7 +272,7 @@ def _rotate(
     layout: str = "chunked",
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn q and k, reading channels in one order and writing them in another."""
+    """Rotate q and k, whose channels are read in the order `read` and written in the order `write`."""
     q, k = _readable(q, in_place), None if k is None else _readable(k, in_place)
     q_out, k_out = _output(q, in_place), None if k is None else _output(k, in_place)
     tokens = q.shape[:-2].numel()
@@ -282,21 +284,21 @@ def _rotate(
         *(read, write, where, inverse, in_place),
         *(positions is not None, None if sections is None else tuple(sections), layout),
     )
-    some_k, some_k_out = (q, q_out) if k is None or k_out is None else (k, k_out)
+    k_in, k_to = (q, q_out) if k is None or k_out is None else (k, k_out)  # HK is 0 where there is no k
     _rope_kernel[(ceil_div(tokens, constants["BLOCK_T"]) * groups,)](
         q,
-        some_k,
+        k_in,
         q_out,
-        some_k_out,
+        k_to,
         table,
         index,
         tokens,
         q.shape[-3],
         table.shape[0],
         *token_strides(q),
-        *token_strides(some_k),
+        *token_strides(k_in),
         *token_strides(q_out),
-        *token_strides(some_k_out),
+        *token_strides(k_to),
         BATCHED=q.dim() == 4,
         **constants,
     )
@@ -319,14 +321,14 @@ def _plan(
     layout: str,
 ) -> tuple[dict[str, int], int]:
     """The kernel's constants, and how many programs share the heads of a token."""
-    rest = 0 if in_place else dim - rotary
+    unrotated = 0 if in_place else dim - rotary
     constants = {
         "HQ": heads,
         "HK": kv_heads,
         "START": 0 if where == "leading" else dim - rotary,
         "REST_START": rotary if where == "leading" else 0,
-        "REST": rest,
-        "BLOCK_REST": power_of_2(rest),
+        "REST": unrotated,
+        "BLOCK_REST": power_of_2(unrotated),
         "READ_PAIRS": read == "pairs",
         "WRITE_PAIRS": write == "pairs",
         "INVERSE": inverse,
@@ -337,7 +339,7 @@ def _plan(
 
 
 def _readable(x: Tensor, in_place: bool) -> Tensor:
-    """With unit stride along the channels; in place the caller's memory itself, which `accepts` has looked at."""
+    """x with unit stride along the channels; in place x itself, whose strides `accepts` has checked."""
     return x if in_place or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -346,7 +348,7 @@ def _output(x: Tensor, in_place: bool) -> Tensor:
 
 
 def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The table as [rows, R] and the positions as one run of integers (the table again where there are none)."""
+    """The table as contiguous [rows, R], and contiguous positions (the table again where there are none)."""
     table = (cos_sin if cos_sin.dim() == 2 else cos_sin.reshape(-1, cos_sin.shape[-1])).contiguous()
     return table, table if positions is None else positions.contiguous()
 
@@ -360,13 +362,13 @@ def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | 
 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of b, s and head; a [T, H, D] tensor is one sequence."""
+    """The strides of batch, sequence and head; a [T, H, D] tensor is one sequence."""
     strides = x.stride()
     return (strides[0] if len(strides) == 4 else 0), strides[-3], strides[-2]
 
 
 def _blocks(heads: int, rotary: int) -> dict[str, int]:
-    """2048 channels a program: two warps with four 16-byte reads a thread in flight."""
+    """2048 channels per program: two warps, with four 16-byte loads per thread in flight."""
     channels = power_of_2(rotary)
     block_h = max(1, min(power_of_2(heads), 2048 // channels))
     return {"BLOCK_T": max(1, 2048 // (block_h * channels)), "BLOCK_H": block_h, "num_warps": 2}
