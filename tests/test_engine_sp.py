@@ -310,7 +310,7 @@ def test_an_engine_until_a_rank_is_killed(llm: LLM, checkpoints: dict[str, Path]
     found = llm.generate(PROMPTS, GREEDY, progress=False)
     assert [out.token_ids for out in found] == [out.token_ids for out in one.generate(PROMPTS, GREEDY, progress=False)]
     assert llm._lead is not None
-    llm._lead.crew._processes[1].kill()
+    llm._lead.group._processes[1].kill()
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         llm.generate(PROMPTS, GREEDY, progress=False)
 

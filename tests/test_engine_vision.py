@@ -346,7 +346,7 @@ def test_media_for_a_model_of_text_is_refused() -> None:
     llm = LLM(model=MockModel(), device="cpu", num_blocks=8)
     with pytest.raises(ValueError, match="2 pictures or videos were given, and this model reads text alone"):
         llm.add(*EXPANDED[0][:1], media=EXPANDED[0][1])
-    with pytest.raises(ValueError, match="1 prompts and media of 2; give a list for each prompt"):
+    with pytest.raises(ValueError, match="1 prompts and 2 lists of media; pass one list for each prompt"):
         llm.generate([[1, 2, 3]], media=[[], []], progress=False)
     assert not llm.has_work
 

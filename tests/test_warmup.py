@@ -238,7 +238,7 @@ def test_off_runs_nothing() -> None:
 def test_not_while_requests_run() -> None:
     llm = engine()
     llm.add([1, 2, 3])
-    with pytest.raises(ValueError, match="requests are running; warm up before the first one"):
+    with pytest.raises(ValueError, match="requests are running; warm up before the first request"):
         llm.warm_up("short")
 
 
