@@ -138,7 +138,7 @@ def test_deltas_join_to_the_output() -> None:
         ("", {}, "0 tokens"),
         ([1] * 32, {}, "32 tokens leave no room for an answer: sequences have up to 32"),
         ([1] * 100, {}, "100 tokens leave no room"),
-        ([1] * 30, {"max_tokens": 3}, "make 33: sequences have up to 32. Ask for at most 2"),
+        ([1] * 30, {"max_tokens": 3}, "make 33: sequences have up to 32. Set max_tokens to at most 2"),
         ([1] * 30, {"min_tokens": 3}, "room for 2"),
         ([264], {}, r"\[264\] are outside the vocabulary of 264"),
         ([-1], {}, "outside the vocabulary"),

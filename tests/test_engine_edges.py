@@ -52,7 +52,7 @@ def test_as_many_tokens_may_be_asked_for_as_fit() -> None:
     llm = engine(num_blocks=6)
     room = llm.max_model_len - len(PROMPT)
     assert one(llm, max_tokens=None, min_tokens=room).num_outputs == room
-    with pytest.raises(ValueError, match=f"min_tokens is {room + 1}; behind this prompt there is room for {room}"):
+    with pytest.raises(ValueError, match=f"min_tokens is {room + 1}, expected at most {room}, the room after"):
         llm.add(PROMPT, SamplingParams(min_tokens=room + 1))
 
 

@@ -59,7 +59,7 @@ def state(llm: LLM) -> dict[str, Any]:
         "caches": [tensor.tolist() for cache in llm.runner.caches for tensor in (cache.k, cache.v)],
         "tables": llm.runner.lanes.tables[:-1].tolist(),
         "tokens": llm.runner.lanes.tokens[:-1].tolist(),
-        "biases": len(llm.sampler._adjuster._kept),
+        "biases": len(llm.sampler._adjuster._bias_cache),
     }
 
 

@@ -81,12 +81,12 @@ class BlockPool:
             self._drop(seq.block_table.pop())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share full blocks of known tokens that are computed, or will be by a launched step: steps run in order."""
+        """Let others share full blocks of known tokens that are computed, or will be: steps run in order."""
         if not self.use_prefix_cache:
             return
         for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):
             key, block = self._key(seq, i), seq.block_table[i]
-            # Equal keys mean equal bits: a second copy stays private, and the blocks after it join the first one's chain.
+            # Equal keys mean equal bits: a second copy stays private, and blocks after it continue the first chain.
             if key not in self._prefixes:
                 self._prefixes[key] = block, next(self._names)
                 self._keys[block] = key
@@ -118,7 +118,7 @@ class BlockPool:
         return counts
 
     def _match(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Return blocks and names of the longest cached prefix that leaves a token to compute, whose logits are needed."""
+        """Return blocks and names of the longest cached prefix that leaves a token to compute for its logits."""
         if not self.use_prefix_cache:
             return []
         limit = len(seq.token_ids) - 1

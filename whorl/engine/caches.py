@@ -18,8 +18,8 @@ def cache_specs(model: Model, kv_cache_dtype: str = "auto") -> Sequence[CacheSpe
     for spec in specs:
         if not hasattr(spec, "quantised"):
             raise ValueError(
-                f"kv_cache_dtype is {kv_cache_dtype!r}: {type(model).__name__} has a {type(spec).__name__}, which has no "
-                "such format; leave kv_cache_dtype out to use the model's dtype"
+                f"kv_cache_dtype is {kv_cache_dtype!r}: {type(model).__name__} has a {type(spec).__name__}, which has "
+                "no such format; leave kv_cache_dtype out to use the model's dtype"
             )
     return [spec.quantised(kv_cache_dtype) for spec in specs]  # type: ignore[attr-defined]
 

@@ -229,8 +229,8 @@ class RankGroup(Rank):
         return reason
 
     def _lost(self, store: distributed.Store | None = None) -> str | None:
-        """Return why a rank was lost, None if none was. A rank's own error is preferred to an exit without an error, and
-        both to errors of collectives, which only follow from the loss of another rank."""
+        """Return why a rank was lost, None if none was. A rank's own error is preferred to an exit without one, and both
+        to errors of collectives, which only follow from the loss of another rank."""
         store = store or self._store
         ended = {rank: process.poll() for rank, process in self._processes.items()}
         errors: dict[int, Any] = {}
@@ -252,7 +252,7 @@ class RankGroup(Rank):
 
     def _watch(self) -> None:
         """Watch for lost ranks. Rank 0 usually notices one at its next exchange. But it may be waiting in an
-        accelerator's collective, which never returns; then the only way out is to end the process."""
+        accelerator's collective, which never returns; then this thread ends the process."""
         store = self._address.connect()
         while not self._is_closed and self._failure is None:
             failure = self._lost(store)

@@ -290,12 +290,13 @@ class Runner:
         self.run_call(call)
 
     def warm_up_prompt(self, length: int) -> None:
-        """Run a dummy prompt of `length` tokens. Nothing is sampled or written."""
+        """Run a dummy prompt of `length` tokens; nothing is sampled or written."""
         self.run_call(self._dummy_prompt(length))
 
     def _dummy_prompt(self, length: int) -> Call:
         """Return a call with a prompt in the spare lane, which writes nothing and samples no token."""
-        arrays = {name: np.full(count, self._padding.get(name, 0)) for name, _, _, count in field_offsets((length, 1, 0))[0]}
+        fields = field_offsets((length, 1, 0))[0]
+        arrays = {name: np.full(count, self._padding.get(name, 0)) for name, _, _, count in fields}
         arrays |= {"positions": np.arange(length), "query_starts": np.array([0, length])}
         tokens = np.arange(length) * _STRIDE % self.vocab_size
         arrays |= {"tokens": tokens, "context_lens": np.array([length])}

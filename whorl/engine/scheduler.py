@@ -71,7 +71,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
-        """Return the chunks of the next step, at most one for each sequence. lookahead: the longest draft to leave room for.
+        """Return the chunks of the next step, at most one for each sequence. lookahead: the longest draft to allow.
 
         max_prompt_tokens: limit on the tokens of chunks that do more than decode, encoder work included, which is left
         in the encoder for the caller to take; None: whatever fits into the step.
@@ -167,8 +167,8 @@ class Scheduler:
         return length + cost
 
     def _admissible(self) -> list[Sequence]:
-        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, then share
-        its blocks."""
+        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, and then
+        share its blocks."""
         return [
             seq
             for seq in self.waiting

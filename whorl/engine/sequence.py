@@ -178,7 +178,7 @@ class Timings:
 
 
 class Sequence:
-    """One prompt and the tokens generated for it. Keys and values of the first `num_computed` tokens are in the cache."""
+    """A prompt and the tokens generated for it. Keys and values of the first `num_computed` tokens are in the cache."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Copy a few bytes between pinned host memory and a GPU.
 
 A copy engine takes some 8 microseconds to start and as long to synchronise, and a decode step waits for two such
-copies: its inputs and its sampled tokens. A kernel reads or writes the host's memory directly and is part of the stream.
+copies: its inputs and its sampled tokens. A kernel reads or writes the host's memory directly, in the stream.
 """
 
 from collections.abc import Callable

@@ -187,7 +187,8 @@ def _num_extra(num_tokens: int, num_axes: int, num_inserts: int, num_tables: int
 
 def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarray]:
     return {
-        name: packed[first : first + int(kind[1]) * count].view(kind) for name, kind, first, count in field_offsets(size)[0]
+        name: packed[start : start + int(kind[1]) * count].view(kind)
+        for name, kind, start, count in field_offsets(size)[0]
     }
 
 
