@@ -16,8 +16,8 @@ _CONTAINERS = ("object", "array")
 
 
 def json_layout(schema: Any) -> "JsonCompileOptions":
-    """Return llguidance's options for values of a schema: a space after a comma or a colon, or a line break with as much
-    indentation as the schema is deep. All white space is optional, so the limit forbids no value."""
+    """Return llguidance's options for values of a schema: a space after a comma or a colon, or a line break and as
+    much indentation as the schema is deep. All white space is optional, so the limit forbids no value."""
     levels = max(1, _depth(schema, _MOST_LEVELS))
     return {
         "whitespace_pattern": rf"\n(\x20{{0,{levels * _WIDEST}}}|\t{{0,{levels}}})",
@@ -27,7 +27,7 @@ def json_layout(schema: Any) -> "JsonCompileOptions":
 
 
 def _depth(schema: Any, most: int) -> int:
-    """Return how deep values of a schema may nest, up to `most`, which is also the result if the schema does not say."""
+    """Return how deep values of a schema may nest, up to `most`, which is also the result if it does not say."""
     if not isinstance(schema, dict):
         return most if schema is True else 0
     if "$ref" in schema:
@@ -39,11 +39,12 @@ def _depth(schema: Any, most: int) -> int:
     inner += [schema[name] for name in _SINGLE if isinstance(schema.get(name), dict)]
     if not same and not inner:
         kinds = schema.get("type", _CONTAINERS)
-        return most if any(kind in _CONTAINERS for kind in ([kinds] if isinstance(kinds, str) else _parts(kinds))) else 0
+        kinds = [kinds] if isinstance(kinds, str) else _parts(kinds)
+        return most if any(kind in _CONTAINERS for kind in kinds) else 0
     below = [1 + _depth(part, most - 1) for part in inner] if most else []
     return min(most, max([*below, *(_depth(part, most) for part in same)], default=0))
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the elements of a list or the values of an object; a malformed schema has none and is refused elsewhere."""
+    """Return the elements of a list or the values of an object; a malformed schema has none and fails elsewhere."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []

@@ -229,8 +229,8 @@ class RankGroup(Rank):
         return reason
 
     def _lost(self, store: distributed.Store | None = None) -> str | None:
-        """Return why a rank was lost, None if none was. A rank's own error is preferred to an exit without one, and both
-        to errors of collectives, which only follow from the loss of another rank."""
+        """Return why a rank was lost, or None. A rank's own error is preferred to an exit without one, and both to
+        errors of collectives, which only follow from the loss of another rank."""
         store = store or self._store
         ended = {rank: process.poll() for rank, process in self._processes.items()}
         errors: dict[int, Any] = {}

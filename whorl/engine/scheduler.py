@@ -167,8 +167,8 @@ class Scheduler:
         return length + cost
 
     def _admissible(self) -> list[Sequence]:
-        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, and then
-        share its blocks."""
+        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, then
+        they share its blocks."""
         return [
             seq
             for seq in self.waiting

@@ -83,7 +83,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """Load from a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` next to the latter is preferred.
+        """Load from a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` next to it is preferred.
 
         Raises ValueError if there is none or it cannot be read.
         """
@@ -113,8 +113,8 @@ class Tokenizer:
         return token
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of a text. Special tokens that the text spells out become their ids; add_special: add the
-        tokens that every prompt starts with.
+        """Return the token ids of a text. Special tokens that the text spells out become their ids. add_special: add
+        the tokens that every prompt starts with.
 
         Raises ValueError if the text is not Unicode, because it has half a surrogate pair, or if it is too much for the
         regular expression that splits it into words.
@@ -341,7 +341,7 @@ def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name. `chat_template.jinja` is preferred to the one or several of tokenizer_config.json."""
+    """Return chat templates by name. `chat_template.jinja` is preferred to those in tokenizer_config.json."""
     configured = config.get("chat_template") or []
     named = [{"name": "default", "template": configured}] if isinstance(configured, str) else configured
     if not isinstance(named, list) or not all(_is_template(entry) for entry in named):
@@ -393,7 +393,7 @@ def _byte_level(use_regex: bool = True) -> Any:
 
 
 def _words(digits: str) -> Any:
-    """Return the pre-tokenizer of Qwen2, which splits numbers into digits, or of Llama 3: up to three digits at a time."""
+    """Return the pre-tokenizer of Qwen2, which splits numbers into digits, or of Llama 3: up to three at a time."""
     pattern = Regex(_WORDS.replace("DIGITS", digits))
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)])
 
