@@ -209,7 +209,7 @@ def test_products_of_every_multiple_are_tried() -> None:
     llm = engine(**options)
     for kind, expected in (("full", {128, 256, 384}), ("short", {128, 256})):
         work = WarmUp(llm, kind)  # type: ignore[arg-type]
-        found = {task.what for task in work.tasks()}
+        found = {task.description for task in work.tasks()}
         assert {n for n in range(128, 400, 128) if f"prompt of {n}" in found} == expected
 
 

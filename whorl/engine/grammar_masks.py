@@ -34,14 +34,14 @@ def native_tokenizer(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
 
 def compiled(
     grammar: str,
-    what: str,
+    name: str,
     native: "LLTokenizer",
     tokenizer: "Tokenizer",
     vocab_size: int,
     *,
     is_thinking: bool,
 ) -> "Allow":
-    """Compile a grammar. what: its name in errors. is_thinking: the prompt has opened a think tag, and the grammar
+    """Compile a grammar. name: what errors call it. is_thinking: the prompt has opened a think tag, and the grammar
     applies after the closing tag. Raises ValueError if the grammar cannot be compiled."""
     from llguidance import LLMatcher
 
@@ -50,8 +50,8 @@ def compiled(
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask takes longest; here it does not delay the engine
     if matcher.is_error():
-        raise ValueError(f"{what} cannot be followed: {_reason(matcher)}")
-    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, what=what)
+        raise ValueError(f"{name} cannot be followed: {_reason(matcher)}")
+    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, name=name)
 
 
 class Allow:
@@ -67,18 +67,18 @@ class Allow:
         vocab_size: int,
         *,
         is_thinking: bool,
-        what: str,
+        name: str,
         clock: "_Clock | None" = None,
     ) -> None:
         self._tokenizer, self._vocab_size, self._is_thinking = tokenizer, vocab_size, is_thinking
         self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
-        self._blank, self._what, self._clock = matcher, what, clock or _Clock(what)
+        self._blank, self._name, self._clock = matcher, name, clock or _Clock(name)
         self._matcher: LLMatcher | None = None
         self._seen: list[int] = []  # the tokens that the matcher has consumed
 
     def fork(self) -> "Allow":
         """Return a copy for another sequence of the same request; both share the limit on CPU time."""
-        same: dict[str, Any] = {"is_thinking": self._is_thinking, "what": self._what, "clock": self._clock}
+        same: dict[str, Any] = {"is_thinking": self._is_thinking, "name": self._name, "clock": self._clock}
         return Allow(self._blank, self._tokenizer, self._vocab_size, **same)
 
     def __call__(self, output_ids: Sequence[int]) -> "Tensor | None":
@@ -109,7 +109,7 @@ class Allow:
         mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
         self._check(matcher)
         if not mask.any():
-            raise AllowError(f"{self._what} cannot be followed any further: it allows no next token")
+            raise AllowError(f"{self._name} cannot be followed any further: it allows no next token")
         return mask
 
     def _follow(self, ids: list[int]) -> "LLMatcher":
@@ -124,27 +124,27 @@ class Allow:
         seen += ids[len(seen) : len(seen) + num_consumed]
         self._check(matcher)
         if len(seen) < len(ids):
-            raise AllowError(f"the output violates {self._what}")
+            raise AllowError(f"the output violates {self._name}")
         return matcher
 
     def _check(self, matcher: "LLMatcher") -> None:
         if matcher.is_error():  # it cannot recover: after a rejected draft a new copy starts from the beginning
             self._matcher = None
-            raise AllowError(f"{self._what} cannot be followed any further: {_reason(matcher)}")
+            raise AllowError(f"{self._name} cannot be followed any further: {_reason(matcher)}")
 
 
 class _Clock:
     """The CPU time that the masks of one request have taken, over all its sequences."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._spent, self._longest = what, 0.0, 0
+    def __init__(self, name: str) -> None:
+        self._name, self._spent, self._longest = what, 0.0, 0
 
     def spend(self, seconds: float, num_tokens: int) -> None:
         self._spent += seconds
         self._longest = max(self._longest, num_tokens)
         if self._spent > _FREE_SECONDS + _TOKEN_SECONDS * self._longest:
             raise AllowError(
-                f"{self._what} takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
+                f"{self._name} takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
             )
 
 

@@ -242,8 +242,8 @@ class RankGroup(Rank):
                 return f"tensor parallel: rank {rank} failed:\n{error['text']}"
         for rank, code in ended.items():
             if code is not None and rank not in errors:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"tensor parallel: rank {rank} {how}"
+                ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                return f"tensor parallel: rank {rank} {ending}"
         # Collectives failed, but the rank that caused it may not have been seen to end yet.
         if errors and all(rank in errors or code is not None for rank, code in ended.items()):
             rank, error = next(iter(errors.items()))

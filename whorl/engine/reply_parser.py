@@ -73,7 +73,7 @@ class ReplyParser:
         self._is_bare = form is not None and form.is_bare  # while there is no content yet, a brace may open a call
         self._calls = CallWriter(is_parallel=is_parallel)
         self._reader: CallReader | None = None
-        self._text = self._held = ""  # held: the tag before the text and the white space before that
+        self._text = self._pending = ""  # pending: the tag before the text and the white space before that
         self._is_after_tag = False
         self._step: Callable[[Parts, bool], bool] = self._content
         if may_think:
@@ -108,7 +108,7 @@ class ReplyParser:
     def _thinking(self, parts: Parts, is_last: bool) -> bool:
         text, tag = self._until((END_THINK,), is_last)
         parts.reasoning += text
-        self._held = ""
+        self._pending = ""
         return self._enter(self._content) if tag else False
 
     def _content(self, parts: Parts, is_last: bool) -> bool:
@@ -126,7 +126,7 @@ class ReplyParser:
         self._is_bare = False
         if not text.startswith("{"):
             return False
-        self._held, self._text = self._text[: len(self._text) - len(text)], text
+        self._pending, self._text = self._text[: len(self._text) - len(text)], text
         return self._open()
 
     def _open(self) -> bool:
@@ -138,13 +138,13 @@ class ReplyParser:
         assert self._reader is not None
         size, status = self._reader.read(self._text, is_last=is_last)
         if size:
-            self._text, self._held = self._text[size:], ""
+            self._text, self._pending = self._text[size:], ""
         if status is ReadStatus.END:
             return self._enter(self._content)
         if status is ReadStatus.MORE and not is_last:
             return False
-        parts.content += self._held
-        self._held, self._step = "", self._content
+        parts.content += self._pending
+        self._pending, self._step = "", self._content
         return True
 
     def _enter(self, step: Callable[[Parts, bool], bool]) -> bool:
@@ -160,7 +160,7 @@ class ReplyParser:
         if matches:
             start, tag = min(matches)
             text, after = self._text[:start].rstrip(), self._text[start + len(tag) :]
-            self._held, self._text = self._text[len(text) : start + len(tag)], after
+            self._pending, self._text = self._text[len(text) : start + len(tag)], after
             return text, True
         if is_last or not tags:
             end = len(self._text)

@@ -33,7 +33,7 @@ _KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that remove noth
 
 
 @contextlib.contextmanager
-def _panics_as(kind: type[Exception], what: str) -> Iterator[None]:
+def _panics_as(kind: type[Exception], message: str) -> Iterator[None]:
     """Turn a panic of the tokenizers package, which is not even an Exception, into an error of type `kind`.
 
     For example, a regular expression panics when it gives up on a text of millions of spaces.
@@ -43,7 +43,7 @@ def _panics_as(kind: type[Exception], what: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the class cannot be imported from any module
             raise
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{message}: {error}") from error
 
 
 class Tokenizer:

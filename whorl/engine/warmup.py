@@ -39,11 +39,11 @@ _NUM_LOGPROBS = 5  # log-probabilities to report
 
 @dataclass(frozen=True, slots=True)
 class Warming:
-    """Progress of the warm-up: task number `done` of `total`, described by `what`, has just finished."""
+    """Progress of the warm-up: task number `done` of `total` has just finished."""
 
     done: int
     total: int
-    what: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Warmed:
 
 
 class Task(NamedTuple):
-    """One task of the warm-up. phase: record, compile, sample or draft; what: a description for the progress bar."""
+    """One task of the warm-up. phase: record, compile, sample or draft."""
 
     phase: str
-    what: str
+    description: str
     run: Callable[[], None]
 
 
@@ -101,7 +101,7 @@ class WarmUp:
             task.run()
             synchronize(self.llm.runner.device)
             self.seconds[task.phase] = self.seconds.get(task.phase, 0.0) + time.perf_counter() - start
-            yield Warming(number, len(tasks), task.what)
+            yield Warming(number, len(tasks), task.description)
         if tasks:
             self.llm.warmed = self.report
 
@@ -129,8 +129,8 @@ class WarmUp:
             sizes = [(count, keys) for keys in lengths for count in counts]
         for count, keys in sizes:
             if self._is_full or keys == lengths[0]:
-                what = f"decode {count} of up to {keys} keys"
-                yield Task("record", what, partial(self._decode, count, keys, num_drafted))
+                description = f"decode {count} of up to {keys} keys"
+                yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
     def _prompts(self) -> Iterator[Task]:
         """One prompt of each size; several prompts; and the last tokens of prompts whose prefix is in the cache."""
@@ -158,8 +158,8 @@ class WarmUp:
             (count, min(size, self.llm.settings.step_tokens - count)) for count, size in pairs
         ):
             if size > 0:
-                what = f"decode {count} beside a prompt of {size}"
-                yield Task("compile", what, partial(self._mix, count, size))
+                description = f"decode {count} beside a prompt of {size}"
+                yield Task("compile", description, partial(self._mix, count, size))
 
     def _sampling(self) -> Iterator[Task]:
         """What the sampler does after a call; greedy and filtered sampling are part of the call itself."""
@@ -179,12 +179,12 @@ class WarmUp:
             yield Task("sample", f"scores of a prompt of {size}", partial(self._score, size, params))
 
     def _drafting(self) -> Iterator[Task]:
-        """The calls that a proposer makes, and the measurement of what verifying a draft costs."""
+        """The calls that a proposer makes, and the measurement of the cost of verifying a draft."""
         proposer = self.llm.proposer
         if proposer is None:
             return
-        for what, run in proposer.warm_up(self._most_seqs):
-            yield Task("draft", what, run)
+        for description, run in proposer.warm_up(self._most_seqs):
+            yield Task("draft", description, run)
         count = min(self._most_seqs, self.llm.settings.step_tokens // (proposer.k + 1))
         if count and self.llm.max_model_len > proposer.k + 2:  # may be more tokens than any recorded graph has
             yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
@@ -198,9 +198,9 @@ class WarmUp:
 
     # ---- running dummy sequences
 
-    def _fill(self, what: str, prompts: List[tuple[int, int]]) -> Task:
+    def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
         """prompts: of each, the number of cached tokens and of new ones."""
-        return Task("compile", what, partial(self._prompt, prompts))
+        return Task("compile", description, partial(self._prompt, prompts))
 
     def _prompt(self, prompts: List[tuple[int, int]]) -> None:
         self._step(self._filling(prompts))
@@ -272,7 +272,7 @@ def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warmin
     with Progress(*columns, text, console=console, transient=True, disable=not is_bar) as bar:
         task = bar.add_task("", total=None)
         for step in steps:
-            bar.update(task, completed=step.done, total=step.total, description=step.what)
+            bar.update(task, completed=step.done, total=step.total, description=step.description)
             if not is_bar and 4 * step.done // step.total > 4 * (step.done - 1) // step.total:
                 log.info("warming up: %d of %d steps", step.done, step.total)
             yield step

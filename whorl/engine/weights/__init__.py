@@ -202,7 +202,7 @@ def _unpacks(model: Any, device: torch.device, *, is_gguf: bool = False, num_ran
 
 @contextmanager
 def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterator[Checkpoint]:
-    """Open a checkpoint; its tensors are read later. path: from `resolve`. safetensors are read directly to `device`."""
+    """Open a checkpoint; its tensors are read later. path: from `resolve`. device: where safetensors are read to."""
     if path.suffix == ".gguf":
         from .gguf import open_gguf
 

@@ -84,5 +84,5 @@ def read_object(path: Path) -> dict[str, Any]:
 def some(names: Iterable[str], limit: int = 8) -> str:
     """Return the first names, for a message."""
     names = list(names)
-    others = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + others
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -123,8 +123,8 @@ def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[st
         if hasattr(entry, "chunks") and not name.startswith(_NOT_WEIGHTS):
             sources |= dict(_sources(rename(name), entry, known, pieces, name))
     if not sources:
-        others = some(sorted({name.partition(".")[0] for name in metadata.state_dict_metadata}))
-        raise ValueError(f"{folder}: the checkpoint holds no weights, only {others}")
+        entries = some(sorted({name.partition(".")[0] for name in metadata.state_dict_metadata}))
+        raise ValueError(f"{folder}: the checkpoint holds no weights, only {entries}")
     return sources
 
 

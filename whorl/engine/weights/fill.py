@@ -153,7 +153,7 @@ def _total(sources: Iterable[Source]) -> int:
 
 
 @contextmanager
-def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Show a progress bar in bytes on a terminal; yield a function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -163,5 +163,5 @@ def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int],
     shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     with bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda count: bar.advance(task, count)

@@ -76,7 +76,7 @@ def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[
     if (missing := next((name for name in matrices if ".experts." in name and name not in stored), None)) is not None:
         raise ValueError(
             f"{checkpoint.path}: {missing}.weight is missing: experts in one tensor cannot be quantised; leave them "
-            " as they are with --ignore 're:.*experts'"
+            "as they are with --ignore 're:.*experts'"
         )
     if not stored:
         raise ValueError(f"{checkpoint.path}: nothing is left to be quantised: ignored are {', '.join(ignored)}")
@@ -140,5 +140,5 @@ class _RoundedWeight:
             self._ends, squared_error, squared_norm = self.rounding.apply(weight)
         except ValueError as error:
             raise ValueError(f"{self.name}.weight {error}") from error
-        error = (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
-        self.result.errors[self.name] = Cost(error, weight.numel())
+        relative = (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
+        self.result.errors[self.name] = Cost(relative, weight.numel())

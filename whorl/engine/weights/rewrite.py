@@ -92,9 +92,7 @@ def quantize_folder(
             out.rmdir()
         partial.rename(out)
         bytes_before = sum(source.nbytes for source in checkpoint.sources.values())
-    return Rewritten(
-        path=out, format=scheme, bytes_before=bytes_before, bytes_after=bytes_after, modules=result.errors
-    )
+    return Rewritten(path=out, format=scheme, bytes_before=bytes_before, bytes_after=bytes_after, modules=result.errors)
 
 
 def _write(result: Quantized, folder: Path, progress: bool) -> int:
