@@ -328,7 +328,7 @@ def test_what_is_refused() -> None:
         LLM(model=model, device="cpu", sp="on", sp_quantize="fp4")  # type: ignore[arg-type]
     for wrong, message in {
         (("sp_fuse", True),): "sp_fuse is True, and sp is off",
-        (("sp_min_tokens", 5), ("sp", "auto")): "sp is auto, which finds the number of tokens",
+        (("sp_min_tokens", 5), ("sp", "auto")): "sp is auto, which chooses the number of tokens",
         (("sp_min_tokens", 5000), ("sp", "on")): "no step has more than 2048 tokens",
         (("sp", "on"), ("compilation_config", "{}")): "sp is on, and compilation_config is set",
         (("compilation_config", "{"),): "compilation config: not JSON",

@@ -244,7 +244,7 @@ def test_an_engine_until_a_rank_is_killed(engine: Callable[..., LLM], checkpoint
     assert llm.pool.num_blocks == 3 * 40 // 4, "the cache fits the rank that has 2 of 3 KV heads"
     check_scores(llm, checkpoints["llama"])
     assert llm.measure_cost(4).keys() == {1, 2, 3, 4}
-    with pytest.raises(ValueError, match="one engine at a time"):
+    with pytest.raises(ValueError, match="close the other engine first"):
         engine()
     check_interrupts(llm)
     killer = threading.Timer(0.05, ranks(llm)[0].kill)

@@ -160,7 +160,8 @@ def choose_gguf(name: str, files: Sequence[str], requested: str | None) -> str:
         if len(matches) == 1:
             log.info("%s: %s", name, matches[0])
             return matches[0]
-    unusable = f", and {len(files) - len(candidates)} that are a part or no model" if len(files) > len(candidates) else ""
+    num_unusable = len(files) - len(candidates)
+    unusable = f", and {num_unusable} that are a part or no model" if num_unusable else ""
     problem = "which GGUF file?" if requested is None else f"{requested} is not one GGUF file."
     names = some(candidates, 20) or "none"
     raise ValueError(f"{name}: {problem} Give {name}:FILE or {name}:TYPE; found {names}{unusable}")
