@@ -140,7 +140,7 @@ def test_contents_are_refused() -> None:
         with pytest.raises(ValueError, match="side by side"):
             Content(span, CAT)
     for spans in ([range(0, 3), range(2, 4)], [range(4, 6)]):
-        with pytest.raises(ValueError, match="of a prompt of 5 tokens reaches into"):
+        with pytest.raises(ValueError, match="of a prompt of 5 tokens overlaps"):
             Sequence([7] * 5, SamplingParams(), max_len=9, contents=[Content(span, CAT) for span in spans])
 
 

@@ -263,19 +263,19 @@ def test_a_models_template_tells_its_form(prompt_format: str | None, template: s
 
 def test_a_form_of_ones_own() -> None:
     """One class is enough for a newcomer: what opens its calls, and how one is read."""
-    from whorl.engine.call_forms import Found
+    from whorl.engine.call_forms import ReadStatus
 
     class Shouted(CallReader):
         tags = ("CALL ",)
         marks = ("CALL ",)
 
-        def read(self, text: str, *, is_last: bool) -> tuple[int, Found]:
+        def read(self, text: str, *, is_last: bool) -> tuple[int, ReadStatus]:
             name, stop, _ = text.partition("!")
             if not stop:
-                return 0, Found.MORE
+                return 0, ReadStatus.MORE
             self.calls.begin(name)
             self.calls.add("{}")
-            return len(name) + 1, Found.END
+            return len(name) + 1, ReadStatus.END
 
     for pieces in (["hey CALL clock! bye CALL x"], "hey CALL clock! bye CALL x"):
         parser, whole = ReplyParser(may_think=False, is_thinking=False, form=Shouted), Parts()

@@ -222,7 +222,7 @@ def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"__1_0.distcp has \d+ bytes, and \d+ were written"):
         dcp.open_dcp(folder, NAMES)
     (folder / "__1_0.distcp").unlink()
-    with pytest.raises(ValueError, match=r"__1_0.distcp is missing: the checkpoint is not whole"):
+    with pytest.raises(ValueError, match=r"__1_0.distcp is missing: the checkpoint is incomplete"):
         dcp.open_dcp(folder, NAMES)
     with pytest.raises(ValueError, match=r"a trainer's checkpoint without config\.json"):
         weights.resolve(folder)

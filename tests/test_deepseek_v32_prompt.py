@@ -252,10 +252,10 @@ def test_reasoning_that_came_back_inside_of_the_content() -> None:
 @pytest.mark.parametrize(
     ("messages", "options", "says"),
     [
-        ([{"role": "critic", "content": "x"}], {}, "message 0 is of the role 'critic', expected one of system, "),
+        ([{"role": "critic", "content": "x"}], {}, "message 0 has the role 'critic', expected one of system, "),
         ([{"role": "developer", "content": ""}], {}, "message 0, of the developer, is empty"),
         ([user("q"), {"role": "assistant", "content": "a"}], {"thinking": True}, "neither reasoning_content nor"),
-        ([user("q"), result(1, "x")], {}, "message 1: 1 results of tools behind 0 calls"),
+        ([user("q"), result(1, "x")], {}, "message 1: 1 results of tools after 0 calls"),
         ([{"role": "assistant", "tool_calls": [call("f", 1)]}, result(2, "x")], {}, "are of the calls .'call_2'."),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],

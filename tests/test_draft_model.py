@@ -187,9 +187,9 @@ def forget_rollback(patch: pytest.MonkeyPatch) -> None:
     sync = _Mirror.sync
 
     def wrong(self: Any) -> None:
-        before = self.own.num_computed
+        before = self.copy.num_computed
         sync(self)
-        self.own.num_computed = min(before, len(self.own.token_ids) - 1)
+        self.copy.num_computed = min(before, len(self.copy.token_ids) - 1)
 
     patch.setattr(_Mirror, "sync", wrong)
 
@@ -340,11 +340,11 @@ def test_the_distribution_does_not_depend_on_the_draft(draft: str) -> None:
 
 
 BIASES: dict[str, tuple[str, Any]] = {
-    "swapped": ("_is_kept", lambda p, q, uniform: uniform * p < q),
-    "always": ("_is_kept", lambda p, q, uniform: p > -1),
-    "never": ("_is_kept", lambda p, q, uniform: p < -1),
-    "no residual": ("_rest", lambda p, q: p),
-    "residual of the wrong sign": ("_rest", lambda p, q: (q - p).clamp_min(0)),
+    "swapped": ("_is_accepted", lambda p, q, uniform: uniform * p < q),
+    "always": ("_is_accepted", lambda p, q, uniform: p > -1),
+    "never": ("_is_accepted", lambda p, q, uniform: p < -1),
+    "no residual": ("_residual", lambda p, q: p),
+    "residual of the wrong sign": ("_residual", lambda p, q: (q - p).clamp_min(0)),
     "the draft's noise again": ("_DRAFT", 0),
     "acceptance by the draft's noise": ("_ACCEPT", sampler._DRAFT),
 }
@@ -431,7 +431,7 @@ def test_sequences_have_the_targets_distribution(params: dict[str, Any]) -> None
 
 
 def test_a_planted_bias_shows_in_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_rest", lambda p, q: p)
+    monkeypatch.setattr(sampler, "_residual", lambda p, q: p)
     counts, right, _ = transitions(3, num=500, temperature=1.0)
     assert max(misfit(counts[before], right[before]) for before in range(4)) > 1
 

@@ -138,7 +138,7 @@ def test_deltas_join_to_the_output() -> None:
         ("", {}, "0 tokens"),
         ([1] * 32, {}, "32 tokens leave no room for an answer: sequences have up to 32"),
         ([1] * 100, {}, "100 tokens leave no room"),
-        ([1] * 30, {"max_tokens": 3}, "make 33: sequences have up to 32. Ask for at most 2"),
+        ([1] * 30, {"max_tokens": 3}, "make 33: sequences have up to 32. Set max_tokens to at most 2"),
         ([1] * 30, {"min_tokens": 3}, "room for 2"),
         ([264], {}, r"\[264\] are outside the vocabulary of 264"),
         ([-1], {}, "outside the vocabulary"),
@@ -185,9 +185,9 @@ def test_impossible_parameters_are_refused(wrong: dict) -> None:
 
 
 def test_impossible_engines_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_model_len is 65; the cache can hold 2 to 64"):
+    with pytest.raises(ValueError, match="max_model_len is 65, expected 2 to 64, the tokens that the cache holds"):
         engine(num_blocks=16, max_model_len=65)
-    with pytest.raises(ValueError, match="max_model_len is 600; the model's positions can hold 2 to 512"):
+    with pytest.raises(ValueError, match="max_model_len is 600, expected 2 to 512, .* the model's context holds"):
         engine(num_blocks=1000, max_model_len=600)
     with pytest.raises(TypeError, match="max_num_sequences"):
         engine(max_num_sequences=3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mock_model import ByteTokenizer, MockModel, Oracle, Script
 
-from whorl.engine.batch import Batch, layout
+from whorl.engine.batch import Batch, field_offsets
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Scheduler
@@ -52,7 +52,7 @@ def test_as_many_tokens_may_be_asked_for_as_fit() -> None:
     llm = engine(num_blocks=6)
     room = llm.max_model_len - len(PROMPT)
     assert one(llm, max_tokens=None, min_tokens=room).num_outputs == room
-    with pytest.raises(ValueError, match=f"min_tokens is {room + 1}; behind this prompt there is room for {room}"):
+    with pytest.raises(ValueError, match=f"min_tokens is {room + 1}, expected at most {room}, the room after"):
         llm.add(PROMPT, SamplingParams(min_tokens=room + 1))
 
 
@@ -81,7 +81,7 @@ def test_what_pads_a_call_has_no_rows() -> None:
     scheduler = Scheduler(BlockPool(8, 4), max_num_seqs=4, max_num_batched_tokens=16)
     scheduler.add(Sequence([1, 2, 3], SamplingParams(), max_len=16))
     (call,) = Batch(scheduler.schedule()).calls(block_size=4, table_width=4)
-    into = {name: np.full(count, 99, dtype=kind) for name, kind, _, count in layout((8, 4, 4))[0]}
+    into = {name: np.full(count, 99, dtype=kind) for name, kind, _, count in field_offsets((8, 4, 4))[0]}
     call.write(into, {"slots": -1})
     assert into["query_starts"].tolist() == [0, 3, 3, 3, 3]
     assert into["context_lens"].tolist() == [3, 0, 0, 0]

@@ -310,7 +310,7 @@ def test_an_engine_until_a_rank_is_killed(llm: LLM, checkpoints: dict[str, Path]
     found = llm.generate(PROMPTS, GREEDY, progress=False)
     assert [out.token_ids for out in found] == [out.token_ids for out in one.generate(PROMPTS, GREEDY, progress=False)]
     assert llm._lead is not None
-    llm._lead.crew._processes[1].kill()
+    llm._lead.group._processes[1].kill()
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         llm.generate(PROMPTS, GREEDY, progress=False)
 
@@ -328,9 +328,9 @@ def test_what_is_refused() -> None:
         LLM(model=model, device="cpu", sp="on", sp_quantize="fp4")  # type: ignore[arg-type]
     for wrong, message in {
         (("sp_fuse", True),): "sp_fuse is True, and sp is off",
-        (("sp_min_tokens", 5), ("sp", "auto")): "sp is auto, which finds the number of tokens",
+        (("sp_min_tokens", 5), ("sp", "auto")): "sp is auto, which chooses the number of tokens",
         (("sp_min_tokens", 5000), ("sp", "on")): "no step has more than 2048 tokens",
-        (("sp", "on"), ("compilation_config", "{}")): "sp is on, and there is a compilation_config",
+        (("sp", "on"), ("compilation_config", "{}")): "sp is on, and compilation_config is set",
         (("compilation_config", "{"),): "compilation config: not JSON",
         (("compilation_config", "3"),): "expected an object with names and values, got 3",
     }.items():

@@ -317,19 +317,19 @@ def test_a_picture_that_is_shown_twice_is_held_until_the_second_is_through() -> 
 
 IDS, SHOWN = EXPANDED[0]
 WRONG: dict[str, tuple[list[int], list[MediaItem]]] = {
-    "2 pictures or videos have 12 features, and the prompt has 18 placeholder tokens; the first .* is at 28": (
+    "2 images or videos have 12 features, and the prompt has 18 placeholder tokens; the first .* is token 28": (
         [*IDS, START, *[IMAGE] * 6, END],
         SHOWN,
     ),
-    "item 2 .image, grid 1x4x6.: 1 runs of 6 .* has no placeholders left": (IDS, [*SHOWN, CAT]),
-    "0 pictures or videos have 0 features, and the prompt has 12": (IDS, []),
+    "item 2 .image, grid 1x4x6.: expected 1 runs of 6 .* has no placeholders left": (IDS, [*SHOWN, CAT]),
+    "0 images or videos have 0 features, and the prompt has 12": (IDS, []),
     "item 0 .* has 6 tokens 101 from 9 on": (IDS, [item(5, (1, 4, 8)), DOG]),
-    "item 0 .video.* 2 runs of 6 tokens 102": (IDS, [item(5, (2, 4, 6), "video"), DOG]),
+    "item 0 .video.* 2 runs of 6 placeholder tokens 102": (IDS, [item(5, (2, 4, 6), "video"), DOG]),
     "item 0 .image, grid 1x3x8.: expected": (IDS, [replace(CAT, grid=(1, 3, 8)), DOG]),
-    "item 1 .* has patches of .24, 96. float64": (IDS, [CAT, replace(DOG, patches=DOG.patches.astype(np.float64))]),
-    "item 1 .* has patches of .23, 96. float32": (IDS, [CAT, replace(DOG, patches=DOG.patches[1:])]),
+    "item 1 .* patches are .24, 96. float64": (IDS, [CAT, replace(DOG, patches=DOG.patches.astype(np.float64))]),
+    "item 1 .* patches are .23, 96. float32": (IDS, [CAT, replace(DOG, patches=DOG.patches[1:])]),
     "expected 16 bytes or more": (IDS, [CAT, replace(DOG, digest=b"short")]),
-    "item 1 .* has 32 tokens, and at most 30 are held": expand([CAT, item(5, (1, 8, 16))]),
+    "item 1 .* has 32 tokens, expected at most 30": expand([CAT, item(5, (1, 8, 16))]),
 }
 
 
@@ -344,9 +344,9 @@ def test_what_does_not_go_together_is_refused(model: Any, message: str) -> None:
 
 def test_media_for_a_model_of_text_is_refused() -> None:
     llm = LLM(model=MockModel(), device="cpu", num_blocks=8)
-    with pytest.raises(ValueError, match="2 pictures or videos were given, and this model reads text alone"):
+    with pytest.raises(ValueError, match="2 images or videos, expected none, because this model reads text only"):
         llm.add(*EXPANDED[0][:1], media=EXPANDED[0][1])
-    with pytest.raises(ValueError, match="1 prompts and media of 2; give a list for each prompt"):
+    with pytest.raises(ValueError, match="1 prompts and 2 lists of media; pass one list for each prompt"):
         llm.generate([[1, 2, 3]], media=[[], []], progress=False)
     assert not llm.has_work
 

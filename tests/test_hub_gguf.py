@@ -146,7 +146,7 @@ def test_repositories_that_are_refused(hub: Hub) -> None:
         ("org/parts", "which GGUF file.*found none, and 2 that are a part or no model"),
         ("org/gone:Q4_K_M", "not in the Hugging Face cache, and the hub did not give it"),
         ("org/other", "GptOssForCausalLM needs attention sinks"),
-        ("org/other:Q4_0", r"Q4_0 is not one GGUF file\. Say org/other:FILE"),
+        ("org/other:Q4_0", r"Q4_0 is not one GGUF file\. Give org/other:FILE"),
     ):
         with pytest.raises(ValueError, match=message):
             weights.resolve(name)
@@ -170,5 +170,5 @@ def test_which_file_is_chosen(files: list[str], asked: str | None, chosen: str |
     if chosen is not None:
         assert choose_gguf("org/name", files, asked) == chosen
         return
-    with pytest.raises(ValueError, match="Say org/name:FILE or org/name:TYPE; found"):
+    with pytest.raises(ValueError, match="Give org/name:FILE or org/name:TYPE; found"):
         choose_gguf("org/name", files, asked)

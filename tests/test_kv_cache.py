@@ -387,7 +387,7 @@ def test_a_filled_cache_is_finite(format: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'fp8': LatentModel keeps LatentSpec.* Leave it out"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'fp8': LatentModel has a LatentSpec.* leave kv_cache_"):
         LLM(model=LatentModel(), device="cpu", kv_cache_dtype="fp8")
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp4', expected one of auto, fp8, int8"):
         LLM(model=tiny(Llama), device="cpu", kv_cache_dtype="fp4")

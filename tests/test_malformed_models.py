@@ -312,8 +312,8 @@ def nested(depth: int) -> bytes:
     ("data", "message"),
     [
         (header(key("a", 9, nested(5000))), "arrays are nested more than 8 deep"),
-        (header(key("a", 9, struct.pack("<IQ", 4, 1 << 60))), "values are announced, and"),
-        (header(key("a", 9, struct.pack("<IQ", 8, 1 << 60))), "values are announced, and"),
+        (header(key("a", 9, struct.pack("<IQ", 4, 1 << 60))), "values, and"),
+        (header(key("a", 9, struct.pack("<IQ", 8, 1 << 60))), "values, and"),
         (header(key("a", 77, b"")), "value type 77 is unknown"),
         (header(num_tensors=1, tensors=struct.pack("<QI", 0, 1 << 31)), "has 2147483648 dims"),
         (header(num_tensors=1 << 60), "cut off or damaged"),

@@ -21,7 +21,7 @@ from whorl.engine.sampler import probabilities
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft
-from whorl.engine.speculate.mtp import MTP, _Behind
+from whorl.engine.speculate.mtp import MTP, _Shifted
 from whorl.models.deepseek import DeepSeek
 from whorl.nn import Step
 
@@ -130,7 +130,7 @@ class Checked(MTP):
         drafts = super().propose(sequences, k)
         for seq, draft in zip(sequences, drafts, strict=True):
             if draft.token_ids:
-                expected = guesses(self.target, self.beside, seq.token_ids, len(draft.token_ids))
+                expected = guesses(self.target, self.draft_head, seq.token_ids, len(draft.token_ids))
                 assert draft.token_ids == expected, (seq, draft, expected)
                 self.num_checked += len(draft.token_ids)
         return drafts
@@ -173,7 +173,7 @@ def test_drafts_are_what_the_layer_says(name: str) -> None:
         proposer, llm = run_checked(name, seed)
         seen += Counter(llm.stats()) + Counter(num_checked=proposer.num_checked)
         assert llm.pool.num_used == 0
-        assert not proposer._behind
+        assert not proposer._pairs
     assert seen["num_checked"] > 60, seen
     assert seen["num_accepted"] > 10, seen
     assert seen["num_drafted"] - seen["num_accepted"] > 10, seen
@@ -211,7 +211,7 @@ def test_recorded_drafts_are_the_same(graphs: list[int]) -> None:
     for seed in range(3):
         proposer, llm = run_checked("v32", seed)
         assert llm.runner._graphs
-        assert proposer.guesses.runner._graphs
+        assert proposer.drafter.runner._graphs
         assert proposer.num_checked
     assert len(graphs) > 20
 
@@ -222,7 +222,7 @@ def test_after_a_full_warm_up_nothing_is_recorded(graphs: list[int], monkeypatch
     proposer = checked("v3", 2)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 40, "num_blocks": 32, "block_size": 4}
     llm = LLM(model=proposer.target, device="cpu", warmup="full", speculate=proposer, draft_length="fixed", **sizes)
-    runner = proposer.guesses.runner
+    runner = proposer.drafter.runner
     recorded = dict(runner._graphs)
     assert recorded.keys() == {(rows, keys) for rows in (1, 2, 4, 8) for keys in (16, 40)}
     llm.generate([[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]], SamplingParams(temperature=0, max_tokens=24), progress=False)
@@ -232,39 +232,39 @@ def test_after_a_full_warm_up_nothing_is_recorded(graphs: list[int], monkeypatch
 
 def forget_a_state(patch: pytest.MonkeyPatch) -> None:
     """A token that was accepted keeps the state that was guessed for it."""
-    take = _Behind.take
+    take = _Shifted.take
 
-    def wrong(self: _Behind, placed: Any, hidden: Tensor) -> None:
+    def wrong(self: _Shifted, placed: Any, hidden: Tensor) -> None:
         take(self, placed, hidden.roll(1, 0) if len(hidden) > 1 else hidden)
 
-    patch.setattr(_Behind, "take", wrong)
+    patch.setattr(_Shifted, "take", wrong)
 
 
 def forget_a_token(patch: pytest.MonkeyPatch) -> None:
     """Generated tokens are not computed where no draft was asked for."""
-    num_due = _Behind.num_due
+    num_due = _Shifted.num_due
 
-    def wrong(self: _Behind, block_size: int) -> int:
+    def wrong(self: _Shifted, block_size: int) -> int:
         count = num_due(self, block_size)
-        if count and self.own.num_computed >= self.own.prompt_len:
-            self.own.num_computed += count
+        if count and self.shifted.num_computed >= self.shifted.prompt_len:
+            self.shifted.num_computed += count
             self.keep(1)
             return 0
         return count
 
-    patch.setattr(_Behind, "num_due", wrong)
+    patch.setattr(_Shifted, "num_due", wrong)
 
 
 def keep_guesses(patch: pytest.MonkeyPatch) -> None:
     """What was guessed is taken for the target's."""
-    forget = MTP._forget_guesses
+    forget = MTP._forget_draft
 
-    def wrong(each: _Behind) -> None:
-        guessed = list(each.own.token_ids)
+    def wrong(each: _Shifted) -> None:
+        guessed = list(each.shifted.token_ids)
         forget(each)
-        each.own.token_ids = guessed
+        each.shifted.token_ids = guessed
 
-    patch.setattr(MTP, "_forget_guesses", staticmethod(wrong))
+    patch.setattr(MTP, "_forget_draft", staticmethod(wrong))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_its_cache_takes_its_part_of_the_memory() -> None:
     proposer = MTP(layer=layer)
     llm = LLM(model=target, device="cpu", memory=10 * 4 * token + 7, block_size=4, speculate=proposer)
     assert llm.pool.num_blocks == 10
-    assert proposer.guesses.runner.caches[0].latent.shape[:2] == (10, 4)
+    assert proposer.drafter.runner.caches[0].latent.shape[:2] == (10, 4)
 
 
 def test_in_8_bits() -> None:
@@ -366,7 +366,7 @@ def test_in_8_bits() -> None:
     plain = LLM(model=target, **how).generate([[5, 4, 3]], params, progress=False)
     llm = LLM(model=target, **how, speculate=proposer, draft_length="fixed")
     assert llm.generate([[5, 4, 3]], params, progress=False)[0].token_ids == plain[0].token_ids
-    assert proposer.guesses.runner.caches[0].latent.dtype == torch.uint8
+    assert proposer.drafter.runner.caches[0].latent.dtype == torch.uint8
 
 
 def published(folder: Path) -> dict[str, Tensor]:
@@ -450,15 +450,15 @@ def test_refusals(tmp_path: Path) -> None:
     assert made.proposer is proposer
     path = without_layer(tmp_path)
     for message, make in {
-        "it drafts for another engine": lambda: LLM(model=target, device="cpu", num_blocks=8, speculate=proposer),
-        "give the path of its checkpoint": lambda: LLM(model=target, device="cpu", num_blocks=8, speculate=MTP()),
+        "already drafts for another engine": lambda: LLM(model=target, device="cpu", num_blocks=8, speculate=proposer),
+        "pass the path of its checkpoint": lambda: LLM(model=target, device="cpu", num_blocks=8, speculate=MTP()),
         "has no layer of multi-token prediction": lambda: LLM(
             model=tiny(num_nextn_predict_layers=0), device="cpu", num_blocks=8, speculate=MTP()
         ),
         "the files hold no model.layers.3.": lambda: weights.load_prediction(
             path, weights.load_model(path, device="cpu", progress=False), progress=False
         ),
-        "there are 2 of them": lambda: LLM(path, device="cpu", tp=2, num_blocks=8, speculate=MTP()),
+        "MTP: tp is 2, expected 1": lambda: LLM(path, device="cpu", tp=2, num_blocks=8, speculate=MTP()),
         "k is 0": lambda: MTP(k=0),
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -153,9 +153,9 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(folders["llama"], out).exit_code == 0
     for arguments, message in (
-        ((folders["llama"], out), "is there already: name a folder that is not"),
-        ((out, tmp_path / "twice"), "the weights are quantised already"),
-        ((folders["llama"], tmp_path / "x", "--ignore", "re:("), "is no pattern"),
+        ((folders["llama"], out), "it exists; give a new folder"),
+        ((out, tmp_path / "twice"), "the weights are already quantised"),
+        ((folders["llama"], tmp_path / "x", "--ignore", "re:("), "is not a regular expression"),
         ((folders["llama"], tmp_path / "x", "--ignore", "re:.*"), "nothing is left to be quantised"),
         ((tmp_path / "nowhere", tmp_path / "x"), "no such file or folder"),
         ((folders["llama"], tmp_path / "x", "--format", "int3"), "int3"),
@@ -201,5 +201,5 @@ def test_a_gguf_file_is_quantised_anew(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", save(tmp_path / "hf", GGUFS["llama"][1]), gguf.GGMLQuantizationType.Q8_0)
     close(logits(load(path, quantize="w8a8")), logits(load(path, unpack=True)), bound=0.1)
-    with pytest.raises(ValueError, match="a GGUF file is quantised already"):
+    with pytest.raises(ValueError, match="a GGUF file is already quantised"):
         rewrite.quantize_folder(str(path), tmp_path / "out", scheme="fp8")

@@ -144,5 +144,5 @@ def test_rounding_leaves_the_tower_as_it_is(tmp_path: Path) -> None:
 
 def test_rounding_of_stacked_experts_is_refused(tmp_path: Path) -> None:
     _, dense = write(tmp_path, FORMATS["fp8"], "moe")
-    with pytest.raises(ValueError, match="experts that lie in one tensor are not rounded"):
+    with pytest.raises(ValueError, match="experts in one tensor cannot be quantised"):
         load(dense, quantize="fp8")

@@ -168,14 +168,14 @@ def test_a_text_that_the_tokenizer_panics_over() -> None:
             (CHAT, {"messages": [{"role": "user", "content": text}]}),
             ("/tokenize", {"prompt": text}),
         ):
-            assert "cannot be cut into tokens" in ends_well(served.http.post(path, json=body), status=400)["message"]
+            assert "cannot be split into tokens" in ends_well(served.http.post(path, json=body), status=400)["message"]
         assert served.complete("b", max_tokens=1)["choices"][0]["text"] == "c"
 
 
 def test_a_panic_is_a_value_error_of_the_tokenizer() -> None:
     tokenizer = byte_tokenizer()
     tokenizer._backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    with pytest.raises(ValueError, match="this text of 41 characters cannot be cut into tokens"):
+    with pytest.raises(ValueError, match="this text of 41 characters cannot be split into tokens"):
         tokenizer.encode("a" * 40 + "b")
 
 

@@ -239,7 +239,7 @@ def test_deepseek_calls_in_parallel_and_goes_on_from_its_thoughts(deepseek: Serv
 
 def test_what_the_format_refuses_is_the_clients_error(deepseek: Served) -> None:
     history: Any = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "x"}]
-    with pytest.raises(openai.BadRequestError, match="1 results of tools behind 0 calls"):
+    with pytest.raises(openai.BadRequestError, match="1 results of tools after 0 calls"):
         client(deepseek).create(model=MODEL, messages=history)
 
 

@@ -64,7 +64,7 @@ def test_no_text_is_needed_and_stop_tokens_stop(served: Served) -> None:
         ({"token_ids": ["a"]}, "token_ids.0: Input should be a valid integer"),
         ({"token_ids": [5], "sampling_params": {"stop": ["a"]}}, "sampling_params.stop: is not a parameter"),
         ({"token_ids": [5], "sampling_params": {"top_p": 3}}, "top_p: Input should be less than or equal to 1"),
-        ({"token_ids": [5], "sampling_params": {"n": 2, "prompt_logprobs": 1}}, "ask for them with n = 1"),
+        ({"token_ids": [5], "sampling_params": {"n": 2, "prompt_logprobs": 1}}, "n is 2, expected 1"),
     ],
 )
 def test_what_is_wrong_is_named(served: Served, body: Any, says: str) -> None:

@@ -250,7 +250,7 @@ def _until_the_end(ids: list[int], end: int) -> list[int]:
 def test_a_picture_that_can_never_be_held_is_refused(folder: Path) -> None:
     """By the engine, which the server cannot ask before: still with 400, and it goes on."""
     with prepared(folder, ENGINE.changed(encoder_cache=4)) as running:
-        with pytest.raises(openai.BadRequestError, match="9 tokens, and at most 4 are held"):
+        with pytest.raises(openai.BadRequestError, match="9 tokens, expected at most 4"):
             ask(running, image(CAT), ASKED)
         assert len(said(ask(running, ASKED))) == COUNT
         assert running.is_idle()

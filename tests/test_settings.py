@@ -94,11 +94,11 @@ def test_a_share_of_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cache_memory", lambda device: 54)
     assert memory.memory_left(0.5, "cuda") == 10
     assert memory.memory_left(1.0, "cuda") == 54, "activations keep their room"
-    with pytest.raises(ValueError, match="say more, or share the model"):
+    with pytest.raises(ValueError, match="raise it, or shard the model"):
         memory.memory_left(0.4, "cuda")
     monkeypatch.setattr(memory, "accelerator", lambda device: None)
     model: Any = MockModel()
-    with pytest.raises(ValueError, match="cpu is no accelerator: say how many bytes the cache takes"):
+    with pytest.raises(ValueError, match="cpu is no accelerator; set the bytes of the cache instead"):
         LLM(model=model, device="cpu", gpu_memory_utilization=0.5)
 
 

@@ -211,7 +211,7 @@ def test_measuring_ends_when_its_time_is_up() -> None:
 
 
 def test_a_cost_table_must_be_one() -> None:
-    with pytest.raises(ValueError, match="expected seconds by number of rows"):
+    with pytest.raises(ValueError, match="expected positive seconds by number of tokens"):
         DraftLength({})
-    with pytest.raises(ValueError, match="expected seconds by number of rows"):
+    with pytest.raises(ValueError, match="expected positive seconds by number of tokens"):
         DraftLength({0: 1.0})

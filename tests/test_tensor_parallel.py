@@ -78,7 +78,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., LLM]]:
 
 def ranks(llm: LLM) -> list["subprocess.Popen[bytes]"]:
     assert llm._lead is not None
-    return list(llm._lead.crew._processes.values())
+    return list(llm._lead.group._processes.values())
 
 
 def run(llm: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Sequence]:
@@ -244,7 +244,7 @@ def test_an_engine_until_a_rank_is_killed(engine: Callable[..., LLM], checkpoint
     assert llm.pool.num_blocks == 3 * 40 // 4, "the cache fits the rank that has 2 of 3 KV heads"
     check_scores(llm, checkpoints["llama"])
     assert llm.measure_cost(4).keys() == {1, 2, 3, 4}
-    with pytest.raises(ValueError, match="one engine at a time"):
+    with pytest.raises(ValueError, match="close the other engine first"):
         engine()
     check_interrupts(llm)
     killer = threading.Timer(0.05, ranks(llm)[0].kill)
@@ -317,7 +317,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 
 llm = LLM({path!r}, tokenizer=ByteTokenizer(), device="cpu", tp=2, num_blocks=40)
-print(*[process.pid for process in llm._lead.crew._processes.values()], flush=True)
+print(*[process.pid for process in llm._lead.group._processes.values()], flush=True)
 while True:
     out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), progress=False)
     if sys.argv[1] == "once":
@@ -374,7 +374,7 @@ def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     assert Place.find() == Place.find(8) == Place(rank=5, size=8, local_rank=1, is_given=True)
     assert Place.find(1).size == 1
-    with pytest.raises(ValueError, match="2 ranks were asked for, and torchrun has started 8"):
+    with pytest.raises(ValueError, match="tp is 2, and torchrun has started 8 ranks"):
         Place.find(2)
 
 
@@ -382,7 +382,7 @@ def test_more_ranks_than_heads_start_nothing(engine: Callable[..., LLM], monkeyp
     monkeypatch.setattr(launch, "_spawn", None)
     with pytest.raises(ValueError, match="query heads: 6 cannot be shared by 7 ranks: take 6 or fewer"):
         engine(tp=7)
-    with pytest.raises(ValueError, match="tp is 2, and the model was handed in"):
+    with pytest.raises(ValueError, match="tp is 2, expected 1 for a model that is passed as an object"):
         LLM(model=MockModel(), device="cpu", tp=2)  # type: ignore[arg-type]
 
 
@@ -448,7 +448,7 @@ def test_settings_are_made_and_said_in_a_line(
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
-    with pytest.raises(ValueError, match="4 ranks were asked for; this machine has 2 cuda devices"):
+    with pytest.raises(ValueError, match="tp is 4; this machine has 2 cuda devices"):
         launch.start(Place(rank=0, size=4, local_rank=0, is_given=False), "cuda", "none", {})
     monkeypatch.setattr(collectives, "device_count", lambda device: 1)
     monkeypatch.setattr(collectives, "require", lambda device: device)

@@ -59,7 +59,7 @@ def state(llm: LLM) -> dict[str, Any]:
         "caches": [tensor.tolist() for cache in llm.runner.caches for tensor in (cache.k, cache.v)],
         "tables": llm.runner.lanes.tables[:-1].tolist(),
         "tokens": llm.runner.lanes.tokens[:-1].tolist(),
-        "biases": len(llm.sampler._adjuster._kept),
+        "biases": len(llm.sampler._adjuster._bias_cache),
     }
 
 
@@ -209,7 +209,7 @@ def test_products_of_every_multiple_are_tried() -> None:
     llm = engine(**options)
     for kind, expected in (("full", {128, 256, 384}), ("short", {128, 256})):
         work = WarmUp(llm, kind)  # type: ignore[arg-type]
-        found = {task.what for task in work.tasks()}
+        found = {task.description for task in work.tasks()}
         assert {n for n in range(128, 400, 128) if f"prompt of {n}" in found} == expected
 
 
@@ -238,7 +238,7 @@ def test_off_runs_nothing() -> None:
 def test_not_while_requests_run() -> None:
     llm = engine()
     llm.add([1, 2, 3])
-    with pytest.raises(ValueError, match="requests are running; warm up before the first one"):
+    with pytest.raises(ValueError, match="requests are running; warm up before the first request"):
         llm.warm_up("short")
 
 

@@ -105,7 +105,7 @@ def measure(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 def follow(member: Rank) -> None:
     asked = member.get("settings")
-    member.say("here", True)
+    member.publish("here", True)
     member.get("go")
     member.join()
     _rows(member, asked)

@@ -1,4 +1,4 @@
-"""The engine: start reading in llm.py."""
+"""The inference engine. Start reading in llm.py."""
 
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,7 @@
-"""What changes logits before sampling: penalties, biases, what a grammar allows.
+"""Changes of logits before sampling: penalties, biases and grammar masks.
 
-A request may name a thousand biases, and a penalty concerns every token of a long prompt. So both are kept as arrays
-from step to step, and a step pays for its new tokens alone.
+A request may have a thousand biases, and a penalty applies to every token of a long prompt. So both are cached as
+arrays from step to step, and a step only pays for its new tokens.
 """
 
 import math
@@ -20,18 +20,19 @@ from .batch import Sample
 from .sequence import AllowError
 from .token_counts import TokenCounts
 
-_NUM_KEPT = 1024
+_NUM_CACHED = 1024
 
 
 class Adjuster:
-    """vocab_size: ids from here on are padding of the model's vocabulary and are never sampled."""
+    """Applies them to logits. vocab_size: larger ids are padding of the model's vocabulary and never sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # Ids and values of a request's biases, with the mapping itself, so that no other gets its number.
-        self._kept: OrderedDict[Hashable, tuple[object, Tensor, Tensor]] = OrderedDict()
+        # Ids and values of a request's biases. The mapping itself is held as well, so that its `id` is not reused.
+        self._bias_cache: OrderedDict[Hashable, tuple[object, Tensor, Tensor]] = OrderedDict()
 
     def adjust(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+        """Return the logits [N, vocab_size] with penalties, biases and masks applied."""
         logits = logits[:, : self._vocab_size]
         return _allow(self._bias(_penalize(logits, samples), samples), samples)
 
@@ -49,32 +50,32 @@ class Adjuster:
         out = logits.clone()
         for name, rows in groups.items():
             mapping = samples[rows[0]].chunk.sequence.params.logit_bias
-            ids, values = self._keep(name, mapping, out.device)
+            ids, values = self._tensors(name, mapping, out.device)
             out[torch.tensor(rows, device=out.device)[:, None], ids] += values
         for stop_ids, rows in banned.items():
-            ids, _ = self._keep(stop_ids, stop_ids, out.device)
+            ids, _ = self._tensors(stop_ids, stop_ids, out.device)
             out[torch.tensor(rows, device=out.device)[:, None], ids] = -math.inf
         return out
 
-    def _keep(
-        self, name: Hashable, given: Mapping[int, float] | frozenset[int], device: torch.device
+    def _tensors(
+        self, name: Hashable, biases: Mapping[int, float] | frozenset[int], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The ids of a request's biases and their values; of ids alone, no values."""
-        if name not in self._kept:
-            ids = [i for i in given if i < self._vocab_size]
-            values = [] if isinstance(given, frozenset) else [given[i] for i in ids]
+        """Return the ids of a request's biases and their values, from the cache if possible; a set has no values."""
+        if name not in self._bias_cache:
+            ids = [i for i in biases if i < self._vocab_size]
+            values = [] if isinstance(biases, frozenset) else [biases[i] for i in ids]
             tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-            self._kept[name] = given, tensors[0].to(device), tensors[1].to(device)
-            if len(self._kept) > _NUM_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(name)
-        return self._kept[name][1:]
+            self._bias_cache[name] = biases, tensors[0].to(device), tensors[1].to(device)
+            if len(self._bias_cache) > _NUM_CACHED:
+                self._bias_cache.popitem(last=False)
+        self._bias_cache.move_to_end(name)
+        return self._bias_cache[name][1:]
 
 
 def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
-    """Each row's penalties see the output and the part of the draft before it."""
+    """Apply penalties; those of a row count the output and the part of the draft before it."""
     params = [sample.chunk.sequence.params for sample in samples]
-    if not any(each.has_penalties for each in params):
+    if not any(p.has_penalties for p in params):
         return logits
     rows = [_counts(sample, logits.shape[1]) for sample in samples]
     width = max(len(ids) for ids, _ in rows)
@@ -126,7 +127,7 @@ def _mask(sample: Sample) -> Tensor | None:
     try:
         return seq.allow(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
     except AllowError as error:
-        # A draft may leave what is allowed: the row before it has its own token then, and this row does not count.
+        # A draft may violate the grammar. Then it is rejected at an earlier row, and this row is not used.
         if sample.num_drafted == 0:
             seq.error = error
         return None

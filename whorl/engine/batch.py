@@ -1,8 +1,9 @@
-"""What one step computes, as the indices of at most two forward calls. The only place that builds indices.
+"""A batch turns the chunks of a step into the indices of at most two forward calls. No other module builds indices.
 
-A step that decodes and fills makes two calls: the one that decodes may be recorded, the other has any size.
+A step with prompts and decoding sequences makes two calls: the decode call may be a recorded graph, the other call may
+have any size.
 
-Everything here is on the host. A call's arrays lie side by side in one run of bytes, so that one copy takes them to
+Everything here is on the host. A call's arrays lie one after the other in one buffer, so that one copy takes them to
 the device.
 """
 
@@ -17,7 +18,9 @@ from .scheduler import Chunk
 from .sequence import Sequence as Seq
 
 UNREAD = -1  # a token that only the device knows: the last one sampled in its lane
-# Name, type, how many: T rows, B entries, S samples. Eight bytes first, so that all are aligned.
+# Name, type and count of each array: T tokens, B sequences ("entries"), S samples. Eight-byte types come first, so that
+# all arrays are aligned. lanes: of each token; table_at, blocks: the entry of the block table that a token writes, and
+# its value; entry_lanes: of each sequence; places: index of the sampled token among the outputs of its sequence.
 _FIELDS = (
     ("tokens", "i8", "T"),
     ("lanes", "i8", "T"),
@@ -42,35 +45,39 @@ Field = tuple[str, str, int, int]  # name, type, first byte, number of elements
 
 
 @functools.lru_cache(maxsize=256)
-def layout(size: Size) -> tuple[tuple[Field, ...], int]:
-    """Where each field lies when a call has this size, and the bytes of all."""
+def field_offsets(size: Size) -> tuple[tuple[Field, ...], int]:
+    """Return where each array of a call of this size lies in the buffer, and the bytes of all arrays."""
     counts = {"T": size[0], "B": size[1], "B+1": size[1] + 1, "S": size[2]}
-    found, at = [], 0
+    fields, num_bytes = [], 0
     for name, kind, count in _FIELDS:
-        found.append((name, kind, at, counts[count]))
-        at += int(kind[1]) * counts[count]
-    return tuple(found), at
+        fields.append((name, kind, num_bytes, counts[count]))
+        num_bytes += int(kind[1]) * counts[count]
+    return tuple(fields), num_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A row whose logits give a token: the one behind `num_drafted` of the chunk's draft."""
+    """A position whose logits are sampled: the token after the first `num_drafted` tokens of the chunk's draft."""
 
     chunk: Chunk
     num_drafted: int
-    place: int  # of the token among the sequence's outputs
+    place: int  # index of the sampled token among the sequence's outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A row whose logits score the prompt token at `position + 1`; behind the last one, whose hidden state is kept."""
+    """A prompt position whose hidden state is used: its logits score the token at `position + 1`; at the last position
+    it is the embedding of the prompt."""
 
     sequence: Seq
     position: int
 
 
 class Insert(NamedTuple):
-    """Rows from `row` on that get `length` features of a picture, from `offset` on. number: the encoder's."""
+    """`length` features of an image, from `offset` on, that replace the embeddings of tokens from `row` on in a call.
+
+    number: the encoder's number of the image.
+    """
 
     row: int
     number: int
@@ -79,7 +86,7 @@ class Insert(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a chunk's rows begin in a call, and the lane and the blocks that its sequence had then."""
+    """Where a chunk's tokens begin in a call, and the lane and block table that its sequence had at that time."""
 
     chunk: Chunk
     row: int
@@ -89,15 +96,15 @@ class Placed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One forward call. `samples` and `scores` say what becomes of its rows.
+    """One forward call. `samples` and `scores` list the positions whose outputs are used.
 
-    axes: [A, T] positions, where some sequence has pictures and more than one of its tokens runs; else None.
+    axes: [A, T] positions, if the call has prompts and some sequence has images; else None.
     """
 
     is_decode: bool
     arrays: Mapping[str, Sequence[float] | np.ndarray]
-    num_keys: int  # that the longest sequence sees
-    tables: list[tuple[int, list[int]]]  # lanes that are new, and their blocks
+    num_keys: int  # tokens that the longest sequence attends to
+    tables: list[tuple[int, list[int]]]  # new lanes and their block tables
     samples: list[Sample] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     score_rows: list[int] = field(default_factory=list)
@@ -111,32 +118,32 @@ class Call:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every row is a sample, as in decoding with or without drafts."""
+        """Whether every token is sampled from, as in decoding with or without drafts."""
         return len(self.arrays["tokens"]) == len(self.arrays["seeds"])
 
-    def write(self, into: dict[str, np.ndarray], padding: dict[str, int]) -> None:
-        """Fill arrays of this size or larger; `padding` goes where there are no rows, entries or samples."""
+    def write(self, arrays: dict[str, np.ndarray], padding: dict[str, int]) -> None:
+        """Copy the call's arrays to arrays of this size or larger; `padding` has the values of further elements."""
         for name, values in self.arrays.items():
-            to, count = into[name], len(values)
-            to[:count] = values
-            if count < len(to):
-                to[count:] = self.size[0] if name == "query_starts" else padding.get(name, 0)
+            array, count = arrays[name], len(values)
+            array[:count] = values
+            if count < len(array):
+                array[count:] = self.size[0] if name == "query_starts" else padding.get(name, 0)
 
 
 class Batch:
-    """The chunks of a step. Drafts may be added to them until `calls` lays everything out."""
+    """The chunks of a step. Drafts may be added to them until `calls` builds the indices."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = list(chunks)
 
     def calls(self, block_size: int, table_width: int) -> list[Call]:
-        """table_width: blocks of one lane in the device's table."""
-        filling = [chunk for chunk in self.chunks if not chunk.is_decode]
+        """Return the calls of the step, prompts first. table_width: blocks of one lane in the device's block tables."""
+        prompts = [chunk for chunk in self.chunks if not chunk.is_decode]
         decoding = [chunk for chunk in self.chunks if chunk.is_decode]
-        return [_call(chunks, block_size, table_width) for chunks in (filling, decoding) if chunks]
+        return [_build_call(chunks, block_size, table_width) for chunks in (prompts, decoding) if chunks]
 
 
-def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
+def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     tokens: list[int] = []
     lanes: list[int] = []
     positions: list[int] = []
@@ -147,7 +154,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
     scores: list[Score] = []
     score_rows: list[int] = []
     tables = []
-    shown: list[tuple[int, Chunk]] = []
+    with_images: list[tuple[int, Chunk]] = []
     placed = []
     for chunk in chunks:
         seq, first_row, start = chunk.sequence, len(tokens), chunk.start
@@ -161,7 +168,7 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         entry_lanes.append(seq.lane)
         placed.append(Placed(chunk, first_row, seq.lane, seq.block_table))
         if seq.placement is not None:
-            shown.append((first_row, chunk))
+            with_images.append((first_row, chunk))
         if chunk.is_new:
             tables.append((seq.lane, seq.block_table))
         if chunk.is_last:
@@ -174,14 +181,14 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
             for position in _scored(chunk):
                 scores.append(Score(seq, position))
                 score_rows.append(first_row + position - start)
-    at, block = np.array(positions), np.array(blocks)
+    index, block = np.array(positions), np.array(blocks)
     lane = np.array(lanes)
     arrays = {
         "tokens": tokens,
         "lanes": lane,
-        "positions": _turned(at, shown) if chunks[0].is_decode else at,
-        "slots": block * block_size + at % block_size,
-        "table_at": lane * table_width + at // block_size,
+        "positions": _rotary_positions(index, with_images) if chunks[0].is_decode else index,
+        "slots": block * block_size + index % block_size,
+        "table_at": lane * table_width + index // block_size,
         "blocks": block,
         "entry_lanes": entry_lanes,
         "query_starts": starts,
@@ -191,34 +198,34 @@ def _call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
         **_sampling(samples),
     }
     call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows, placed=placed)
-    if shown and not call.is_decode:
-        call.axes = _axes(at, shown)
-        call.inserts = [insert for row, chunk in shown for insert in _inserts(row, chunk)]
+    if with_images and not call.is_decode:
+        call.axes = _axes(index, with_images)
+        call.inserts = [insert for row, chunk in with_images for insert in _inserts(row, chunk)]
     return call
 
 
-# ---- sequences with pictures
+# ---- sequences with images
 
 
-def _turned(at: np.ndarray, shown: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Positions of decoded tokens, by which they are rotated: behind pictures they are not their indices."""
-    if not shown:
-        return at
-    turned = at.copy()
-    for row, chunk in shown:
+def _rotary_positions(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
+    """Return the positions that rotate decoded tokens: after images they differ from the index in the sequence."""
+    if not with_images:
+        return index
+    positions = index.copy()
+    for row, chunk in with_images:
         assert chunk.sequence.placement is not None
-        turned[row : row + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
-    return turned
+        positions[row : row + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
+    return positions
 
 
-def _axes(at: np.ndarray, shown: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Those of text are the same on all axes."""
-    placements = [chunk.sequence.placement for _, chunk in shown]
+def _axes(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
+    """Return the positions [A, T] of a call with images; those of text are the same on all axes."""
+    placements = [chunk.sequence.placement for _, chunk in with_images]
     axes: np.ndarray | None = None
-    for (row, chunk), placement in zip(shown, placements, strict=True):
+    for (row, chunk), placement in zip(with_images, placements, strict=True):
         assert placement is not None
         if axes is None:
-            axes = np.tile(at, (len(placement.axes), 1))
+            axes = np.tile(index, (len(placement.axes), 1))
         stop = chunk.start + chunk.length
         axes[:, row : row + chunk.length] = placement.positions(chunk.start, stop)
     assert axes is not None
@@ -244,30 +251,30 @@ def _tokens(chunk: Chunk) -> list[int]:
 
 
 def _blocks(table: list[int], start: int, end: int, block_size: int) -> Sequence[int]:
-    """The block of each position."""
+    """Return the block of each position."""
     if end - start == 1:
         return (table[start // block_size],)
     return np.array(table)[np.arange(start, end) // block_size].tolist()  # type: ignore[no-any-return]
 
 
 def _places(chunk: Chunk) -> range:
-    """Of the tokens that a chunk samples, among the sequence's outputs."""
+    """Return the indices, among the sequence's outputs, of the tokens that a chunk samples."""
     first = chunk.start + chunk.length - chunk.sequence.prompt_len
     return range(first, first + len(chunk.draft) + 1)
 
 
 def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
     sequences = [sample.chunk.sequence for sample in samples]
-    asked = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
+    filters = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
     return {
         "seeds": [seq.seed for seq in sequences],
         "places": [sample.place for sample in samples],
-        **dict(zip(("temperature", "top_k", "top_p", "min_p"), asked, strict=True)),
+        **dict(zip(("temperature", "top_k", "top_p", "min_p"), filters, strict=True)),
     }
 
 
 def _scored(chunk: Chunk) -> range:
-    """Positions of the chunk whose logits the request wants and has not got."""
+    """Return the prompt positions of the chunk that are still to be scored."""
     seq = chunk.sequence
     first = seq.prompt_len - 1 - seq.num_unscored
     return range(max(chunk.start, first), min(chunk.start + chunk.length, seq.prompt_len - 1))

@@ -1,8 +1,8 @@
-"""The cache's blocks: who holds them, and which full ones hold a prefix that another sequence may share.
+"""The block pool of the KV cache: which sequences hold a block, and which full blocks hold a prefix to share.
 
-A full block is known by its tokens, what stands behind placeholders among them, and the content before it. Whether a
-token came in a prompt or was generated makes no difference: its keys and values have the same bits. Digests are part of
-the key because the placeholders of two pictures are the same tokens.
+A full block is identified by its tokens, by the contents that placeholders among them stand for, and by the prefix
+before it. It makes no difference whether a token came in a prompt or was generated: its keys and values have the same
+bits. Digests are part of the key because the placeholders of two images are the same tokens.
 """
 
 import bisect
@@ -12,16 +12,16 @@ from collections import OrderedDict
 from .sequence import Sequence
 
 _ROOT = 0
-# Of what stands behind some of a block's tokens: where they begin in the block, and in it; their number; its digest.
+# Content behind placeholder tokens of a block: first token in the block, offset in the content, token count, digest.
 _Part = tuple[int, int, int, bytes]
-# Name of the content before the block, or the salt where there is none; the block's tokens; what stands behind them.
-# Keys are compared, not only hashed: two prefixes that collide stay apart. Names are never used twice, so
-# the chain before a block is verified too, and with it the salt.
+# Name of the prefix before the block, or the salt for the first block; the block's tokens; the contents behind them.
+# Keys are compared, not only hashed, so a hash collision cannot mix two prefixes. A name is a number that is never used
+# twice, so an equal key also means that all blocks before it, and the salt, are equal.
 _Key = tuple[int | str, tuple[int, ...], tuple[_Part, ...]]
 
 
 class BlockPool:
-    """Reference-counted blocks. A free block keeps its prefix until it is taken, the longest unused first."""
+    """Reference-counted blocks. A free block keeps its prefix until it is reused; least recently used ones go first."""
 
     def __init__(self, num_blocks: int, block_size: int, *, use_prefix_cache: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -30,8 +30,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_holders = [0] * num_blocks
         self._names = itertools.count(_ROOT + 1)
-        self._prefixes: dict[_Key, tuple[int, int]] = {}  # block, name of its content
-        self._keys: dict[int, _Key] = {}  # of blocks that hold a prefix
+        self._prefixes: dict[_Key, tuple[int, int]] = {}  # block and name of the prefix that ends in it
+        self._keys: dict[int, _Key] = {}  # by block, if it holds a prefix
         self.num_queried = self.num_hit = 0  # tokens
 
     @property
@@ -43,10 +43,11 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens need."""
         return -(-num_tokens // self.block_size)
 
     def admit(self, seq: Sequence, *, reserve: int = 0) -> bool:
-        """Give `seq` blocks for all its tokens, shared ones first; False, and nothing taken, where they do not fit.
+        """Give `seq` blocks for all its tokens, shared ones first; return False and take none if they do not fit.
 
         reserve: blocks that must stay free.
         """
@@ -67,7 +68,7 @@ class BlockPool:
         return True
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Have blocks for `length` tokens; False, and nothing taken, where there are not enough."""
+        """Give `seq` blocks for `length` tokens; return False and take none if there are not enough."""
         num_new = self.blocks_for(length) - len(seq.block_table)
         if num_new > self.num_free:
             return False
@@ -75,68 +76,68 @@ class BlockPool:
         return True
 
     def shrink(self, seq: Sequence) -> None:
-        """Give back blocks that only a rejected draft needed."""
+        """Free blocks that only a rejected draft needed."""
         while len(seq.block_table) > self.blocks_for(len(seq.token_ids)):
             self._drop(seq.block_table.pop())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share blocks that are full, of known tokens, and computed or about to be: steps run in order."""
+        """Let others share full blocks of known tokens that are computed, or will be: steps run in order."""
         if not self.use_prefix_cache:
             return
         for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):
             key, block = self._key(seq, i), seq.block_table[i]
-            # Equal keys mean equal bits: a second copy stays private, and its successors join the first one's chain.
+            # Equal keys mean equal bits: a second copy stays private, and blocks after it continue the first chain.
             if key not in self._prefixes:
                 self._prefixes[key] = block, next(self._names)
                 self._keys[block] = key
             seq.chain.append(self._prefixes[key][1])
 
     def release(self, seq: Sequence) -> None:
-        """Last block first: of a prefix its end is forgotten before its beginning."""
+        """Free the blocks of `seq`, last block first, so that the end of a prefix is reused before its beginning."""
         for block in reversed(seq.block_table):
             self._drop(block)
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
     def forget(self) -> None:
-        """No block holds a prefix that may be shared; nobody may hold one."""
+        """Clear the prefix cache. No sequence may hold a block."""
         assert self.num_used == 0, f"{self.num_used} blocks are held"
         self._prefixes.clear()
         self._keys.clear()
 
     def census(self, num_runs: int) -> list[tuple[int, int, int]]:
-        """Of up to so many equal runs of blocks: how many are held, of these how many by several sequences, and how
-        many are free and keep a prefix. Any thread may ask; the engine may be further by then."""
+        """Divide the blocks into up to `num_runs` equal runs; return for each how many are held, how many of these by
+        several sequences, and how many are free and keep a prefix. Thread-safe; the counts may be out of date."""
         size = -(-self.num_blocks // num_runs)
-        holders, kept = list(self._num_holders), set(self._keys)
-        found = []
+        holders, with_prefix = list(self._num_holders), set(self._keys)
+        counts = []
         for first in range(0, self.num_blocks, size):
             run = range(first, min(first + size, self.num_blocks))
-            held = [block for block in run if holders[block]]
-            num_kept = sum(block in kept for block in run if not holders[block])
-            found.append((len(held), sum(holders[block] > 1 for block in held), num_kept))
-        return found
+            used = [block for block in run if holders[block]]
+            num_reusable = sum(block in with_prefix for block in run if not holders[block])
+            counts.append((len(used), sum(holders[block] > 1 for block in used), num_reusable))
+        return counts
 
     def _match(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Blocks, with names, of the longest known prefix that leaves a token to compute: its logits are needed."""
+        """Return blocks and names of the longest cached prefix that leaves a token to compute for its logits."""
         if not self.use_prefix_cache:
             return []
         limit = len(seq.token_ids) - 1
         if seq.num_unscored:
             limit = min(limit, len(seq.prompt_logprobs))
-        found: list[tuple[int, int]] = []
+        hits: list[tuple[int, int]] = []
         for i in range(limit // self.block_size):
-            hit = self._prefixes.get(self._key(seq, i, parent=found[-1][1] if found else None))
+            hit = self._prefixes.get(self._key(seq, i, parent=hits[-1][1] if hits else None))
             if hit is None:
                 break
-            found.append(hit)
-        return found
+            hits.append(hit)
+        return hits
 
     def _key(self, seq: Sequence, index: int, parent: int | None = None) -> _Key:
-        before: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
+        prefix: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
         if index:
-            before = seq.chain[index - 1] if parent is None else parent
+            prefix = seq.chain[index - 1] if parent is None else parent
         first, end = index * self.block_size, (index + 1) * self.block_size
-        return before, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
+        return prefix, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
 
     def _hold(self, block: int) -> None:
         self._num_holders[block] += 1
@@ -154,14 +155,15 @@ class BlockPool:
         assert self._num_holders[block] >= 0, f"block {block} was dropped more often than held"
         if self._num_holders[block] == 0:
             self._free[block] = None
-            if block not in self._keys:  # nothing worth keeping: the next to be taken
+            if block not in self._keys:  # it holds no prefix, so it is reused first
                 self._free.move_to_end(block, last=False)
 
 
 def _parts(seq: Sequence, first: int, end: int) -> tuple[_Part, ...]:
-    found, at = [], bisect.bisect_right(seq.contents, first, key=lambda content: content.span.stop)
-    while at < len(seq.contents) and (span := seq.contents[at].span).start < end:
+    """Return the contents that overlap tokens `first` to `end`."""
+    parts, i = [], bisect.bisect_right(seq.contents, first, key=lambda content: content.span.stop)
+    while i < len(seq.contents) and (span := seq.contents[i].span).start < end:
         start, stop = max(first, span.start), min(end, span.stop)
-        found.append((start - first, start - span.start, stop - start, seq.contents[at].digest))
-        at += 1
-    return tuple(found)
+        parts.append((start - first, start - span.start, stop - start, seq.contents[i].digest))
+        i += 1
+    return tuple(parts)

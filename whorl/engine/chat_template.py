@@ -1,4 +1,4 @@
-"""Chat templates are programs from a stranger: Jinja, rendered in a sandbox, with the names transformers gives them."""
+"""Chat templates: untrusted Jinja programs, rendered in a sandbox with the names that transformers provides."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a trainer learns from; for a prompt the marks mean nothing."""
+    """The tag `{% generation %}`, which marks text to train on; it has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 (the name and type are Jinja's)
 
@@ -25,7 +25,7 @@ class _Generation(Extension):
 
 
 class _Unfolded(CodeGenerator):
-    """Computes nothing when a template is read: `'a' * 10**10` must wait until somebody watches what it takes."""
+    """Disables constant folding: `'a' * 10**10` must not be computed at parsing, where nothing limits its memory."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -44,12 +44,15 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes HTML, which no model was trained on.
+    # Jinja's filter escapes HTML, which no model was trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
-    """The templates of one model, by name; most have one, `default`; some a second, `tool_use`."""
+    """The chat templates of one model, by name: `default`, and in some models `tool_use`.
+
+    variables: names for the templates, such as the special tokens. Raises ValueError if one cannot be parsed.
+    """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -77,14 +80,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
+        """Return the prompt; ValueError if there is no template or it fails on these messages."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             has = sorted(self._templates) or "none: is this a base model? Prompt it with plain text"
             raise ValueError(f"chat template: no {name!r} template. Has: {has}")
-        given = {"messages": messages, "tools": tools, "documents": None, **self.variables, **variables}
+        names = {"messages": messages, "tools": tools, "documents": None, **self.variables, **variables}
         try:
-            return self._templates[name].render(add_generation_prompt=add_generation_prompt, **given)
+            return self._templates[name].render(add_generation_prompt=add_generation_prompt, **names)
         except MemoryError:
             raise ValueError("chat template: takes more memory than there is") from None
-        except Exception as error:  # a stranger's program may fail in any way
+        except Exception as error:  # an untrusted program may fail in any way
             raise ValueError(f"chat template: refuses these messages: {error}") from error

@@ -1,6 +1,6 @@
-"""How DeepSeek-V3.2 is spoken to. It ships no Jinja template: its makers say in a program how a prompt is written.
+"""The chat prompt of DeepSeek-V3.2. The model ships no Jinja template; its authors publish a program instead.
 
-What the words are is theirs, to the letter, as the model was trained on them; `docs/deepseek_v32.md` has the rules.
+The texts are theirs, to the letter, because the model was trained on them; `docs/deepseek_v32.md` has the rules.
 """
 
 import json
@@ -9,12 +9,12 @@ from typing import Any
 
 from .chat_template import Message
 
-_BAR, _SPACE = "\uff5c", "\u2581"  # a wide |, and the lower block that stands for a space in a token's name
+_BAR, _SPACE = "\uff5c", "\u2581"  # a wide |, and the lower block that stands for a space in the name of a token
 BEGIN, END = (f"<{_BAR}{which}{_SPACE}of{_SPACE}sentence{_BAR}>" for which in ("begin", "end"))
 USER, ASSISTANT = f"<{_BAR}User{_BAR}>", f"<{_BAR}Assistant{_BAR}>"
 DSML = f"{_BAR}DSML{_BAR}"
 _THINK, _END_THINK = "<think>", "</think>"
-_ASKS = ("user", "developer")
+_QUESTIONS = ("user", "developer")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TOOLS = """\
@@ -57,7 +57,7 @@ _FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following sche
 
 
 class DeepSeekV32Prompt:
-    """In the place of a `ChatTemplate`: the same `render`. `sources` has no template to show."""
+    """Replaces a `ChatTemplate`: it has the same `render`. `sources` is empty, because there is no template."""
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self.sources: dict[str, str] = {}
@@ -74,18 +74,18 @@ class DeepSeekV32Prompt:
         response_format: Any = None,
         **unknown: Any,
     ) -> str:
-        """`thinking` is the name that other servers give to `enable_thinking`; neither: off. A name that is not known
-        is refused, as nothing would come of it.
+        """Return the prompt. thinking: the name of `enable_thinking` in other servers; without either, thinking is off.
 
-        A message may have `tools` and `response_format` of its own; those of the request go to the first message if
-        it is a system or developer message, else in front. An assistant's `prefix`: true leaves its turn open.
+        A message may have its own `tools` and `response_format`; those of the request are added to the first message
+        if it is a system or developer message, else before it. `prefix`: true of an assistant's message leaves its turn
+        open. Raises ValueError for unknown variables, which would have no effect, and for malformed messages.
         """
         if unknown:
             has = "enable_thinking, thinking, response_format"
             raise ValueError(f"chat template: DeepSeek-V3.2 has no variable {sorted(unknown)[0]!r}. Has: {has}")
-        given = _with_tools(messages, tools, response_format)
+        all_messages = _with_tools(messages, tools, response_format)
         does_think = bool(thinking if enable_thinking is None else enable_thinking)
-        return BEGIN + "".join(_Turns(given, does_think, add_generation_prompt).texts())
+        return BEGIN + "".join(_Turns(all_messages, does_think, add_generation_prompt).texts())
 
 
 def _with_tools(messages: Sequence[Message], tools: Any, response_format: Any) -> list[Message]:
@@ -100,18 +100,22 @@ def _with_tools(messages: Sequence[Message], tools: Any, response_format: Any) -
 
 
 class _Turns:
-    """The text of each message, which depends on those around it."""
+    """Writes the text of each message, which depends on the messages around it.
 
-    def __init__(self, messages: Sequence[Message], does_think: bool, is_asked: bool) -> None:
-        self._messages, self._does_think, self._is_asked = messages, does_think, is_asked
-        asks = [at for at, message in enumerate(messages) if message.get("role") in _ASKS]
-        self._last_ask = asks[-1] if asks else -1
+    opens_reply: the prompt ends with the beginning of an assistant's turn.
+    """
+
+    def __init__(self, messages: Sequence[Message], does_think: bool, opens_reply: bool) -> None:
+        self._messages, self._does_think, self._opens_reply = messages, does_think, opens_reply
+        questions = [i for i, message in enumerate(messages) if message.get("role") in _QUESTIONS]
+        self._last_question = questions[-1] if questions else -1
 
     def texts(self) -> Iterator[str]:
+        """Yield the text of each message."""
         for at, message in enumerate(self._messages):
             role = message.get("role")
             if role not in _ROLES:
-                raise ValueError(f"message {at} is of the role {role!r}, expected one of {', '.join(_ROLES)}")
+                raise ValueError(f"message {at} has the role {role!r}, expected one of {', '.join(_ROLES)}")
             yield getattr(self, f"_{role}")(at, message)
 
     def _system(self, at: int, message: Message) -> str:
@@ -127,27 +131,27 @@ class _Turns:
         return self._user(at, {"content": text})
 
     def _opening(self, at: int, *, is_last: bool, before: str) -> str:
-        """What the assistant's next turn begins with; nothing at the end of a prompt that asks for none."""
-        if is_last and not self._is_asked:
+        """Return the beginning of the assistant's next turn; empty at the end of a prompt without a reply."""
+        if is_last and not self._opens_reply:
             return ""
-        return before + (_THINK if self._does_think and at >= self._last_ask else _END_THINK)
+        return before + (_THINK if self._does_think and at >= self._last_question else _END_THINK)
 
     def _assistant(self, at: int, message: Message) -> str:
-        reasoning, text = _apart(message)
+        reasoning, text = _split_reasoning(message)
         calls = message.get("tool_calls") or ()
         is_open = bool(message.get("prefix"))
         thought = ""
-        if self._does_think and at > self._last_ask:  # earlier thoughts are not shown to the model again
+        if self._does_think and at > self._last_question:  # earlier reasoning is left out of the prompt
             if not (reasoning or calls or is_open):
                 raise ValueError(
-                    f"message {at}, of the assistant, has neither reasoning_content nor tool_calls: with thinking on, "
-                    "what it thought since the last question must be given back"
+                    f"message {at}, of the assistant, has neither reasoning_content nor tool_calls; with thinking on, "
+                    "send its reasoning since the last question back"
                 )
             thought = reasoning if is_open and not text and not calls else reasoning + _END_THINK
         return f"{thought}{text}{_calls(at, calls)}{'' if is_open else END}"
 
     def _tool(self, at: int, message: Message) -> str:
-        """All results of a turn at once, in the order of its calls."""
+        """Return all results of a turn at its first tool message, in the order of the calls; others give nothing."""
         first = at
         while first > 0 and self._messages[first - 1].get("role") == "tool":
             first -= 1
@@ -165,21 +169,21 @@ class _Turns:
 
 def _in_order(at: int, results: Sequence[Message], calls: Sequence[Any]) -> list[Message]:
     if len(results) != len(calls):
-        raise ValueError(f"message {at}: {len(results)} results of tools behind {len(calls)} calls, expected one each")
-    asked, given = [call.get("id") for call in calls], [result.get("tool_call_id") for result in results]
-    if None in asked or None in given or len(set(asked)) < len(asked):
+        raise ValueError(f"message {at}: {len(results)} results of tools after {len(calls)} calls, expected one each")
+    call_ids, result_ids = [call.get("id") for call in calls], [result.get("tool_call_id") for result in results]
+    if None in call_ids or None in result_ids or len(set(call_ids)) < len(call_ids):
         return list(results)
-    if set(asked) != set(given):
-        raise ValueError(f"message {at}: results are of the calls {given}, and the calls are {asked}")
-    return [results[given.index(name)] for name in asked]
+    if set(call_ids) != set(result_ids):
+        raise ValueError(f"message {at}: results have the tool_call_ids {result_ids}, expected {call_ids}")
+    return [results[result_ids.index(name)] for name in call_ids]
 
 
 def _text(message: Message) -> str:
     return message.get("content") or ""
 
 
-def _apart(message: Message) -> tuple[str, str]:
-    """An assistant's reasoning and text; a client that does not tell them apart sends both as content."""
+def _split_reasoning(message: Message) -> tuple[str, str]:
+    """Return an assistant's reasoning and text; some clients send both as content."""
     reasoning, text = message.get("reasoning_content") or "", _text(message)
     if not reasoning and _END_THINK in text:
         reasoning, _, text = text.partition(_END_THINK)
@@ -188,12 +192,13 @@ def _apart(message: Message) -> tuple[str, str]:
 
 
 def _sections(message: Message) -> list[str]:
-    found = []
+    """Return the sections on tools and on the response format."""
+    sections = []
     if tools := message.get("tools"):
-        found.append(_TOOLS + "".join(f"{_json(tool['function'])}\n" for tool in tools) + "</functions>\n")
+        sections.append(_TOOLS + "".join(f"{_json(tool['function'])}\n" for tool in tools) + "</functions>\n")
     if message.get("response_format") is not None:
-        found.append(_FORMAT + _json(message["response_format"]))
-    return found
+        sections.append(_FORMAT + _json(message["response_format"]))
+    return sections
 
 
 def _calls(at: int, calls: Sequence[Any]) -> str:
@@ -206,19 +211,19 @@ def _calls(at: int, calls: Sequence[Any]) -> str:
 def _invoke(at: int, function: Mapping[str, Any]) -> str:
     name, arguments = function["name"], function.get("arguments", {})
     try:
-        found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        parameters = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
-        found = None
-    if not isinstance(found, Mapping):
+        parameters = None
+    if not isinstance(parameters, Mapping):
         raise ValueError(f"message {at}: the arguments of {name!r} are not a JSON object")
-    lines = "\n".join(_parameter(key, value) for key, value in found.items())
+    lines = "\n".join(_parameter(key, value) for key, value in parameters.items())
     return f'<{DSML}invoke name="{name}">\n{lines}\n</{DSML}invoke>\n'
 
 
 def _parameter(name: str, value: Any) -> str:
     is_text = isinstance(value, str)
-    shown = value if is_text else _json(value)
-    return f'<{DSML}parameter name="{name}" string="{"true" if is_text else "false"}">{shown}</{DSML}parameter>'
+    text = value if is_text else _json(value)
+    return f'<{DSML}parameter name="{name}" string="{"true" if is_text else "false"}">{text}</{DSML}parameter>'
 
 
 def _json(value: Any) -> str:

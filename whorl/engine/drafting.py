@@ -1,4 +1,4 @@
-"""What commands take about speculation, and the proposer that it comes to. No torch here until one is made."""
+"""The command-line options of speculative decoding, and the proposer that they select. torch is imported lazily."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,53 +10,54 @@ if TYPE_CHECKING:
     from .speculate import Proposer
 
 LOOKUP, DRAFT = "Prompt lookup decoding", "Drafting"
-# Who drafts, by what --speculate takes: a module of `speculate` and its class. One more is a file there, a line here.
+# Proposers by value of --speculate: a module of `speculate` and its class. Adding one takes a file and a line here.
 METHODS = {
     "lookup": "prompt_lookup:PromptLookup",
     "mtp": "mtp:MTP",
 }
-_OF_LOOKUP = ("pld_k", "pld_ngram", "pld_min_hist", "pld_guard_distinct", "pld_guard_tail", "pld_loop_warn")
+_LOOKUP_OPTIONS = ("pld_k", "pld_ngram", "pld_min_hist", "pld_guard_distinct", "pld_guard_tail", "pld_loop_warn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftOptions:
-    """None is "not given": then the proposer's own default holds, which the text has in parentheses."""
+    """Options of speculative decoding. None means that the option is absent: then the proposer's default applies, which
+    the help text has in parentheses."""
 
-    pld: bool = option(False, "Draft from what was said: the same text, sooner.", panel=LOOKUP)
+    pld: bool = option(False, "Draft by n-gram matches in prompt and output. The text stays the same.", panel=LOOKUP)
     pld_k: int | None = option(None, "Longest draft (10).", panel=LOOKUP, least=1)
     pld_ngram: int | None = option(None, "Shortest match that may draft (1).", panel=LOOKUP, least=1)
     pld_min_hist: int | None = option(None, "Tokens before the first draft (20).", panel=LOOKUP, least=0)
-    pld_no_guard: bool = option(False, "Draft repetitions too.", panel=LOOKUP)
-    pld_guard_distinct: int | None = option(None, "Fewest different tokens of a draft (3).", panel=LOOKUP, least=0)
+    pld_no_guard: bool = option(False, "Draft repetitions of one token as well.", panel=LOOKUP)
+    pld_guard_distinct: int | None = option(None, "Fewest distinct tokens of a draft (3).", panel=LOOKUP, least=0)
     pld_guard_tail: int | None = option(
-        None, "Equal tokens after which their like is not drafted (6).", panel=LOOKUP, least=1
+        None, "Equal last tokens after which that token is not drafted (6).", panel=LOOKUP, least=1
     )
-    pld_loop_warn: int | None = option(None, "Equal tokens in a row to warn of (8).", panel=LOOKUP, least=1)
+    pld_loop_warn: int | None = option(None, "Equal tokens in a row that cause a warning (8).", panel=LOOKUP, least=1)
     speculate: str | None = option(
         None,
-        "lookup: the same as --pld. mtp: the model's own layer of multi-token prediction drafts.",
+        "lookup: the same as --pld. mtp: draft with the model's layer of multi-token prediction.",
         panel=DRAFT,
         metavar="METHOD",
     )
     draft_model: str | None = option(
-        None, "A smaller model of the same tokenizer that drafts for this one.", panel=DRAFT, metavar="MODEL"
+        None, "A smaller model with the same tokenizer that drafts for this one.", panel=DRAFT, metavar="MODEL"
     )
     draft_k: int | None = option(
         None, "Longest draft of --draft-model (4), or of --speculate mtp (1).", panel=DRAFT, least=1
     )
     draft_fixed: bool = option(
-        False, "Always draft the longest. Default: as much as pays, by measurement.", panel=DRAFT
+        False, "Always draft the full length. Default: as many tokens as pay off, by measurement.", panel=DRAFT
     )
 
     def given(self) -> list[str]:
-        """The options that say how to draft, as a command line spells them."""
-        who = (*_OF_LOOKUP, "speculate", "draft_model", "draft_k")
-        names = [name for name in who if getattr(self, name) is not None]
+        """Return the options about drafting that are set, as a command line spells them."""
+        optional = (*_LOOKUP_OPTIONS, "speculate", "draft_model", "draft_k")
+        names = [name for name in optional if getattr(self, name) is not None]
         names += [name for name in ("pld_no_guard", "draft_fixed") if getattr(self, name)]
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def check(self) -> None:
-        """Refuse with ValueError what does not go together."""
+        """Raise ValueError if options contradict each other."""
         self.check_methods(self.pld)
         if (lookup := [name for name in self.given() if name.startswith("--pld-")]) and not self.looks_up:
             raise ValueError(f"{lookup[0]} needs --pld")
@@ -66,13 +67,13 @@ class DraftOptions:
             raise ValueError("--draft-fixed needs --pld or --draft-model, or --speculate")
 
     def check_methods(self, pld: bool) -> None:
-        """Refuse two who draft, one that is not known, and a length for nobody. pld: whether that was asked for."""
+        """Raise ValueError for two proposers, an unknown one, or a length without one. pld: whether --pld is set."""
         if self.speculate is not None and self.speculate not in METHODS:
             raise ValueError(f"--speculate {self.speculate}: expected one of {', '.join(METHODS)}")
-        given = {"--draft-model": self.draft_model, "--speculate": self.speculate, "--pld": pld or None}
-        asked = [name for name, value in given.items() if value is not None]
-        if len(asked) > 1:
-            raise ValueError(f"{asked[0]} and {asked[1]}: say one of them")
+        values = {"--draft-model": self.draft_model, "--speculate": self.speculate, "--pld": pld or None}
+        proposers = [name for name, value in values.items() if value is not None]
+        if len(proposers) > 1:
+            raise ValueError(f"give only one of {proposers[0]} and {proposers[1]}")
         if self.draft_k is not None and self.draft_model is None and self.speculate in (None, "lookup"):
             raise ValueError("--draft-k needs --draft-model or --speculate mtp")
 
@@ -85,7 +86,8 @@ class DraftOptions:
         return "fixed" if self.draft_fixed else "measured"
 
     def proposer(self, device: str | None = None, path: str | None = None) -> "Proposer | None":
-        """device: of a draft model. path: of the target, where the engine is handed it and not its path."""
+        """Return the selected proposer, or None. device: of a draft model. path: the target's checkpoint, for an engine
+        that gets the model itself and not its path."""
         if self.draft_model is not None:
             from .speculate.draft_model import DraftModel
 
@@ -97,9 +99,9 @@ class DraftOptions:
         return kind(path, **({} if self.draft_k is None else {"k": self.draft_k}))  # type: ignore[no-any-return]
 
     def lookup(self, **changes: int) -> "Proposer":
-        """Prompt lookup with these options. changes: other values of its own."""
+        """Return prompt lookup with these options. changes: arguments of `PromptLookup` that override them."""
         from .speculate.prompt_lookup import PromptLookup
 
-        named = {name.removeprefix("pld_"): getattr(self, name) for name in _OF_LOOKUP}
-        given = {name: value for name, value in named.items() if value is not None}
-        return PromptLookup(**{"guard": not self.pld_no_guard, **given, **changes})
+        values = {name.removeprefix("pld_"): getattr(self, name) for name in _LOOKUP_OPTIONS}
+        options = {name: value for name, value in values.items() if value is not None}
+        return PromptLookup(**{"guard": not self.pld_no_guard, **options, **changes})

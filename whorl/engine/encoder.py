@@ -1,10 +1,11 @@
-"""Which pictures the tower encodes in a step, and whose features are kept.
+"""The encoder decides which images the vision tower encodes in a step, and whose features are kept.
 
-A picture is encoded when the first of its placeholders comes into a step, once for all who show it. Its layers are
-counted against the step's tokens: one whose encoding is worth more than a step has left runs a few layers, and the rest
-in the next steps. So those that decode wait for at most one layer more than they would for text.
+An image is encoded when the first of its placeholder tokens is scheduled, once for all sequences that contain it. The
+layers of the tower count against the step's token budget: an image that costs more than the budget left runs only some
+layers in this step and the others in the next steps. So decoding sequences wait for at most one layer more than they
+would for text.
 
-All of this is decided on the host; the runner does it and holds the tensors, by number.
+All of this is decided on the host; the runner executes it and holds the tensors, by number.
 """
 
 import itertools
@@ -16,13 +17,14 @@ from whorl.media import MediaItem
 from .placing import Placed
 from .sequence import Sequence
 
-# Equal keys have equal features. The salt is the request's: who shares nothing else learns nothing here.
+# Equal keys have equal features. The request's cache salt is part of the key, so that a request cannot learn from
+# timing which images others have sent.
 _Key = tuple[str | None, str, tuple[int, int, int], bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Layers of the tower that a step runs for one picture. item: where they are the first, else None."""
+    """How many layers of the tower a step runs for one image. item: the image, if these are the first; else None."""
 
     number: int
     layers: int
@@ -31,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of the tower in one step: what to drop before it, what to run, and the tokens that this is worth."""
+    """The work of the tower in one step: features to drop first, jobs to run, and their cost in tokens."""
 
     dropped: list[int]
     jobs: list[Job]
@@ -43,7 +45,7 @@ NO_WORK = Work([], [], 0)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Features that are kept, or on their way: `layers` of the tower have run, or will have in this step."""
+    """An image whose features are kept or in progress: `layers` of the tower have run or will run in this step."""
 
     number: int
     num_tokens: int
@@ -52,42 +54,42 @@ class Entry:
 
 
 class Encoder:
-    """depth: layers of the tower. most: tokens whose features are kept; those of the longest unused go first."""
+    """depth: layers of the tower. most: tokens whose features are kept; the least recently used are dropped first."""
 
     def __init__(self, depth: int, most: int) -> None:
         self.depth, self.most = depth, most
-        self._entries: OrderedDict[_Key, Entry] = OrderedDict()  # the last one used is at the end
+        self._entries: OrderedDict[_Key, Entry] = OrderedDict()  # the most recently used is last
         self._numbers = itertools.count()
         self._jobs: dict[int, Job] = {}
         self._dropped: list[int] = []
-        self._worth = 0
+        self._cost = 0
         self.num_encoded = self.num_hit = 0
 
     @property
     def num_held(self) -> int:
-        """Tokens whose features are kept."""
+        """Number of tokens whose features are kept."""
         return sum(entry.num_tokens for entry in self._entries.values())
 
     def reach(self, seq: Sequence, budget: int) -> tuple[int, int]:
-        """Tokens of `seq` that may run in a step with room for `budget`, and how many of these the tower takes away."""
+        """Return how many tokens of `seq` a step with this budget may run, and how much of it the tower takes."""
         cost = 0
         for index, placed in enumerate(() if seq.placement is None else seq.placement.items):
             if placed.stop <= seq.num_computed:
                 continue
-            before = max(0, placed.start - seq.num_computed)
-            left = budget - cost - before
-            if left <= 0:  # not in this step
+            num_before = max(0, placed.start - seq.num_computed)
+            left = budget - cost - num_before
+            if left <= 0:  # the image is not reached in this step
                 break
             entry = self._hold(seq, index, placed)
-            if entry is None:  # others need all that can be kept
-                return before, cost
+            if entry is None:  # images of other sequences fill the cache
+                return num_before, cost
             cost += self._advance(entry, placed, left)
             if entry.layers < self.depth:
-                return before, cost
+                return num_before, cost
         return budget - cost, cost
 
     def passed(self, seq: Sequence) -> None:
-        """Let go of pictures that `seq` has in its cache."""
+        """Release images whose tokens `seq` has in the KV cache."""
         if seq.placement is None or not seq.features:
             return
         for index, placed in enumerate(seq.placement.items):
@@ -95,20 +97,20 @@ class Encoder:
                 self._let_go(seq, index)
 
     def release(self, seq: Sequence) -> None:
-        """Let go of all."""
+        """Release all images of `seq`."""
         for index in list(seq.features):
             self._let_go(seq, index)
 
     def forget(self) -> None:
-        """Drop all features; nobody may need them."""
+        """Drop all features. No sequence may hold any."""
         assert not any(entry.holders for entry in self._entries.values())
         self._dropped += [entry.number for entry in self._entries.values()]
         self._entries.clear()
 
     def take(self) -> Work:
-        """What the last schedule asked for."""
-        work = Work(self._dropped, list(self._jobs.values()), self._worth)
-        self._dropped, self._jobs, self._worth = [], {}, 0
+        """Return the work that has been planned since the last call."""
+        work = Work(self._dropped, list(self._jobs.values()), self._cost)
+        self._dropped, self._jobs, self._cost = [], {}, 0
         return work
 
     def _hold(self, seq: Sequence, index: int, placed: Placed) -> Entry | None:
@@ -129,19 +131,19 @@ class Encoder:
 
     def _let_go(self, seq: Sequence, index: int) -> None:
         number = seq.features.pop(index)
-        if number in seq.features.values():  # the same picture, once more
+        if number in seq.features.values():  # the sequence contains the same image again
             return
         for entry in self._entries.values():
             if entry.number == number:
                 entry.holders.discard(seq.id)
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Drop what nobody needs until `num_tokens` more can be kept; nothing, where that is not enough."""
+        """Drop unused features until `num_tokens` more can be kept; return False and drop none if it is impossible."""
         free = self.most - self.num_held
-        idle = [(key, entry) for key, entry in self._entries.items() if not entry.holders]
-        if free + sum(entry.num_tokens for _, entry in idle) < num_tokens:
+        unused = [(key, entry) for key, entry in self._entries.items() if not entry.holders]
+        if free + sum(entry.num_tokens for _, entry in unused) < num_tokens:
             return False
-        for key, entry in idle:
+        for key, entry in unused:
             if free >= num_tokens:
                 break
             free += entry.num_tokens
@@ -150,18 +152,18 @@ class Encoder:
         return True
 
     def _advance(self, entry: Entry, placed: Placed, left: int) -> int:
-        """Plan layers for up to `left` tokens' worth of work, at least one in a step; what it is worth."""
+        """Plan layers that cost up to `left` tokens, at least one layer in a step; return their cost."""
         fit = max(left * self.depth // entry.num_tokens, 0 if self._jobs else 1)
         layers = min(self.depth - entry.layers, fit)
         if not layers:
             return 0
-        before = self._jobs.get(entry.number)
+        planned = self._jobs.get(entry.number)
         self._jobs[entry.number] = Job(
             number=entry.number,
-            layers=layers + (0 if before is None else before.layers),
-            item=placed.item if entry.layers == 0 else None if before is None else before.item,
+            layers=layers + (0 if planned is None else planned.layers),
+            item=placed.item if entry.layers == 0 else None if planned is None else planned.item,
         )
         entry.layers += layers
-        worth = -(-layers * entry.num_tokens // self.depth)
-        self._worth += worth
-        return min(left, worth)
+        cost = -(-layers * entry.num_tokens // self.depth)
+        self._cost += cost
+        return min(left, cost)

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its keys with their values, and where its tensors lie. For tokenizers, too: no torch here.
+"""Read the header of a GGUF file: its metadata, and where its tensors lie. Tokenizers use it too, so no torch here.
 
-The gguf package's reader makes four numpy views for every string of an array: 4 s for a vocabulary of 49152 with its
+The gguf package's reader creates four numpy views for every string of an array: 4 s for a vocabulary of 49152 with its
 merges, against 0.2 s here. Tensors are read in `weights.gguf`.
 """
 
@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any
 
 _STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")  # of a string, before it
-_DEEPEST = 8  # arrays in arrays; files in use have none
-_MOST_DIMS = 4  # of a tensor, as llama.cpp has it
+_LENGTH = struct.Struct("<Q")  # precedes every string
+_DEEPEST = 8  # nesting of arrays; files in use have none
+_MOST_DIMS = 4  # of a tensor, the limit of llama.cpp
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class Cursor:
+    """Reads values of a GGUF header one after the other; struct.error if the file ends or is damaged."""
+
     def __init__(self, data: mmap) -> None:
         self.data, self.at = data, 0
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
         self._check(count)
-        layout = struct.Struct(f"<{count}{code}")
-        values = layout.unpack_from(self.data, self.at)
-        self.at += layout.size
+        fields = struct.Struct(f"<{count}{code}")
+        values = fields.unpack_from(self.data, self.at)
+        self.at += fields.size
         return values
 
     def string(self) -> str:
@@ -36,22 +38,22 @@ class Cursor:
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """Many at once, without a call for each: a vocabulary and its merges are a hundred thousand."""
+        """Read many strings without a function call for each: a vocabulary with its merges has a hundred thousand."""
         data, at, end = self.data, self.at, len(self.data)
-        unpack, found = _LENGTH.unpack_from, []
+        unpack, strings = _LENGTH.unpack_from, []
         for _ in range(count):
             start = at + _LENGTH.size
             at = start + unpack(data, at)[0]
             if at > end:
                 raise struct.error("the file ends inside a string")
-            found.append(data[start:at].decode("utf-8", "replace"))
+            strings.append(data[start:at].decode("utf-8", "replace"))
         self.at = at
-        return found
+        return strings
 
     def _check(self, count: int) -> None:
-        """No value is smaller than a byte: a count that the file cannot hold is damage, not work."""
+        """Raise for a count that the file cannot hold, as every value takes at least a byte: the file is damaged."""
         if count > len(self.data) - self.at:
-            raise struct.error(f"{count} values are announced, and {len(self.data) - self.at} bytes are left")
+            raise struct.error(f"the header announces {count} values, and {len(self.data) - self.at} bytes are left")
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
@@ -73,14 +75,16 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
+    """The header of a GGUF file, and the mapped file itself."""
+
     metadata: dict[str, Any]
     tensors: list[tuple[str, tuple[int, ...], int, int]]  # name, dims (innermost first), type, offset
-    start: int  # of the data
+    start: int  # first byte of the tensors' data
     data: mmap
 
 
 def read_header(path: Path) -> Header:
-    """Keys and tensors in one pass: a vocabulary makes the keys long."""
+    """Read metadata and tensor descriptions in one pass; ValueError if the file is not GGUF or is damaged."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file: it does not start with 'GGUF'")
@@ -90,7 +94,7 @@ def read_header(path: Path) -> Header:
     try:
         (version,) = cursor.scalars("I", 1)
         if version not in (2, 3):
-            raise ValueError(f"{path}: GGUF version {version}; versions 2 and 3, little-endian, can be read")
+            raise ValueError(f"{path}: GGUF version is {version}, expected 2 or 3, little-endian")
         num_tensors, num_keys = cursor.scalars("Q", 2)
         metadata = {cursor.string(): cursor.value(*cursor.scalars("I", 1)) for _ in range(num_keys)}
         tensors = []
@@ -109,5 +113,5 @@ def read_header(path: Path) -> Header:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key of the header with its value; strings that are not UTF-8 get replacement characters."""
+    """Return every key of the header with its value; bytes that are not UTF-8 become replacement characters."""
     return read_header(path).metadata

@@ -1,4 +1,4 @@
-"""Which tokens may come next by a grammar that llguidance has compiled: `SamplingParams.allow`."""
+"""Masks of the tokens that a grammar allows next, compiled by llguidance: values for `SamplingParams.allow`."""
 
 import bisect
 import time
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-# What a request's masks may take of the engine's thread, in seconds of CPU time: at first, and for each token.
+# Limits on the CPU time, in seconds, that a request's masks may take of the engine's thread: once, and for each token.
 _FREE_SECONDS, _TOKEN_SECONDS = 1.0, 0.02
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of a JSON schema's values, as llguidance takes it."""
+    """Return the llguidance grammar of the values of a JSON schema."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_json_schema(schema, overrides=json_layout(schema))
@@ -34,30 +34,30 @@ def native_tokenizer(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
 
 def compiled(
     grammar: str,
-    what: str,
+    name: str,
     native: "LLTokenizer",
     tokenizer: "Tokenizer",
     vocab_size: int,
     *,
     is_thinking: bool,
 ) -> "Allow":
-    """what: how errors call the grammar. is_thinking: the prompt has opened a think tag, so the grammar begins behind
-    its end. ValueError: it cannot be followed."""
+    """Compile a grammar. name: what errors call it. is_thinking: the prompt has opened a think tag, and the grammar
+    applies after the closing tag. Raises ValueError if the grammar cannot be compiled."""
     from llguidance import LLMatcher
 
-    # The library never raises: what is wrong with the grammar is kept in the matcher.
+    # The library never raises: the matcher holds the error.
     matcher = LLMatcher(native, grammar, log_level=0)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # the first takes longest, and here nobody waits for it
+        matcher.compute_bitmask()  # the first mask takes longest; here it does not delay the engine
     if matcher.is_error():
-        raise ValueError(f"{what} cannot be followed: {_reason(matcher)}")
-    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, what=what)
+        raise ValueError(f"{name} cannot be followed: {_reason(matcher)}")
+    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, name=name)
 
 
 class Allow:
-    """`SamplingParams.allow` of one request; the engine forks it, once for each copy of the prompt.
+    """`SamplingParams.allow` of one request; the engine forks it, once for each of its sequences.
 
-    Drafts are tried, so an output may be shorter than the one before or differ at its end: the matcher is moved back.
+    With drafts, an output may be shorter than in the last call or differ at its end: then the matcher is rolled back.
     """
 
     def __init__(
@@ -67,48 +67,49 @@ class Allow:
         vocab_size: int,
         *,
         is_thinking: bool,
-        what: str,
+        name: str,
         clock: "_Clock | None" = None,
     ) -> None:
         self._tokenizer, self._vocab_size, self._is_thinking = tokenizer, vocab_size, is_thinking
         self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
-        self._blank, self._what, self._clock = matcher, what, clock or _Clock(what)
+        self._blank, self._name, self._clock = matcher, name, clock or _Clock(name)
         self._matcher: LLMatcher | None = None
-        self._seen: list[int] = []  # what the matcher has taken
+        self._seen: list[int] = []  # the tokens that the matcher has consumed
 
     def fork(self) -> "Allow":
-        """For another sequence; both count as one request."""
-        same: dict[str, Any] = {"is_thinking": self._is_thinking, "what": self._what, "clock": self._clock}
+        """Return a copy for another sequence of the same request; both share the limit on CPU time."""
+        same: dict[str, Any] = {"is_thinking": self._is_thinking, "name": self._name, "clock": self._clock}
         return Allow(self._blank, self._tokenizer, self._vocab_size, **same)
 
     def __call__(self, output_ids: Sequence[int]) -> "Tensor | None":
-        """AllowError where the output has left the grammar, or the library has reached one of its limits."""
+        """Return the mask [V] of allowed tokens, None while the model thinks. AllowError if the output violates the
+        grammar or the library has reached one of its limits."""
         ids = list(output_ids)
         start = self._start(ids)
         if start is None:
             return None
-        began = time.thread_time()
+        started = time.thread_time()
         mask = self._mask(ids[start:])
-        self._clock.spend(time.thread_time() - began, len(ids))
+        self._clock.spend(time.thread_time() - started, len(ids))
         if not ids and not self._is_thinking and self._open is not None and self._close is not None:
             mask[self._open] = True
         return mask
 
     def _start(self, ids: list[int]) -> int | None:
-        """Where the grammar begins; None while the model thinks."""
+        """Return the index where the grammar begins; None while the model thinks."""
         is_thinking = self._is_thinking or (bool(ids) and ids[0] == self._open and self._close is not None)
         if not is_thinking:
             return 0
         return ids.index(self._close) + 1 if self._close in ids else None
 
     def _mask(self, ids: list[int]) -> "Tensor":
-        import torch  # not above: workers that compile grammars do without it
+        import torch  # imported here because workers that compile grammars do not need it
 
         matcher = self._follow(ids)
         mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)[: self._vocab_size] > 0
         self._check(matcher)
         if not mask.any():
-            raise AllowError(f"{self._what} cannot be followed any further: no token may come next")
+            raise AllowError(f"{self._name} cannot be followed any further: it allows no next token")
         return mask
 
     def _follow(self, ids: list[int]) -> "LLMatcher":
@@ -119,31 +120,31 @@ class Allow:
             num_common = _num_common(seen, ids)
             matcher.rollback(len(seen) - num_common)
             del seen[num_common:]
-        num_taken = matcher.try_consume_tokens(ids[len(seen) :])
-        seen += ids[len(seen) : len(seen) + num_taken]
+        num_consumed = matcher.try_consume_tokens(ids[len(seen) :])
+        seen += ids[len(seen) : len(seen) + num_consumed]
         self._check(matcher)
         if len(seen) < len(ids):
-            raise AllowError(f"the output has left {self._what}")
+            raise AllowError(f"the output violates {self._name}")
         return matcher
 
     def _check(self, matcher: "LLMatcher") -> None:
-        if matcher.is_error():  # for good: what follows a draft that is not taken starts anew
+        if matcher.is_error():  # it cannot recover: after a rejected draft a new copy starts from the beginning
             self._matcher = None
-            raise AllowError(f"{self._what} cannot be followed any further: {_reason(matcher)}")
+            raise AllowError(f"{self._name} cannot be followed any further: {_reason(matcher)}")
 
 
 class _Clock:
-    """CPU time that the masks of one request have taken, all its copies together."""
+    """The CPU time that the masks of one request have taken, over all its sequences."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._spent, self._longest = what, 0.0, 0
+    def __init__(self, name: str) -> None:
+        self._name, self._spent, self._longest = what, 0.0, 0
 
     def spend(self, seconds: float, num_tokens: int) -> None:
         self._spent += seconds
         self._longest = max(self._longest, num_tokens)
         if self._spent > _FREE_SECONDS + _TOKEN_SECONDS * self._longest:
             raise AllowError(
-                f"{self._what} takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
+                f"{self._name} takes too long to follow: {self._spent:.1f} seconds for {self._longest} tokens"
             )
 
 
@@ -152,6 +153,6 @@ def _reason(matcher: "LLMatcher") -> str:
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Return the length of the common prefix."""
     size = min(len(a), len(b))
     return bisect.bisect_left(range(size), True, key=lambda i: a[: i + 1] != b[: i + 1])

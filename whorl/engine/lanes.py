@@ -1,4 +1,4 @@
-"""What the device knows of each running sequence: its last token and its block table, by lane."""
+"""Lanes hold, on the device, the last token and the block table of each running sequence."""
 
 from collections.abc import Mapping
 
@@ -9,41 +9,41 @@ from whorl.device import is_interpreting, lasting, unavailable
 
 
 class Lanes:
-    """Of up to `count` sequences with `width` blocks each. Lane `spare` belongs to rows that only fill a call up.
+    """Lanes of up to `count` sequences with `width` blocks each. Lane `spare` belongs to tokens that only pad a call.
 
-    beside: lanes of the same sizes, whose block tables are these, too.
+    share_tables_with: lanes of the same sizes whose block tables are used instead of new ones.
     """
 
-    def __init__(self, count: int, width: int, device: str, beside: "Lanes | None" = None) -> None:
+    def __init__(self, count: int, width: int, device: str, share_tables_with: "Lanes | None" = None) -> None:
         self.width, self.spare, self._device = width, count, device
         self.tokens = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        fresh = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
-        self.tables: Tensor = fresh if beside is None else beside.tables
-        assert self.tables.shape == fresh.shape, "runners side by side have the same lanes and lengths"
+        empty = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+        self.tables: Tensor = empty if share_tables_with is None else share_tables_with.tables
+        assert self.tables.shape == empty.shape, "runners that share block tables need the same lanes and lengths"
         self._is_fused = not is_interpreting() and unavailable("triton", torch.device(device).type) is None
 
     def admit(self, lane: int, blocks: list[int]) -> None:
-        """The whole table of a new sequence."""
+        """Write the whole block table of a new sequence."""
         new = lasting(torch.tensor(blocks, dtype=torch.int32), self._device)
         self.tables[lane, : len(blocks)].copy_(new, non_blocking=True)
 
-    def read(self, given: Mapping[str, Tensor], width: int, *, is_decode: bool) -> tuple[Tensor, Tensor]:
-        """Token ids [T] of a call's rows, and the first `width` blocks [B, width] of its sequences.
+    def read(self, inputs: Mapping[str, Tensor], width: int, *, is_decode: bool) -> tuple[Tensor, Tensor]:
+        """Return the token ids [T] of a call, and the first `width` blocks [B, width] of its sequences.
 
-        given: the call's arrays (batch.py). Of a decoding call each row first writes its block to its lane, where it
-        may be new; a prompt's were sent when it was admitted.
+        inputs: the call's arrays (batch.py). In a decode call each token first writes its block, which may be new, to
+        the table of its lane; a prompt's blocks were written by `admit`.
         """
-        is_padded = len(given["entry_lanes"]) == len(given["tokens"])
+        is_padded = len(inputs["entry_lanes"]) == len(inputs["tokens"])
         if is_decode and is_padded and self._is_fused:
             from .lanes_triton import read
 
-            return read(self.tokens, self.tables, given, width)
+            return read(self.tokens, self.tables, inputs, width)
         if is_decode:
-            self.tables.view(-1).index_copy_(0, given["table_at"], given["blocks"])
-        tokens = given["tokens"]
-        token_ids = torch.where(tokens < 0, self.tokens[given["lanes"]], tokens)
-        return token_ids, self.tables[:, :width].index_select(0, given["entry_lanes"])
+            self.tables.view(-1).index_copy_(0, inputs["table_at"], inputs["blocks"])
+        tokens = inputs["tokens"]
+        token_ids = torch.where(tokens < 0, self.tokens[inputs["lanes"]], tokens)
+        return token_ids, self.tables[:, :width].index_select(0, inputs["entry_lanes"])
 
     def keep(self, lanes: Tensor, token_ids: Tensor) -> None:
-        """The last token of each."""
+        """Store the last token of each lane."""
         self.tokens.index_copy_(0, lanes, token_ids)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The kernel of lanes.py: what a recorded step begins with, in one launch instead of five."""
+"""The Triton kernel of lanes.py: the start of a recorded decode call in one launch instead of five."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.ops._launch_triton import launched
 from whorl.ops._rows import power_of_2
 
-MOST = 1024  # blocks of a table that are copied at once
+MOST = 1024  # entries of a block table that are copied at once
 
 
 @launched
@@ -31,10 +31,10 @@ def _read_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Row `i` gets its token, and entry `i`, whose rows write their blocks first, its table.
+    """Program `i` reads the id of token `i`, writes the new blocks of sequence `i`, then copies its block table.
 
-    An entry's rows are the only ones of its lane, so no other program reads what they write. Rows behind the last entry
-    only fill the call up, and write nothing.
+    The tokens of a sequence are the only ones of its lane, so no other program reads what they write. Programs after
+    the last sequence are padding and write no blocks.
     """
     i = tl.program_id(0)
     token = tl.load(tokens_ptr + i)
@@ -50,13 +50,13 @@ def _read_kernel(
         tl.store(block_tables_ptr + i.to(tl.int64) * width + at, tl.load(table + at, mask=at < width), mask=at < width)
 
 
-def read(last: Tensor, tables: Tensor, given: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor]:
-    """Of a call with as many entries as rows; those that it has not are padding."""
+def read(last: Tensor, tables: Tensor, inputs: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and block tables of a call with as many (padded) sequences as tokens; see `Lanes.read`."""
     names = ("tokens", "lanes", "table_at", "blocks", "entry_lanes", "query_starts")
-    count = len(given["tokens"])
-    token_ids = torch.empty_like(given["tokens"])
+    count = len(inputs["tokens"])
+    token_ids = torch.empty_like(inputs["tokens"])
     block_tables = tables.new_empty(count, width)
-    arrays = [given[name] for name in names]
+    arrays = [inputs[name] for name in names]
     block = min(power_of_2(width), MOST)
     _read_kernel[(count,)](
         last, tables, *arrays, token_ids, block_tables, tables.stride(0), width, BLOCK=block, num_warps=4

@@ -1,8 +1,9 @@
-"""Ranks: processes that work together, of which the calling one is rank 0.
+"""Start, watch and end the ranks of a distributed run. The calling process is rank 0.
 
-Rank 0 starts the others itself, or torchrun has started them all. They meet in a key-value store, where rank 0 leaves
-what they are to do and they leave what they have to say, their errors included. A rank that is lost ends the run: rank
-0 raises its error, and no process stays behind, however rank 0 ends. What ranks do is in tensor_parallel.py.
+Rank 0 starts the other ranks as child processes, or torchrun has started all of them. They exchange messages through a
+key-value store: rank 0 publishes the settings, the other ranks publish their results and errors. When a rank is lost
+the run ends: rank 0 raises that rank's error, and no process is left running, however rank 0 ends. The work of the
+ranks is in tensor_parallel.py.
 """
 
 import contextlib
@@ -29,21 +30,21 @@ from torch import distributed
 from whorl.device import HOST, collective_backend, device_count, tune_collectives, use_device
 
 COMMAND = [sys.executable, "-c", "from whorl.engine.launch import follow; follow()"]
-_TURN = timedelta(seconds=120)  # a rank that does not come to a collective in this time is stuck
-_IDLE = timedelta(days=365)  # waiting for work, or for weights, may take long
-_GRACE = 5.0  # seconds: for a lost rank's last words, and for ranks to end by themselves
-_STUCK = 15.0  # seconds: an accelerator's collective with a lost rank never returns; then the process ends
+_TURN = timedelta(seconds=120)  # a rank that does not join a collective within this time is stuck
+_IDLE = timedelta(days=365)  # waiting for requests or for weights may take long
+_GRACE = 5.0  # seconds that a lost rank has to publish its error, and that ranks have to end by themselves
+_STUCK = 15.0  # seconds until this process ends: an accelerator's collective with a lost rank never returns
 _LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
 
 class RankError(RuntimeError):
-    """A rank failed or was lost; the message has its own error."""
+    """A rank failed or was lost; the message contains that rank's error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Which rank this process is. is_given: torchrun, or somebody like it, has started the ranks."""
+    """The rank of this process and the number of ranks. is_given: torchrun or another launcher started the ranks."""
 
     rank: int
     size: int
@@ -51,21 +52,21 @@ class Place:
     is_given: bool
 
     @classmethod
-    def find(cls, asked: int | None = None) -> "Place":
-        """asked: ranks wanted; None: those that torchrun started, else one."""
-        given = os.environ
-        size = int(given["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= given.keys() else 1
-        if asked == 1 or size == 1:
-            return cls(rank=0, size=asked or 1, local_rank=0, is_given=False)
-        if asked not in (None, size):
-            raise ValueError(f"tensor parallel: {asked} ranks were asked for, and torchrun has started {size}")
-        rank = int(given["RANK"])
-        return cls(rank=rank, size=size, local_rank=int(given.get("LOCAL_RANK", rank)), is_given=True)
+    def find(cls, num_ranks: int | None = None) -> "Place":
+        """Read it from the environment. num_ranks: the value of tp; None: as many as torchrun started, or 1."""
+        env = os.environ
+        size = int(env["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys() else 1
+        if num_ranks == 1 or size == 1:
+            return cls(rank=0, size=num_ranks or 1, local_rank=0, is_given=False)
+        if num_ranks not in (None, size):
+            raise ValueError(f"tensor parallel: tp is {num_ranks}, and torchrun has started {size} ranks")
+        rank = int(env["RANK"])
+        return cls(rank=rank, size=size, local_rank=int(env.get("LOCAL_RANK", rank)), is_given=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Of the store. server: keeps it alive in the process that holds it."""
+    """Host and port of the key-value store. server: the store itself, in the process that runs it."""
 
     host: str
     port: int
@@ -73,7 +74,7 @@ class Address:
 
     @classmethod
     def open(cls) -> "Address":
-        """A new store, on a free port that only this machine reaches."""
+        """Start a new store on a free port that only this machine can reach."""
         with socket.socket() as listener:
             listener.bind((_LOOPBACK, 0))
             listener.listen()
@@ -83,8 +84,8 @@ class Address:
         return cls(host=_LOOPBACK, port=port, server=server)
 
     @classmethod
-    def given(cls, rank: int) -> "Address":
-        """That of the environment; where torchrun keeps no store there, rank 0 does."""
+    def from_environment(cls, rank: int) -> "Address":
+        """Return the address in MASTER_ADDR and MASTER_PORT; if torchrun runs no store there, rank 0 starts one."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         server = None
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -92,18 +93,18 @@ class Address:
         return cls(host=host, port=port, server=server)
 
     def connect(self) -> distributed.Store:
-        """A client of its own: one serves one thread at a time."""
+        """Return a new client of the store: a client serves one thread at a time."""
         store = distributed.TCPStore(self.host, self.port, is_master=False, timeout=_TURN, wait_for_workers=False)
-        # torchrun's store is there before us, and still there when it starts the ranks again.
+        # torchrun's store outlives the ranks, so the keys of a restart need a prefix of their own.
         return distributed.PrefixStore(f"whorl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 class Rank:
-    """One rank's side of the store and of the process groups."""
+    """One rank: its client of the store and its process groups."""
 
     def __init__(self, place: Place, device: str, store: distributed.Store) -> None:
         self.rank, self.size, self.device, self._store = place.rank, place.size, device, store
-        self.control: Any = None  # a group on the host, where ranks may wait for rank 0 for ever
+        self.control: Any = None  # a gloo group, in which ranks may wait for rank 0 without a time limit
         self._is_local, self._has_joined = not place.is_given, False
         use_device(device, place.local_rank)
 
@@ -111,18 +112,19 @@ class Rank:
         self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """Waits until it is there."""
+        """Return the value of a key; wait until it has been put."""
         self._store.wait([key], _IDLE)
         return json.loads(self._store.get(key))
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def say(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
+        """Put this rank's value of a key, for rank 0 to `collect`."""
         self.put(f"{key}/{self.rank}", value)
 
     def join(self) -> None:
-        """Connect with the others; all ranks must be at this point."""
+        """Create the process groups. Every rank must call this at the same time."""
         self._has_joined = True
         hook = sys.excepthook
         with _loopback() if self._is_local else contextlib.nullcontext():
@@ -134,7 +136,7 @@ class Rank:
                 timeout=_TURN,
             )
             self.control = distributed.new_group(backend="gloo", timeout=_IDLE if self.rank else _TURN)
-        sys.excepthook = hook  # torch's puts "[rank0]:" before every line
+        sys.excepthook = hook  # torch installs one that puts "[rank0]:" before every line
 
     def leave(self) -> None:
         self.control = None
@@ -146,7 +148,7 @@ class Rank:
 
 
 class RankGroup(Rank):
-    """Rank 0, and its hold on the others. `close` ends them."""
+    """Rank 0, which controls the other ranks. `close` ends them."""
 
     def __init__(
         self, place: Place, device: str, address: Address, processes: Sequence[subprocess.Popen[bytes]] = ()
@@ -156,14 +158,14 @@ class RankGroup(Rank):
         self._processes = dict(enumerate(processes, 1))
         self._num_threads = torch.get_num_threads()
         if processes and device == HOST and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(_threads(place.size))
+            torch.set_num_threads(_num_threads(place.size))
         self._failure: str | None = None
         self._is_closed = self._is_busy = False
         self._watcher = threading.Thread(target=self._watch, name="whorl-ranks", daemon=True)
         self._watcher.start()
 
     def collect(self, key: str) -> list[Any]:
-        """What every other rank says, in order; raises when one is lost instead."""
+        """Return what every other rank published under a key, in order of rank; RankError if one is lost."""
         keys = [f"{key}/{rank}" for rank in range(1, self.size)]
         while not self._store.check(keys):
             self._raise_failure()
@@ -172,14 +174,14 @@ class RankGroup(Rank):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do. An error in it ends them all, since they no longer agree on what comes next. So
-        Ctrl-C waits for the end of it; a second one does not."""
+        """Enclose what all ranks do together. An error inside ends all ranks, because they no longer agree on the next
+        step. Therefore Ctrl-C waits for the end of the block; a second Ctrl-C does not wait."""
         self._raise_failure()
         if self._is_closed:
-            raise RankError("tensor parallel: the ranks have been ended")
+            raise RankError("tensor parallel: the ranks have been closed; create a new LLM")
         self._is_busy = True
         try:
-            with _interrupts_wait() as asked:
+            with _interrupts_wait() as interrupted:
                 yield
         except BaseException as error:
             reason = self._reason(_GRACE) if _is_echo(error) else None
@@ -190,22 +192,22 @@ class RankGroup(Rank):
             raise
         finally:
             self._is_busy = False
-        if asked.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
 
-    def close(self, *, is_broken: bool = False, goodbye: Callable[[], None] | None = None) -> None:
-        """End the other ranks. goodbye: tells them to end by themselves."""
+    def close(self, *, is_broken: bool = False, ask_to_end: Callable[[], None] | None = None) -> None:
+        """End the other ranks. ask_to_end: tells them to end by themselves. is_broken: kill them without asking."""
         if self._is_closed:
             return
         self._is_closed = True
         if not is_broken and self._failure is None:
-            with contextlib.suppress(RuntimeError):  # one that is gone needs no goodbye
-                if goodbye is not None and self.control is not None:
-                    goodbye()
+            with contextlib.suppress(RuntimeError):  # a rank that has already ended cannot be asked
+                if ask_to_end is not None and self.control is not None:
+                    ask_to_end()
                     self._wait(_GRACE)
                 self.leave()
         self._kill()
-        if is_broken and self.device == HOST:  # an accelerator's library would wait for the ranks that are gone
+        if is_broken and self.device == HOST:  # an accelerator's library would wait for the ranks that have ended
             with contextlib.suppress(RuntimeError):
                 self.leave()
         torch.set_num_threads(self._num_threads)
@@ -218,7 +220,7 @@ class RankGroup(Rank):
             raise RankError(self._failure)
 
     def _reason(self, seconds: float) -> str:
-        """Why a rank was lost, found out in `seconds`."""
+        """Return why a rank was lost; wait up to `seconds` to find out."""
         deadline = time.monotonic() + seconds
         while (reason := self._lost()) is None:
             if time.monotonic() > deadline:
@@ -227,7 +229,8 @@ class RankGroup(Rank):
         return reason
 
     def _lost(self, store: distributed.Store | None = None) -> str | None:
-        """A rank's own error counts before a death without one, and both before what the loss of another brought on."""
+        """Return why a rank was lost, or None. A rank's own error is preferred to an exit without one, and both to
+        errors of collectives, which only follow from the loss of another rank."""
         store = store or self._store
         ended = {rank: process.poll() for rank, process in self._processes.items()}
         errors: dict[int, Any] = {}
@@ -239,22 +242,22 @@ class RankGroup(Rank):
                 return f"tensor parallel: rank {rank} failed:\n{error['text']}"
         for rank, code in ended.items():
             if code is not None and rank not in errors:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"tensor parallel: rank {rank} {how}"
-        # The rank that brought them on may not be seen to have ended yet.
+                ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                return f"tensor parallel: rank {rank} {ending}"
+        # Collectives failed, but the rank that caused it may not have been seen to end yet.
         if errors and all(rank in errors or code is not None for rank, code in ended.items()):
             rank, error = next(iter(errors.items()))
             return f"tensor parallel: rank {rank} failed:\n{error['text']}"
         return None
 
     def _watch(self) -> None:
-        """Look for lost ranks. Rank 0 hears of one by itself, or when it next asks something of them. But it may wait
-        for an accelerator, whose collective never returns; then nothing is left but to end the process."""
-        own = self._address.connect()
+        """Watch for lost ranks. Rank 0 usually notices one at its next exchange. But it may be waiting in an
+        accelerator's collective, which never returns; then this thread ends the process."""
+        store = self._address.connect()
         while not self._is_closed and self._failure is None:
-            lost = self._lost(own)
+            failure = self._lost(store)
             if not self._is_closed:
-                self._failure = lost
+                self._failure = failure
             time.sleep(0.2)
         deadline = time.monotonic() + _STUCK
         while not self._is_closed and (self._is_busy or self.device != HOST):
@@ -280,35 +283,37 @@ class RankGroup(Rank):
 
 
 def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> RankGroup:
-    """Rank 0's side. job: "module:function", which every other rank calls with its `Rank`, where it finds `settings`.
+    """Start the ranks and return rank 0's group. job: "module:function", which every other rank calls with its `Rank`;
+    it reads `settings` from there. tune: set the environment variables that speed collectives up.
 
-    Where torchrun started the ranks, this does not return on the others: they work, then their process ends.
+    If torchrun started the ranks, this returns on rank 0 only: on the others it runs the job and ends the process.
+    Raises ValueError if torch.distributed is in use or there are fewer devices than ranks.
     """
     if distributed.is_initialized():
-        raise ValueError("tensor parallel: torch.distributed is in use in this process; one engine at a time has it")
-    have = device_count(device)
-    if not place.is_given and have is not None and place.size > have:
+        raise ValueError("tensor parallel: torch.distributed is in use in this process; close the other engine first")
+    num_devices = device_count(device)
+    if not place.is_given and num_devices is not None and place.size > num_devices:
         raise ValueError(
-            f"tensor parallel: {place.size} ranks were asked for; this machine has {have} {device} devices"
+            f"tensor parallel: tp is {place.size}; this machine has {num_devices} {device} devices, one for each rank"
         )
-    if tune and (chosen := tune_collectives(device)) and place.rank == 0:
-        log.warning("tensor parallel: set %s", " ".join(f"{name}={value}" for name, value in chosen.items()))
+    if tune and (variables := tune_collectives(device)) and place.rank == 0:
+        log.warning("tensor parallel: set %s", " ".join(f"{name}={value}" for name, value in variables.items()))
     if place.is_given and place.rank > 0:
-        _work(place, Address.given(place.rank), job, device)
+        _work(place, Address.from_environment(place.rank), job, device)
     if place.is_given:
-        crew = RankGroup(place, device, Address.given(0))
-        if crew.has("settings"):
-            raise ValueError("tensor parallel: torchrun's ranks serve one engine, and there has been one")
+        group = RankGroup(place, device, Address.from_environment(0))
+        if group.has("settings"):
+            raise ValueError("tensor parallel: ranks that torchrun started serve one engine only; this is the second")
     else:
         address = Address.open()
         processes = [_spawn(rank, place.size, address, job, device) for rank in range(1, place.size)]
-        crew = RankGroup(place, device, address, processes)
-    crew.put("settings", settings)
-    return crew
+        group = RankGroup(place, device, address, processes)
+    group.put("settings", settings)
+    return group
 
 
 def _spawn(rank: int, size: int, address: Address, job: str, device: str) -> "subprocess.Popen[bytes]":
-    """A new interpreter and not a fork, so that it neither shares this one's threads nor runs its main module."""
+    """Start a rank in a new interpreter; a fork would share this one's threads, spawn would run its main module."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "RANK": str(rank),
@@ -319,18 +324,19 @@ def _spawn(rank: int, size: int, address: Address, job: str, device: str) -> "su
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     if device == HOST:
-        environment.setdefault("OMP_NUM_THREADS", str(_threads(size)))
-    # The pipe carries nothing: it closes when rank 0 ends, however it ends.
+        environment.setdefault("OMP_NUM_THREADS", str(_num_threads(size)))
+    # Nothing is written to the pipe. It closes when rank 0 ends for any reason, which ends the child as well.
     return subprocess.Popen([*COMMAND, job, device], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
 
 
-def _threads(size: int) -> int:
+def _num_threads(size: int) -> int:
+    """Return how many CPU threads each of `size` ranks may use."""
     return max(1, len(os.sched_getaffinity(0)) // size if hasattr(os, "sched_getaffinity") else 1)
 
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """Ranks of one machine connect where nobody else can."""
+    """Let gloo use the loopback interface, so that ranks of one machine cannot be reached from others."""
     is_set = sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ
     if not is_set:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -343,21 +349,21 @@ def _loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[threading.Event]:
-    """Whoever has a handler of his own has thought of this."""
-    asked = threading.Event()
+    """Delay Ctrl-C: the first one only sets the event. A handler that the caller has installed is left in place."""
+    interrupted = threading.Event()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield interrupted
         return
 
     def note(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        interrupted.set()
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield asked
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -366,26 +372,28 @@ def _interrupts_wait() -> Iterator[threading.Event]:
 
 
 def follow() -> NoReturn:
-    """The main function of a rank that rank 0 has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; rank 0 decides what it means
+    """Run as the main function of a rank that rank 0 has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; rank 0 handles it
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank = int(os.environ["RANK"])
     place = Place(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False)
-    _work(place, Address.given(rank), *sys.argv[1:3])
+    _work(place, Address.from_environment(rank), *sys.argv[1:3])
 
 
 def _end_with_rank_0() -> NoReturn:
+    """End this process when rank 0 has ended and its end of the pipe is closed."""
     sys.stdin.buffer.read()
     os._exit(1)
 
 
 def _work(place: Place, address: Address, job: str, device: str) -> NoReturn:
+    """Call the job; publish its error if it fails; then end the process."""
     store = address.connect()
     try:
-        member = Rank(place, device, store)
+        rank = Rank(place, device, store)
         module, _, name = job.partition(":")
-        getattr(importlib.import_module(module), name)(member)
-        member.leave()
+        getattr(importlib.import_module(module), name)(rank)
+        rank.leave()
     except BaseException as error:
         text = traceback.format_exc()
         with contextlib.suppress(RuntimeError):
@@ -397,13 +405,13 @@ def _work(place: Place, address: Address, job: str, device: str) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """At once: interpreters that hold broken process groups may hang in their own end."""
+    """End the process at once: an interpreter with broken process groups may hang when it exits normally."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether a collective raised it: then another rank is the one that failed."""
+    """Return whether a collective raised the error, which means that another rank failed first."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and bool(frames) and "distributed" in Path(frames[-1].filename).parts

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from whorl.passes import Report
 
 Prompt = str | List[int]
-_COST_ROWS = 64  # of the longest decode step that is timed for `DraftLength`
-_COST_SECONDS = 0.2
+_COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
+_COST_SECONDS = 0.2  # time spent on each of the two measurements
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """The methods and attributes of a tokenizer that the engine uses."""
 
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]
@@ -59,16 +59,17 @@ class Tokenizer(Protocol):
 
 
 class LLM:
-    """A model with its tokenizer, cache and scheduler. Not for several threads at once.
+    """A model with its tokenizer, KV cache and scheduler. It is not thread-safe: one thread at a time may use it.
 
-    path: a folder, a file or a Hugging Face id; None is the small default. Tests and other callers may hand in
-    `model` and `tokenizer` instead; without a tokenizer prompts are token ids and outputs have no text.
-    settings: what `EngineSettings` documents; changes: other values of its fields, by name.
-    speculate: who drafts; draft_length: how much. "measured": as much as pays by what steps cost on this machine, which
-    takes a fraction of a second after the first draft; "fixed": always the proposer's k.
-    warm: False: whoever makes the engine warms it up himself, whatever the settings say.
-    What comes out does not depend on the settings, but for dtype and for what rounds: quantize, kv_cache_dtype and
-    sp_quantize. `sp_report` says what sequence parallelism has done.
+    path: a folder, a file or a Hugging Face id; None loads the small default model. Alternatively pass `model` and
+    `tokenizer`; without a tokenizer prompts are token ids and outputs have no text.
+    settings: an `EngineSettings`; changes: fields of it that override `settings`, by name.
+    speculate: the proposer of drafts. draft_length: "measured" drafts as many tokens as pay off by the cost of steps on
+    this machine, which is timed for a fraction of a second after the first draft; "fixed" always drafts k tokens.
+    warm: False leaves the warm-up to the caller, whatever the settings say.
+    Raises ValueError when the settings, the model and the device do not fit together.
+    The output does not depend on the settings except for dtype and for what rounds: quantize, kv_cache_dtype and
+    sp_quantize. Example: `LLM("Qwen/Qwen3-0.6B").generate("Hello", SamplingParams(max_tokens=8))[0].text`
     """
 
     def __init__(
@@ -83,115 +84,117 @@ class LLM:
         warm: bool = True,
         **changes: Any,
     ) -> None:
-        self.settings = asked = (settings or EngineSettings()).changed(**changes)
-        device = require(asked.device or default_device())
-        if model is not None or Place.find(asked.tp).size == 1:
-            sequence_parallel.for_ranks(asked, 1, device=device)  # refuses before anything is loaded
-        if asked.memory_share is not None:
-            need_accelerator(asked.memory_share, device)
+        self.settings = settings = (settings or EngineSettings()).changed(**changes)
+        device = require(settings.device or default_device())
+        if model is not None or Place.find(settings.tp).size == 1:
+            sequence_parallel.for_ranks(settings, 1, device=device)  # raises before anything is loaded
+        if settings.memory_share is not None:
+            need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
-        own_path = path if model is None else None
-        if speculate is not None and speculate.wants_hidden and Place.find(asked.tp).size > 1:
+        checkpoint_path = path if model is None else None
+        if speculate is not None and speculate.wants_hidden and Place.find(settings.tp).size > 1:
             raise ValueError(
-                f"{type(speculate).__name__}: it drafts from hidden states, which ranks do not hand it, and there are "
-                f"{Place.find(asked.tp).size} of them: take 1, or draft in another way"
+                f"{type(speculate).__name__}: tp is {Place.find(settings.tp).size}, expected 1, because it drafts from "
+                "hidden states, which several ranks do not support; use tp=1 or another proposer"
             )
         if model is None:
-            model, tokenizer, self._lead = load(path, tokenizer, device, asked)
-        elif asked.tp not in (None, 1):
+            model, tokenizer, self._lead = load(path, tokenizer, device, settings)
+        elif settings.tp not in (None, 1):
             raise ValueError(
-                f"LLM: tp is {asked.tp}, and the model was handed in; give its path, for every rank to load it"
+                f"LLM: tp is {settings.tp}, expected 1 for a model that is passed as an object; pass its path, so that "
+                "every rank can load it"
             )
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
         self._is_unmeasured = draft_length == "measured"
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
         if speculate is not None:
             speculate.check(model, tokenizer)
-            speculate.load(own_path, model)
+            speculate.load(checkpoint_path, model)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        self._make_cache(asked, device)
-        self._make_runner(asked, device)
+        self._make_cache(settings, device)
+        self._make_runner(settings, device)
         self._weights = WeightVersions(model)
-        self._budget = StepBudget(asked.step_tokens, device=device, fixed=asked.max_prompt_tokens)
+        self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
         tower = getattr(model, "tower", None)
-        self.encoder = None if tower is None else Encoder(tower.config.depth, asked.encoder_cache)
-        counts = {"max_num_seqs": asked.max_num_seqs, "max_num_batched_tokens": asked.step_tokens}
+        self.encoder = None if tower is None else Encoder(tower.config.depth, settings.encoder_cache)
+        counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
         self.scheduler = Scheduler(self.pool, **counts, encoder=self.encoder)
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
-        self._seeds = random.Random(asked.seed)
-        self.run_ahead = device != HOST if asked.run_ahead is None else asked.run_ahead
+        self._seeds = random.Random(settings.seed)
+        self.run_ahead = device != HOST if settings.run_ahead is None else settings.run_ahead
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]], list[Result]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
-        self.warmed: Warmed | None = None  # what has been warmed up
+        self.warmed: Warmed | None = None  # the report of the last warm-up
         if warm:
             self.warm_up()
 
-    def _make_cache(self, asked: EngineSettings, device: str) -> None:
-        """The pool of blocks: as many as were asked for, or as fit, or as the longest sequences need."""
-        model, num_blocks = self.model, asked.num_blocks
-        self.cache_specs = specs = cache_specs(model, asked.kv_cache_dtype)
-        if (beside := self._beside) is not None:
-            specs = [*specs, *cache_specs(beside, asked.kv_cache_dtype)]
-        block_size = cache_block_size(specs, device, asked.block_size)
-        max_len = _at_most(asked.max_model_len, model.max_length, "the model's positions")
+    def _make_cache(self, settings: EngineSettings, device: str) -> None:
+        """Create the block pool: `num_blocks` blocks if set, else as many as fit or as the longest sequences need."""
+        model, num_blocks = self.model, settings.num_blocks
+        self.cache_specs = specs = cache_specs(model, settings.kv_cache_dtype)
+        if (draft_head := self._draft_head) is not None:
+            specs = [*specs, *cache_specs(draft_head, settings.kv_cache_dtype)]
+        block_size = cache_block_size(specs, device, settings.block_size)
+        max_len = _checked_max_len(settings.max_model_len, model.max_length, "the model's context")
         if num_blocks is None:
-            share = asked.memory_share
-            memory = asked.memory if share is None else memory_left(share, device)
-            size = block_size * token_bytes(specs)
-            most = asked.max_num_seqs * -(-max_len // block_size)
-            fit = (cache_memory(device) if memory is None else memory) // size
-            num_blocks = min(most, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
-            if share is not None and self._lead is not None:  # other ranks' devices may have less to give
+            share = settings.memory_share
+            memory = settings.memory if share is None else memory_left(share, device)
+            block_bytes = block_size * token_bytes(specs)
+            max_blocks = settings.max_num_seqs * -(-max_len // block_size)
+            fit = (cache_memory(device) if memory is None else memory) // block_bytes
+            num_blocks = min(max_blocks, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
+            if share is not None and self._lead is not None:  # other ranks' devices may have less free memory
                 num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None))
-        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=asked.use_prefix_cache)
-        self.max_model_len = _at_most(asked.max_model_len, min(max_len, num_blocks * block_size), "the cache")
+        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache)
+        limit = min(max_len, num_blocks * block_size)
+        self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
 
-    def _make_runner(self, asked: EngineSettings, device: str) -> None:
-        num_ranks = 1 if self._lead is None else self._lead.crew.size
-        sizes: dict[str, Any] = {
+    def _make_runner(self, settings: EngineSettings, device: str) -> None:
+        num_ranks = 1 if self._lead is None else self._lead.group.size
+        options: dict[str, Any] = {
             "num_blocks": self.pool.num_blocks,
             "block_size": self.pool.block_size,
             "max_len": self.max_model_len,
             "device": device,
-            "use_graphs": asked.use_graphs,
-            "prompt_graphs": asked.prompt_graphs,
-            "max_num_seqs": asked.max_num_seqs,
-            "max_rows": asked.step_tokens,
+            "use_graphs": settings.use_graphs,
+            "prompt_graphs": settings.prompt_graphs,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_tokens": settings.step_tokens,
             "vocab_size": self.vocab_size,
-            "kv_cache_dtype": asked.kv_cache_dtype,
+            "kv_cache_dtype": settings.kv_cache_dtype,
         }
-        sp = sequence_parallel.for_ranks(asked, num_ranks, device=device, model=self.model)
-        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **sizes, sp=sp)
-        if (beside := self._beside) is not None and self.proposer is not None:
-            runner = Runner(beside, **sizes, beside=self.runner)
-            self.proposer.attach(self.pool, runner, max_rows=asked.step_tokens)
+        sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
+        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
+        if (draft_head := self._draft_head) is not None and self.proposer is not None:
+            runner = Runner(draft_head, **options, share_tables_with=self.runner)
+            self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
 
     @property
-    def _beside(self) -> Model | None:
-        """A model that drafts from the target's hidden states, with caches in the same blocks."""
-        return self.proposer.beside if self.proposer is not None and self.proposer.wants_hidden else None
+    def _draft_head(self) -> Model | None:
+        """The proposer's model that drafts from the target's hidden states; its caches lie in the target's blocks."""
+        return self.proposer.draft_head if self.proposer is not None and self.proposer.wants_hidden else None
 
     def step(self) -> list[Delta]:
-        """One round of the engine; what it added, sequence by sequence.
+        """Run one step of the engine and return the new tokens of each sequence that got some.
 
-        Running ahead, the next round is launched before this one's tokens are read, so that the device never waits for
-        the host. What a sequence had in that round when it turns out to be finished is dropped: it costs a row.
+        When running ahead, the next step is launched before this step's tokens are read, so that the device never waits
+        for the host. If a sequence turns out to be finished, its token of the next step is discarded.
         """
         if not self._flights:
             self._launch()
         if self._flights and self._may_run_ahead():
             self._launch()
         if not self._flights:
-            assert not self.has_work, f"nothing scheduled, and {self.stats()}"
+            assert not self.has_work, f"nothing was scheduled although there is work: {self.stats()}"
             return []
         batch, read, results = self._flights.popleft()
         tokens = read()
-        found = [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
+        deltas = [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
         if self.proposer is not None:
             self.proposer.observe(results)
-        return found
+        return deltas
 
     # ---- requests
 
@@ -203,14 +206,15 @@ class LLM:
         contents: Iterable[Content] = (),
         media: List[MediaItem] = (),
     ) -> list[Sequence]:
-        """Queue a prompt; one sequence for each of `params.n`. Refuses what could never run with a ValueError.
+        """Queue a prompt and return its sequences, `params.n` of them; `step` then computes them.
 
-        contents: what stands behind placeholder tokens; blocks are shared where it is the same. media: pictures and
-        videos in the order of their placeholders, of which the prompt has one for each feature.
+        prompt: text or token ids. contents: digests of what placeholder tokens stand for; prefix blocks are shared only
+        where they are equal. media: images and videos in the order of their placeholder tokens, of which the prompt
+        has one for each feature. Raises ValueError for a request that could never run, such as too long a prompt.
         """
         params = params or SamplingParams()
         prompt_ids = self._encode(prompt)
-        behind = list(contents)
+        contents = list(contents)
         self._check(prompt_ids, params)
         placement = self.place(prompt_ids, media)
         if self._weights.have_changed():
@@ -225,7 +229,7 @@ class LLM:
                     max_len=self.max_model_len,
                     seed=seed,
                     copy=copy,
-                    contents=behind,
+                    contents=contents,
                     placement=placement,
                     eos_ids=self.eos_ids,
                     detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
@@ -237,20 +241,20 @@ class LLM:
         return copies
 
     def place(self, prompt_ids: List[int], media: List[MediaItem]) -> Placement | None:
-        """Where a prompt's media stand; ValueError where they do not fit. Any thread may ask, before `add` does."""
+        """Match media with a prompt's placeholder tokens; ValueError if they do not fit. Thread-safe, unlike `add`."""
         return place(prompt_ids, media, self.model, most=self.settings.encoder_cache)
 
     def abort(self, seq: Sequence) -> None:
-        """Stop a sequence and free its blocks; nothing happens to one that is finished."""
+        """Stop a sequence and free its blocks; a finished sequence is left as it is."""
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
             self.scheduler.finish(seq)
 
     def forget(self) -> None:
-        """Keys and values of old weights: prefixes are no longer known, and running sequences are computed again.
+        """Clear the prefix cache and recompute running sequences, because the weights have changed.
 
-        `add` and `generate` call it when weights were changed in place. Call it after a change that torch does not
-        count, one through `.data`.
+        `add` and `generate` call it when weights were modified in place. Call it yourself after a change that torch's
+        version counters do not see, such as one through `.data`.
         """
         self.scheduler.preempt_all()
         self.pool.forget()
@@ -258,13 +262,13 @@ class LLM:
             self.encoder.forget()
 
     def close(self) -> None:
-        """End the other ranks, where there are any. The end of the program does it, too."""
+        """End the other ranks, if there are any. The end of the program does this as well."""
         if self._lead is not None:
             self._lead.close()
 
     @property
     def sp_report(self) -> "Report | None":
-        """What sequence parallelism has made of the model; None where it is off."""
+        """The report of the sequence-parallelism pass on the model; None if it is off."""
         return None if self.runner.prompts is None else self.runner.prompts.report
 
     @property
@@ -279,20 +283,22 @@ class LLM:
         media: List[List[MediaItem]] | None = None,
         progress: bool = True,
     ) -> list[Output]:
-        """Outputs in the order of the prompts, the `n` of a prompt side by side. AllowError: an `allow` gave up.
+        """Generate for all prompts; return the outputs in the order of the prompts, the `n` of a prompt side by side.
 
-        media: pictures and videos of each prompt.
+        prompts: one prompt or a list; each is text or token ids. params: one for all prompts, or one for each. media:
+        the images and videos of each prompt. progress: show a progress bar. Raises ValueError for a prompt that cannot
+        run, AllowError when an `allow` function gives up. Example: `llm.generate(["Hello", "Bye"], progress=False)`
         """
         sequences = self._add_all(_as_prompts(prompts), params, media)
         try:
             self._run(sequences, progress)
-        finally:  # after an error or Ctrl-C nothing of this call stays behind
+        finally:  # after an error or Ctrl-C no sequence of this call may stay in the scheduler
             for seq in sequences:
                 self.abort(seq)
         return [Output.of(seq) for seq in sequences]
 
     def warm_up(self, kind: Kind | None = None, *, progress: bool = True) -> Warmed:
-        """Compile, try and record before the first request; see `warmup`. kind: default: as the settings say."""
+        """Compile, tune and record before the first request; see `warmup`. kind: None takes it from the settings."""
         work = WarmUp(self, kind or kind_for(self.settings.warmup, self.runner.device, is_server=False))
         for _ in work.run() if work.kind == "off" else shown(work.run(), progress=progress):
             pass
@@ -300,23 +306,23 @@ class LLM:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of one step, as things stand."""
+        """How many prompt tokens a step may compute at present."""
         return self._budget.tokens
 
     def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
-        """Seconds of a decode step by number of rows, for `DraftLength`. It ends after about `seconds`, with a shorter
-        table; nothing is written to the cache."""
+        """Return the seconds of a decode step by number of tokens, for `DraftLength`. It stops after about `seconds`
+        with a shorter table. Nothing is written to the cache. max_rows: the largest number of tokens to time."""
         counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_rows, 16), max_rows})
         return measure_cost(self.runner, [count for count in counts if count <= max_rows], seconds)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and what is held now."""
-        encoder, pictures = self.encoder, {}
+        """Return counters since the start, and the present numbers of sequences and blocks."""
+        encoder, encoder_stats = self.encoder, {}
         if encoder is not None:
-            pictures = {"num_encoded": encoder.num_encoded, "num_encoder_hits": encoder.num_hit}
-            pictures["num_encoder_tokens"] = encoder.num_held
+            encoder_stats = {"num_encoded": encoder.num_encoded, "num_encoder_hits": encoder.num_hit}
+            encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
-            **pictures,
+            **encoder_stats,
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -332,11 +338,12 @@ class LLM:
     # ---- the parts of a step
 
     def _may_run_ahead(self) -> bool:
-        """Drafts, penalties, masks and log-probabilities look at the tokens so far: these must have been read."""
+        """Return whether the next step may be launched before the tokens of this one are read: drafts, penalties, masks
+        and log-probabilities depend on those tokens."""
         return self.run_ahead and self.proposer is None and all(seq.is_plain for seq in self.scheduler.running)
 
     def _launch(self) -> None:
-        """Schedule a round and start it on the device; sequences stand as they will when it has run."""
+        """Schedule a step and start it on the device; sequences are updated as if it had already run."""
         lookahead = self.proposer.k if self.proposer else 0
         chunks = self.scheduler.schedule(lookahead=lookahead, max_prompt_tokens=self._budget.tokens)
         work = NO_WORK if self.encoder is None else self.encoder.take()
@@ -349,10 +356,10 @@ class LLM:
         if self.proposer is not None:
             self._propose(self.proposer, batch)
         results = self.runner.run(batch)
-        wanted = results if self._beside is not None else []
-        self._flights.append((batch, self.sampler.start(results), wanted))
-        if num_filled := sum(chunk.length for chunk in chunks if not chunk.is_decode) + work.num_tokens:
-            self._budget.observe(num_filled, time.perf_counter() - started)
+        results_for_proposer = results if self._draft_head is not None else []
+        self._flights.append((batch, self.sampler.start(results), results_for_proposer))
+        if num_prompt_tokens := sum(chunk.length for chunk in chunks if not chunk.is_decode) + work.num_tokens:
+            self._budget.observe(num_prompt_tokens, time.perf_counter() - started)
         for chunk in chunks:
             seq = chunk.sequence
             seq.num_computed = chunk.start + chunk.length
@@ -370,32 +377,32 @@ class LLM:
             return
         for chunk, draft in zip(chunks, proposer.propose([chunk.sequence for chunk in chunks], k), strict=True):
             token_ids = draft.token_ids[: chunk.room]
-            # Not of a draft that was drawn: to let a token decide whether it is tried would change the odds.
+            # A sampled draft is not cut: a token that decides whether it is verified would bias the output.
             if draft.probs is None:
                 token_ids = cut(token_ids, self._special_ids)
-            # A draft takes free blocks; it preempts nobody.
+            # A draft uses free blocks only; it preempts no sequence.
             while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
                 token_ids.pop()
             if not token_ids:
-                self.pool.shrink(chunk.sequence)  # a proposer may have needed blocks itself
+                self.pool.shrink(chunk.sequence)  # a proposer may have taken blocks to draft in
             chunk.draft = token_ids
             chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
 
     def _draft_len(self, proposer: Proposer, num_sequences: int) -> int:
-        if self.num_drafted:  # a text without drafts does not wait for this
+        if self.num_drafted:  # an output without any draft need not wait for the measurement
             self.measure_drafts(proposer)
         return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
 
     def measure_drafts(self, proposer: Proposer) -> None:
-        """Once: what checking a draft costs, and what drafting does, where lengths are to follow from that."""
+        """Measure, once, the costs of verifying and of drafting, if draft lengths are to be chosen by them."""
         if self._is_unmeasured:
             self._is_unmeasured = False
-            rows = min(_COST_ROWS, self.scheduler.max_num_seqs * (proposer.k + 1))
-            cost = self.measure_cost(rows, seconds=_COST_SECONDS)
+            max_tokens = min(_COST_TOKENS, self.scheduler.max_num_seqs * (proposer.k + 1))
+            cost = self.measure_cost(max_tokens, seconds=_COST_SECONDS)
             self.draft_length = DraftLength(cost, drafting=proposer.cost(seconds=_COST_SECONDS))
 
     def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
-        """Take over the tokens that a chunk gave; None where it gave none, or too late."""
+        """Append a chunk's sampled tokens to its sequence; None if there are none or it is already finished."""
         seq = chunk.sequence
         if tokens is None or seq.is_finished:
             return None
@@ -406,15 +413,15 @@ class LLM:
             tokens = []
         for token in tokens:
             seq.append(token.id, token.logprob)
-            if seq.is_finished:  # what the draft holds behind the end was never generated
+            if seq.is_finished:  # draft tokens after the end of the sequence are not output
                 break
         if chunk.draft:
             self._count(chunk, len(seq.token_ids) - first)
         if chunk.draft or seq.is_finished:
-            # Rollback is this one number: all tokens but the last are in the cache, what is behind gets written over.
+            # Rollback sets one number: all tokens but the last are in the cache, and later slots are overwritten.
             seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
             self.pool.shrink(seq)
-        if self.settings.sp_quantize is None:  # else a prompt's tokens are rounded, and these were not
+        if self.settings.sp_quantize is None:  # with it, prompt tokens are rounded and generated ones are not
             self.pool.publish(seq)
         if seq.is_finished:
             self.scheduler.finish(seq)
@@ -437,7 +444,7 @@ class LLM:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError("prompt is text, and this LLM has no tokenizer: give token ids")
+            raise ValueError("prompt: it is text, and this LLM has no tokenizer; pass token ids")
         return self.tokenizer.encode(prompt)
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -450,18 +457,20 @@ class LLM:
         params: SamplingParams | List[SamplingParams] | None,
         media: List[List[MediaItem]] | None,
     ) -> list[Sequence]:
-        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
-        shown = [()] * len(prompts) if media is None else media
-        if len(each) != len(prompts):
+        all_params = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        all_media = [()] * len(prompts) if media is None else media
+        if len(all_params) != len(prompts):
             raise ValueError(
-                f"generate: {len(prompts)} prompts and {len(each)} params; give one for all or one for each"
+                f"generate: {len(prompts)} prompts and {len(all_params)} params; give one for all or one for each"
             )
-        if len(shown) != len(prompts):
-            raise ValueError(f"generate: {len(prompts)} prompts and media of {len(shown)}; give a list for each prompt")
+        if len(all_media) != len(prompts):
+            raise ValueError(
+                f"generate: {len(prompts)} prompts and {len(all_media)} lists of media; pass one list for each prompt"
+            )
         sequences: list[Sequence] = []
         try:
-            for prompt, asked, items in zip(prompts, each, shown, strict=True):
-                sequences += self.add(prompt, asked, media=items)
+            for prompt, prompt_params, items in zip(prompts, all_params, all_media, strict=True):
+                sequences += self.add(prompt, prompt_params, media=items)
         except ValueError:
             for seq in sequences:
                 self.abort(seq)
@@ -481,7 +490,8 @@ def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 
 
-def _at_most(asked: int | None, limit: int, what: str) -> int:
-    if asked is not None and not 2 <= asked <= limit:
-        raise ValueError(f"max_model_len is {asked}; {what} can hold 2 to {limit} tokens")
-    return limit if asked is None else asked
+def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> int:
+    """Return `max_model_len`, or the limit if it is None; ValueError if it is above the limit."""
+    if max_model_len is not None and not 2 <= max_model_len <= limit:
+        raise ValueError(f"max_model_len is {max_model_len}, expected 2 to {limit}, the tokens that {limited_by} holds")
+    return limit if max_model_len is None else max_model_len

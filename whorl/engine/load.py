@@ -1,4 +1,4 @@
-"""From a path to a model and its tokenizer, on one device or shared among ranks."""
+"""Load a model and its tokenizer from a path, on one device or sharded over ranks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | Path | None, tokenizer: "Tokenizer | None", device: str, asked: EngineSettings
+    path: str | Path | None, tokenizer: "Tokenizer | None", device: str, settings: EngineSettings
 ) -> "tuple[Model, Tokenizer, Lead | None]":
-    """tokenizer: one that takes the place of the model's own. The lead is rank 0's hold on the others."""
-    from .tokenizer import Tokenizer as Real
+    """Return the model, its tokenizer and, with several ranks, rank 0's `Lead`. tokenizer: replaces the model's own."""
+    from .tokenizer import Tokenizer as FileTokenizer
     from .weights import load_model, resolve
 
     folder = resolve(path)
-    place = Place.find(asked.tp)
-    how: dict[str, Any] = {"device": device, "dtype": getattr(torch, asked.dtype) if asked.dtype else None}
-    how |= {"max_length": asked.max_model_len, "unpack": asked.unpack, "quantize": asked.quantize}
+    place = Place.find(settings.tp)
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.dtype) if settings.dtype else None}
+    options |= {"max_length": settings.max_model_len, "unpack": settings.unpack, "quantize": settings.quantize}
     if place.size == 1:
-        model = load_model(folder, **how)
-        return model, tokenizer or Real.from_path(folder), None
-    tokenizer = tokenizer or Real.from_path(folder)
-    lead = load_shared(folder, place, kv_cache_dtype=asked.kv_cache_dtype, **how)
+        model = load_model(folder, **options)
+        return model, tokenizer or FileTokenizer.from_path(folder), None
+    tokenizer = tokenizer or FileTokenizer.from_path(folder)
+    lead = load_shared(folder, place, kv_cache_dtype=settings.kv_cache_dtype, **options)
     return lead.model, tokenizer, lead

@@ -1,4 +1,4 @@
-"""What comes out of the engine: by the step, and when a sequence is finished."""
+"""Outputs of the engine: after each step, and of a finished sequence."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
@@ -10,9 +10,9 @@ from .sequence import FinishReason, Logprob, Sequence, Timings
 
 
 class Delta(NamedTuple):
-    """What one step added to a sequence. Text that may become a stop string comes later or not at all.
+    """The tokens and text that one step added to a sequence. The possible beginning of a stop string is held back.
 
-    num_drafted: how many of the tokens, the first ones, were drafted before the model agreed.
+    num_drafted: how many of the tokens, from the first on, were drafted and accepted.
     """
 
     sequence: Sequence
@@ -24,7 +24,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A finished sequence, for the caller."""
+    """A finished sequence, as `LLM.generate` returns it."""
 
     prompt_ids: list[int]
     text: str
@@ -33,13 +33,13 @@ class Output:
     timings: Timings
     logprobs: list[Logprob]
     prompt_logprobs: list[Logprob]
-    num_cached: int  # prompt tokens that the prefix cache held
+    num_cached: int  # prompt tokens found in the prefix cache
     num_drafted: int
     num_accepted: int
 
     @classmethod
     def of(cls, seq: Sequence) -> "Output":
-        """The error of a sequence that has one is raised."""
+        """Return the output of a finished sequence; raise its error if it has one."""
         assert seq.finish_reason is not None
         if seq.error is not None:
             raise seq.error
@@ -59,7 +59,7 @@ class Output:
 
 @contextmanager
 def shown_progress(sequences: List[Sequence], is_shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over the sequences; what it gives brings it up to date."""
+    """Show a progress bar over the sequences; yield a function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -71,13 +71,13 @@ def shown_progress(sequences: List[Sequence], is_shown: bool) -> Iterator[Callab
         def update() -> None:
             num_tokens = sum(seq.num_outputs for seq in sequences)
             elapsed = bar.tasks[task].elapsed or 1e-9
-            speed = f"{num_tokens / elapsed:.1f} tok/s" if num_tokens else _reading(sequences)
+            speed = f"{num_tokens / elapsed:.1f} tok/s" if num_tokens else _prefill_progress(sequences)
             bar.update(task, completed=sum(seq.is_finished for seq in sequences), speed=speed)
 
         yield update
 
 
-def _reading(sequences: List[Sequence]) -> str:
-    """How far prompts are, before the first token."""
+def _prefill_progress(sequences: List[Sequence]) -> str:
+    """Return how many prompt tokens are computed, to show before the first output token."""
     num_read = sum(min(seq.num_computed, seq.prompt_len) for seq in sequences)
     return f"{num_read} of {sum(seq.prompt_len for seq in sequences)} prompt tokens"

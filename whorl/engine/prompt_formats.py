@@ -1,6 +1,6 @@
-"""Who writes a model's prompts: its own Jinja template or, where it ships none, a program that knows its format.
+"""What writes a model's chat prompts: its Jinja template or, if it ships none, built-in code for its format.
 
-A format is one file with a `render` like `ChatTemplate`'s, and one line in `_FORMATS`.
+To add a format, add a file with a `render` like `ChatTemplate`'s and a line in `_FORMATS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _FORMATS = {"deepseek_v32": DeepSeekV32Prompt}
 
 
 class PromptWriter(Protocol):
-    """sources: templates by name, empty where there are none. variables: the special tokens by what they are for."""
+    """Writes prompts. sources: templates by name, empty if there are none. variables: the special tokens by role."""
 
     sources: dict[str, str]
     variables: dict[str, Any]
@@ -30,10 +30,12 @@ class PromptWriter(Protocol):
 
 
 def format_of(config: Mapping[str, Any], templates: Mapping[str, str]) -> str | None:
-    """The format of a model without a template, by its config.json; None: it has one, or none is known."""
+    """Return the built-in format of a model without a template, by its config.json; None if it has a template or no
+    format is known."""
     kind = config.get("model_type")
     return kind if not templates and kind in _FORMATS else None
 
 
 def prompt_writer(templates: Mapping[str, str], roles: Mapping[str, str], format: str | None) -> PromptWriter:
+    """Return the built-in format of this name, or for None the model's templates."""
     return ChatTemplate(templates, roles) if format is None else _FORMATS[format](roles)

@@ -1,58 +1,62 @@
-"""What is inside a reply: thinking between <think> tags, tool calls in the model's own form, and the rest.
+"""Split a reply into reasoning between <think> tags, tool calls in the model's form, and content.
 
-The forms are in `call_forms`. Nothing that may be markup comes out before it is known what it is, and nothing is lost:
+The forms are in `call_forms`. Text that may be markup is not output before that is certain, and nothing is lost:
 
-- Text that may be the beginning of a tag is held until it is one or is none.
-- Markup in which no call's name can be read is text, all of it, as the model wrote it.
-- From its name on a call is a call, and its arguments come as they are written. Markup that breaks further on leaves
-  the call as it is, with arguments that are not whole, and the rest is text.
+- Text that may be the beginning of a tag is held back until it is certain.
+- Markup in which no call's name can be read is content, all of it, as the model wrote it.
+- Once its name is read, a call is a call, and its arguments are output as they are written. Markup that breaks later
+  leaves the call as it is, with incomplete arguments, and the text after it is content.
 - White space next to a tag is dropped.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .call_forms import CallPart, CallReader, CallWriter, Found, Schemas, num_held
+from .call_forms import CallPart, CallReader, CallWriter, ReadStatus, Schemas, num_held
 
 THINK, END_THINK = "<think>", "</think>"
-# What the one form of thinking is called: by us, and by vLLM for its models.
+# Names of the one form of reasoning: ours, and those of vLLM for its models.
 REASONING = ("think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v32")
 
 
 @dataclass(slots=True)
 class Call:
+    """A tool call."""
+
     name: str
-    arguments: str  # JSON, where the model writes JSON
+    arguments: str  # JSON, if the model writes valid JSON
     id: str
 
 
 @dataclass(slots=True)
 class Parts:
-    """What is new, or, of parts that were joined, all there is."""
+    """The new parts of a reply, or, after `join`, all parts."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
 
     def join(self, more: "Parts") -> None:
+        """Append later parts."""
         self.reasoning += more.reasoning
         self.content += more.content
         self.calls += more.calls
 
     def whole_calls(self) -> list[Call]:
-        found: dict[int, Call] = {}
+        """Return the calls, each joined from its parts."""
+        calls: dict[int, Call] = {}
         for part in self.calls:
             if part.name is not None and part.id is not None:
-                found[part.index] = Call(part.name, "", part.id)
-            found[part.index].arguments += part.arguments
-        return list(found.values())
+                calls[part.index] = Call(part.name, "", part.id)
+            calls[part.index].arguments += part.arguments
+        return list(calls.values())
 
 
 class ReplyParser:
-    """Takes a reply apart as it grows; what comes out joins to the same, however the text is cut.
+    """Parses a reply as it grows; the joined parts are the same however the text is split.
 
-    may_think: think tags are told apart. is_thinking: the prompt has opened one. form: of tool calls; None: there are
-    none. schemas: of the tools. is_parallel: False keeps the first call alone.
+    may_think: parse think tags. is_thinking: the prompt has opened one. form: of tool calls; None: do not parse them.
+    schemas: of the tools. is_parallel: False drops all calls but the first.
     """
 
     def __init__(
@@ -66,10 +70,10 @@ class ReplyParser:
     ) -> None:
         self._form, self._schemas = form, schemas or {}
         self._tags = () if form is None else form.tags
-        self._is_bare = form is not None and form.is_bare  # a brace may open a call: nothing was said before
+        self._is_bare = form is not None and form.is_bare  # while there is no content yet, a brace may open a call
         self._calls = CallWriter(is_parallel=is_parallel)
         self._reader: CallReader | None = None
-        self._text = self._held = ""  # held: the tag in front of the text and the white space before it
+        self._text = self._pending = ""  # pending: the tag before the text and the white space before that
         self._is_after_tag = False
         self._step: Callable[[Parts, bool], bool] = self._content
         if may_think:
@@ -81,6 +85,7 @@ class ReplyParser:
         return self._calls.num_calls
 
     def add(self, text: str, *, is_last: bool = False) -> Parts:
+        """Add text and return the new parts. is_last: there is no more text."""
         self._text += text
         parts = Parts()
         while self._step(parts, is_last):
@@ -88,7 +93,7 @@ class ReplyParser:
         parts.calls = self._calls.take()
         return parts
 
-    # Each step says whether there may be more to do with the text at hand.
+    # Each of the following steps returns whether the present text may allow another step.
 
     def _start(self, parts: Parts, is_last: bool) -> bool:
         text = self._text.lstrip()
@@ -103,7 +108,7 @@ class ReplyParser:
     def _thinking(self, parts: Parts, is_last: bool) -> bool:
         text, tag = self._until((END_THINK,), is_last)
         parts.reasoning += text
-        self._held = ""
+        self._pending = ""
         return self._enter(self._content) if tag else False
 
     def _content(self, parts: Parts, is_last: bool) -> bool:
@@ -114,14 +119,14 @@ class ReplyParser:
         return self._open() if tag else False
 
     def _opens_bare(self, is_last: bool) -> bool | None:
-        """Whether the reply begins with a brace, which then opens a call; None: that cannot be seen yet."""
+        """Return whether the reply begins with a brace, which then opens a call; None if that is not certain yet."""
         text = self._text.lstrip()
         if not text and not is_last:
             return None
         self._is_bare = False
         if not text.startswith("{"):
             return False
-        self._held, self._text = self._text[: len(self._text) - len(text)], text
+        self._pending, self._text = self._text[: len(self._text) - len(text)], text
         return self._open()
 
     def _open(self) -> bool:
@@ -131,15 +136,15 @@ class ReplyParser:
 
     def _call(self, parts: Parts, is_last: bool) -> bool:
         assert self._reader is not None
-        size, found = self._reader.read(self._text, is_last=is_last)
+        size, status = self._reader.read(self._text, is_last=is_last)
         if size:
-            self._text, self._held = self._text[size:], ""
-        if found is Found.END:
+            self._text, self._pending = self._text[size:], ""
+        if status is ReadStatus.END:
             return self._enter(self._content)
-        if found is Found.MORE and not is_last:
+        if status is ReadStatus.MORE and not is_last:
             return False
-        parts.content += self._held
-        self._held, self._step = "", self._content
+        parts.content += self._pending
+        self._pending, self._step = "", self._content
         return True
 
     def _enter(self, step: Callable[[Parts, bool], bool]) -> bool:
@@ -147,15 +152,15 @@ class ReplyParser:
         return True
 
     def _until(self, tags: tuple[str, ...], is_last: bool) -> tuple[str, bool]:
-        """The text that is certain to come before one of the tags, and whether one was there, which is then held."""
+        """Return the text that is certain to precede one of the tags, and whether a tag follows, which is then held."""
         if self._is_after_tag:
             self._text = self._text.lstrip()
             self._is_after_tag = not self._text
-        found = [(at, tag) for tag in tags if (at := self._text.find(tag)) >= 0]
-        if found:
-            at, tag = min(found)
-            text, rest = self._text[:at].rstrip(), self._text[at + len(tag) :]
-            self._held, self._text = self._text[len(text) : at + len(tag)], rest
+        matches = [(start, tag) for tag in tags if (start := self._text.find(tag)) >= 0]
+        if matches:
+            start, tag = min(matches)
+            text, after = self._text[:start].rstrip(), self._text[start + len(tag) :]
+            self._pending, self._text = self._text[len(text) : start + len(tag)], after
             return text, True
         if is_last or not tags:
             end = len(self._text)

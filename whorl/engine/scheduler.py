@@ -1,7 +1,7 @@
-"""Which tokens run in the next step: decoding first, then what is left of the budget for everything else.
+"""The scheduler chooses the tokens of the next step: decoding sequences first, then prompts within the budget.
 
-Only decoding sequences ever ask for new blocks: a sequence gets blocks for all its known tokens when it is admitted.
-So when the cache is full the sequence admitted last gives way before it has a place in the step.
+Only decoding sequences need new blocks: a sequence gets blocks for all its known tokens when it is admitted. So when
+the cache is full, the sequence admitted last is preempted before it is scheduled in the step.
 """
 
 from collections import deque
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Chunk:
-    """`length` tokens from `start` on, and a draft of up to `room` behind them.
+    """The tokens of one sequence that a step computes: `length` from `start` on, then a draft of up to `room` tokens.
 
-    is_last: it reaches the sequence's last token, so that its logits give the next one; is_new: the sequence's first
-    since it was admitted. All is said when the chunk is made: later the sequence may be further.
+    is_last: it includes the sequence's last token, so the next token is sampled from its logits; is_new: it is the
+    sequence's first chunk since it was admitted. All of this is fixed when the chunk is created, because the sequence
+    may advance before the chunk is read.
     """
 
     __slots__ = ("draft", "is_last", "is_new", "length", "probs", "room", "sequence", "start")
@@ -30,15 +31,21 @@ class Chunk:
         self.is_last = length == sequence.num_pending
         self.room = 0
         self.draft: list[int] = []
-        self.probs: Tensor | None = None  # [draft, V] that the draft's tokens were drawn from, see `speculate.Draft`
+        self.probs: Tensor | None = None  # [draft, V] that the draft was sampled from, see `speculate.Draft`
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes the last token alone, one that was generated, and what is drafted behind it."""
+        """Whether it computes only the last token, a generated one, and the draft after it."""
         return self.is_last and self.length == 1 and self.start >= self.sequence.prompt_len
 
 
 class Scheduler:
+    """Queues sequences and chooses what each step computes.
+
+    max_num_seqs: running sequences at once; max_num_batched_tokens: tokens of one step. Raises ValueError if a step
+    could not hold one token of every running sequence.
+    """
+
     def __init__(
         self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, encoder: Encoder | None = None
     ) -> None:
@@ -53,7 +60,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self._lanes = list(range(max_num_seqs))[::-1]  # free ones; every running sequence has its own
+        self._lanes = list(range(max_num_seqs))[::-1]  # the free ones; every running sequence has one
         self.num_preemptions = 0
 
     @property
@@ -64,44 +71,45 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
-        """The next step's chunks; each sequence has at most one. lookahead: the longest draft wanted.
+        """Return the chunks of the next step, at most one for each sequence. lookahead: the longest draft to allow.
 
-        max_prompt_tokens: of all that do more than decode one token, and of the encoder's work, which waits there to be
-        taken; None: what the step has room for.
+        max_prompt_tokens: limit on the tokens of chunks that do more than decode, encoder work included, which is left
+        in the encoder for the caller to take; None: whatever fits into the step.
         """
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        filling: list[Chunk] = []
+        prompts: list[Chunk] = []
         for seq in self.running:
             if seq.num_pending > 1 or not seq.is_decoding:
-                budget -= self._fill(seq, budget, filling)
-        self._admit(budget, filling)
+                budget -= self._fill(seq, budget, prompts)
+        self._admit(budget, prompts)
         if lookahead:
-            budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *filling))
+            budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *prompts))
             for i, chunk in enumerate(decoding):
-                left = chunk.sequence.max_len - chunk.sequence.length
-                # One token comes without a draft. Drafts take what useful work leaves, in equal parts.
-                chunk.room = max(0, min(lookahead, left - 1, -(-budget // (len(decoding) - i))))
+                num_left = chunk.sequence.max_len - chunk.sequence.length
+                # One token is sampled in any case. Drafts get the remaining budget in equal parts.
+                chunk.room = max(0, min(lookahead, num_left - 1, -(-budget // (len(decoding) - i))))
                 budget -= chunk.room
-        return decoding + filling
+        return decoding + prompts
 
     def finish(self, seq: Sequence) -> None:
-        """Take a finished or aborted sequence out; what it computed stays shareable."""
+        """Remove a finished or aborted sequence; its full blocks stay in the prefix cache."""
         if seq.lane < 0:
             self.waiting.remove(seq)
         else:
             self._stop(seq)
 
     def preempt_all(self) -> None:
-        for seq in reversed(list(self.running)):  # so that they wait in the order of their admission
+        """Preempt all running sequences; they wait to be computed again."""
+        for seq in reversed(list(self.running)):  # so that they queue in the order of their admission
             self._preempt(seq)
 
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         for seq in list(self.running):
-            # One that another has just preempted has no lane. Where the last token it may have is under way, wait.
+            # A sequence just preempted for another has no lane. One whose last possible token is in flight must wait.
             if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
                 continue
             if self._make_room(seq):
@@ -109,6 +117,7 @@ class Scheduler:
         return chunks
 
     def _make_room(self, seq: Sequence) -> bool:
+        """Get a block for the next token, by preemption if necessary; False if `seq` itself was preempted."""
         while not self.pool.grow(seq, seq.length):
             last = self.running[-1]
             self._preempt(last)
@@ -134,9 +143,9 @@ class Scheduler:
         if not self.waiting or budget <= 0 or not self._lanes:
             return
         for seq in self._admissible():
-            if budget <= 0 or not self._lanes or seq.num_unread:  # preempted with a token under way: not known here yet
+            if budget <= 0 or not self._lanes or seq.num_unread:  # preempted while its last token is still unread
                 break
-            # A block for each running sequence, so that admitting does not preempt in the next step.
+            # Reserve a block for each running sequence, so that the admission does not cause a preemption right after.
             if not self.pool.admit(seq, reserve=len(self.running)):
                 break
             self.waiting.remove(seq)
@@ -147,7 +156,7 @@ class Scheduler:
             budget -= self._fill(seq, budget, chunks)
 
     def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """What of the budget the sequence takes: tokens, and pictures that are encoded for it."""
+        """Add a chunk of the sequence; return how much of the budget its tokens and its images' encoding take."""
         if budget <= 0:
             return 0
         room, cost = (budget, 0) if self.encoder is None else self.encoder.reach(seq, budget)
@@ -158,7 +167,8 @@ class Scheduler:
         return length + cost
 
     def _admissible(self) -> list[Sequence]:
-        """In order of arrival; copies of a prompt wait until the first has it in the cache, then share it."""
+        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, then
+        they share its blocks."""
         return [
             seq
             for seq in self.waiting

@@ -1,4 +1,4 @@
-"""One request being generated: what was asked, its tokens, and how far the cache has come."""
+"""A sequence: one prompt, the tokens generated for it, its sampling parameters and how much of it is in the cache."""
 
 import itertools
 import math
@@ -23,32 +23,35 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: seeds of neighbouring copies 
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
-    LENGTH = "length"  # max_tokens, or the context is full
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens is reached, or the context is full
     ABORT = "abort"
-    ERROR = "error"  # `Sequence.error` says which
+    ERROR = "error"  # see `Sequence.error`
 
 
 class AllowError(ValueError):
-    """Raised by `SamplingParams.allow`: what may follow cannot be said. It ends its own sequence, and no other."""
+    """Raised by `SamplingParams.allow` when it cannot tell which tokens may follow. It ends that sequence only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """What a request asks for. temperature 0 is greedy.
+    """How a request is sampled and when it ends. temperature 0 is greedy.
 
-    seed: noise is a function of the seed and the token's place alone, so the same request gives the same text in any
-    batch; None draws a new seed for each request. logprobs: how many alternatives to report with each token (0: only
-    its own). allow: given the output so far, a bool mask [V] of tokens that may follow, or None for all. One that keeps
-    a state has a method `fork`, which is called for each sequence. cache_salt: the prefix cache is shared only with
-    requests of the same salt, so that neither time nor counts tell of others. embed: keep the last hidden state of the
-    prompt's last token.
+    n: sequences for the prompt. seed: the random numbers depend only on the seed and the token's place, so a request
+    gives the same text in any batch; None draws a new seed for each request. logprobs: how many alternatives to report
+    with each token (0: only the token itself). allow: a function of the output so far that returns a bool mask [V] of
+    the tokens that may follow, or None for all; if it keeps state it has a method `fork`, called once for each
+    sequence. cache_salt: prefixes are shared only among requests of the same salt, so that neither latency nor
+    counters reveal other requests. embed: keep the last hidden state of the prompt's last token.
+    Raises ValueError when a value is out of range. Example: `SamplingParams(temperature=0, max_tokens=64)`
     """
 
     max_tokens: int | None = None  # None: until the model stops or the context is full
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -96,14 +99,14 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `ops.sample` does all of it: the device goes on alone, nobody looks at the tokens before."""
+        """Whether `ops.sample` alone does the sampling, so that the device can go on before the host reads tokens."""
         is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
         return not is_adjusted and self.allow is None and self.logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability under the model's own distribution, and the likeliest alternatives."""
+    """A token's log-probability under the model's distribution, before filters, and the likeliest alternatives."""
 
     token_id: int
     logprob: float
@@ -111,33 +114,35 @@ class Logprob:
 
 
 class Detokenizer(Protocol):
+    """Turns the tokens of one sequence into text, one at a time."""
+
     def add(self, token_id: int) -> str:
-        """Text that the token completes; empty while a character is still in pieces."""
+        """Return the text that the token completes; empty while a character is incomplete."""
 
     def finish(self) -> str:
-        """What is left of a character that never became whole."""
+        """Return the text of an incomplete character at the end."""
 
 
 class Text:
-    """The text of a sequence as it grows; it ends before the first stop string, wherever tokens cut it."""
+    """The text of a sequence as it grows; it ends before the first stop string, which may span several tokens."""
 
     def __init__(self, detokenizer: Detokenizer | None, stop: List[str] = (), *, include_stop: bool = False) -> None:
         self.value = ""
-        self.match: str | None = None  # the stop string found
+        self.match: str | None = None  # the stop string that ended the text
         self._detokenizer, self._stops, self._include_stop = detokenizer, StopStrings(stop), include_stop
         self._num_sent = 0
 
     def add(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Append a token; True when a stop string is complete."""
+        """Append a token; return True when a stop string is complete."""
         if self._detokenizer is None:
             return False
         piece = self._detokenizer.add(token_id)
         self.value += piece
-        found = self._stops.add(piece)
-        if not found or not may_stop:
+        matches = self._stops.add(piece)
+        if not matches or not may_stop:
             return False
-        at, self.match = min(found)
-        self.value = self.value[: at + (len(self.match) if self._include_stop else 0)]
+        start, self.match = min(matches)
+        self.value = self.value[: start + (len(self.match) if self._include_stop else 0)]
         return True
 
     def finish(self) -> None:
@@ -145,7 +150,7 @@ class Text:
             self.value += self._detokenizer.finish()
 
     def take(self, *, is_finished: bool) -> str:
-        """Text not taken before; what may yet turn into a stop string is held back until it cannot."""
+        """Return the text since the last call; the possible beginning of a stop string is held back."""
         end = len(self.value) - (0 if is_finished else self._stops.num_held)
         piece, self._num_sent = self.value[self._num_sent : end], max(end, self._num_sent)
         return piece
@@ -153,7 +158,7 @@ class Text:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds on time.perf_counter's clock."""
+    """When a sequence was added, gave its first token and finished, in seconds of time.perf_counter."""
 
     added: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -173,7 +178,7 @@ class Timings:
 
 
 class Sequence:
-    """Tokens and their blocks. Positions below `num_computed` have their keys and values in the cache."""
+    """A prompt and the tokens generated for it. Keys and values of the first `num_computed` tokens are in the cache."""
 
     def __init__(
         self,
@@ -192,36 +197,36 @@ class Sequence:
         self.id = next(_NUMBERS)
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(self.token_ids)
-        self.placement = placement  # of pictures and videos; None: text alone
-        shown = () if placement is None else placement.contents
-        self.contents = sorted_contents((*contents, *shown), self.prompt_len)
-        self.features: dict[int, int] = {}  # of pictures that are still needed: the encoder's number, by place
+        self.placement = placement  # where images and videos are; None: text only
+        media_contents = () if placement is None else placement.contents
+        self.contents = sorted_contents((*contents, *media_contents), self.prompt_len)
+        self.features: dict[int, int] = {}  # of images still needed: the encoder's number, by index in the placement
         self.params, self.copy, self.after = params, copy, after
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()
         self.error: AllowError | None = None
-        self.counts: TokenCounts | None = None  # kept by adjust.py
+        self.counts: TokenCounts | None = None  # of generated tokens, for penalties; set by adjust.py
         self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
-        asked = params.seed if params.seed is not None else seed
-        self.seed = (asked + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
-        room = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens
-        self.max_len = min(max_len, room)
+        base_seed = params.seed if params.seed is not None else seed
+        self.seed = (base_seed + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
+        limit = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens
+        self.max_len = min(max_len, limit)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = self.eos_ids | set(params.stop_token_ids)
         self.text = Text(detokenizer, params.stop, include_stop=params.include_stop)
         self.block_table: list[int] = []
-        self.chain: list[int] = []  # names of the full blocks' contents, see blocks.py
-        self.lane = -1  # its place in the device's tables while it runs
-        self.is_new = False  # whether the device has not been sent its block table
+        self.chain: list[int] = []  # names of the full blocks' prefixes, see blocks.py
+        self.lane = -1  # its index into the device-side buffers while it runs, else -1
+        self.is_new = False  # whether its block table must still be sent to the device
         self.num_computed = 0
         self.num_unread = 0  # tokens sampled on the device that the host has not seen
-        self.num_cached = 0  # tokens that the prefix cache gave on first admission
+        self.num_cached = 0  # tokens found in the prefix cache on first admission
         self.num_preempted = 0
         self.num_drafted = self.num_accepted = 0
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
-        self.prompt_logprobs: list[Logprob] = []  # of prompt tokens from the second on
+        self.prompt_logprobs: list[Logprob] = []  # of the prompt tokens from the second on
         self.embedding: Tensor | None = None  # [hidden size] fp32 on the host
         self.timings = Timings()
 
@@ -239,12 +244,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Of the sequence as the device knows it: tokens that the host has not read included."""
+        """Number of tokens, including those sampled on the device that the host has not read."""
         return len(self.token_ids) + self.num_unread
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are not in the cache; after the prompt that is the one sampled last."""
+        """Number of tokens that are not in the cache; when decoding, this is the one sampled last."""
         return len(self.token_ids) + self.num_unread - self.num_computed
 
     @property
@@ -258,11 +263,11 @@ class Sequence:
 
     @property
     def num_unscored(self) -> int:
-        """Prompt positions whose logits are still wanted: they must be computed, not found in the cache."""
+        """Prompt positions that are still to be scored: they must be computed, not taken from the prefix cache."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_len - 1 - len(self.prompt_logprobs)
 
     def append(self, token_id: int, logprob: Logprob | None = None) -> None:
-        """Add a sampled token, and finish where it ends the sequence."""
+        """Append a sampled token; finish the sequence if the token ends it."""
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
@@ -275,6 +280,7 @@ class Sequence:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason) -> None:
+        """Mark the sequence as finished and complete its text."""
         self.finish_reason = reason
         self.timings.finished = time.perf_counter()
         self.text.finish()

@@ -1,9 +1,9 @@
-"""Prompts through `whorl.passes`: between its attentions each rank keeps its share of the tokens.
+"""Sequence parallelism for prompts, by `whorl.passes`: between attentions each rank holds its shard of the tokens.
 
-The model is captured once, as one graph over any number of tokens. What tokens see of each other stays outside of it:
-attention is one opaque node, which finds the call's step and caches here. So the graph has no inputs but token ids and
-weights, writes to nothing, and serves every batch, chunk and prefix hit. Calls with pictures have a graph of their own,
-whose further inputs are the features; between layers each rank adds its share of their rows.
+The model is captured once, as one graph over any number of tokens. Attention stays outside of the graph: it is one
+opaque node, which reads the call's step and caches from this module. So the inputs of the graph are token ids and
+weights only, it writes to nothing, and it serves every batch, chunk and prefix hit. Calls with images have a second
+graph, which takes the image features as further inputs; between layers each rank adds its shard of the features.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,17 @@ if TYPE_CHECKING:  # passes and torch's symbolic shapes take a second to import;
     from whorl.passes import Compiled, Report
 
 Mode = Literal["auto", "on", "off"]
-_EXAMPLE = 32  # tokens of the capture; no guard depends on them
+_EXAMPLE = 32  # tokens of the capture; no guard depends on this number
 _ATTEND: ContextVar[Callable[[int, Tensor, int], Tensor]] = ContextVar("attend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SPSettings:
-    """What every rank is told; `EngineSettings` checks it.
+    """The settings of sequence parallelism that every rank receives; `EngineSettings` validates them.
 
-    mode: "on" for every prompt, "auto" from as many tokens of a call on as pay by the passes' cost model. min_tokens:
-    of a call, with "on"; None: any number. fuse: a product and the collective beside it run as one operator.
+    mode: "on" applies to every prompt, "auto" to calls with so many tokens that it pays by the passes' cost model.
+    min_tokens: with "on", the fewest tokens of a call that it applies to; None: any number. fuse: a matrix product and
+    the collective next to it run as one operator.
     """
 
     mode: Mode = "off"
@@ -42,25 +43,25 @@ class SPSettings:
     fuse: bool = False
 
 
-def for_ranks(asked: EngineSettings, size: int, *, device: str, model: Any = None) -> dict[str, Any] | None:
-    """What a runner of `size` ranks is told; None: nothing to do."""
-    found = _settings(asked, device, is_moe=_has_experts(model))
-    if size == 1 and found.mode == "on":
-        raise ValueError("sequence parallelism: sp is on, and there is one rank: share the model among 2 or more (tp)")
-    return None if size == 1 or found.mode == "off" else asdict(found)
+def for_ranks(settings: EngineSettings, size: int, *, device: str, model: Any = None) -> dict[str, Any] | None:
+    """Return the `SPSettings` fields for a runner of `size` ranks; None if sequence parallelism is off."""
+    sp = _sp_settings(settings, device, is_moe=_has_experts(model))
+    if size == 1 and sp.mode == "on":
+        raise ValueError("sequence parallelism: sp is on, and there is one rank; shard the model over 2 or more (tp)")
+    return None if size == 1 or sp.mode == "off" else asdict(sp)
 
 
-def _settings(asked: EngineSettings, device: str, *, is_moe: bool) -> SPSettings:
-    if asked.compilation_config is None:
-        options = {"quantize": asked.sp_quantize, "min_tokens": asked.sp_min_tokens, "fuse": asked.sp_fuse}
-        return SPSettings(mode=asked.sp, **options)  # type: ignore[arg-type]
+def _sp_settings(settings: EngineSettings, device: str, *, is_moe: bool) -> SPSettings:
+    if settings.compilation_config is None:
+        options = {"quantize": settings.sp_quantize, "min_tokens": settings.sp_min_tokens, "fuse": settings.sp_fuse}
+        return SPSettings(mode=settings.sp, **options)  # type: ignore[arg-type]
     from whorl.passes.settings import resolve
 
-    found = resolve(asked.compilation_config, is_moe=is_moe, device=device, max_tokens=asked.step_tokens)
-    if found is None:
+    config = resolve(settings.compilation_config, is_moe=is_moe, device=device, max_tokens=settings.step_tokens)
+    if config is None:
         return SPSettings()
-    assert isinstance(found.min_tokens, int)
-    return SPSettings(mode="on", min_tokens=found.min_tokens, fuse=found.fuse)
+    assert isinstance(config.min_tokens, int)
+    return SPSettings(mode="on", min_tokens=config.min_tokens, fuse=config.fuse)
 
 
 def _has_experts(model: Any) -> bool:
@@ -68,14 +69,14 @@ def _has_experts(model: Any) -> bool:
 
 
 def describe(report: "Report | None") -> str:
-    """What was rewritten, for people."""
+    """Return a readable text on what the pass has rewritten."""
     return str(report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more")
 
 
-# In a namespace of its own, so that the passes take its result for what it is: different on every rank.
+# In its own namespace, so that the passes do not assume its result to be equal on all ranks: it differs.
 @custom_op("whorl_engine::attention", mutates_args=())
 def _attention(qkv: Tensor, layer: int, width: int) -> Tensor:
-    """What `Attention.mix` of this layer makes of qkv [T, ...] in the call at hand: [T, width]."""
+    """Apply `Attention.mix` of this layer to qkv [T, ...] in the current call; returns [T, width]."""
     return _ATTEND.get()(layer, qkv, width)
 
 
@@ -85,12 +86,15 @@ def _(qkv: Tensor, layer: int, width: int) -> Tensor:
 
 
 class _Prompt(nn.Module):
+    """The part of the model's forward that is captured: everything but attention."""
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        # torch counts captures by code object and refuses the ninth: each model of a process has one of its own.
-        code, how = _Prompt.forward.__code__.replace(), (_Prompt.forward.__name__, _Prompt.forward.__defaults__)
-        self.forward = MethodType(FunctionType(code, globals(), *how), self)  # type: ignore[method-assign]
+        # torch refuses a ninth capture of one code object, so each model in the process gets a copy of the code.
+        plain = _Prompt.forward
+        copy = FunctionType(plain.__code__.replace(), globals(), plain.__name__, plain.__defaults__)
+        self.forward = MethodType(copy, self)  # type: ignore[method-assign]
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, *features: Tensor) -> Tensor:
         inserted = None if mask is None else Inserted(mask=mask, features=features)
@@ -102,10 +106,10 @@ def _mix(attention: Any, qkv: Tensor) -> Tensor:
 
 
 class PromptForward:
-    """A model's forward call for prompts. Every rank makes one at the same time, once the ranks are connected.
+    """A model's sequence-parallel forward for prompts. All ranks create it at the same time, after they are connected.
 
-    Logits are those of the model itself, bit for bit, unless `quantize` rounds what travels between ranks. Each row is
-    rounded by itself, so with mode "on" and any number of tokens it is still nobody's affair what runs beside it.
+    The bits of the logits equal those of the plain model unless `quantize` rounds what ranks exchange. Each token is
+    rounded by itself, so with mode "on" and no min_tokens the result still does not depend on the rest of the batch.
     """
 
     def __init__(self, model: Any, device: str, settings: SPSettings) -> None:
@@ -113,10 +117,10 @@ class PromptForward:
 
         self._attentions = [layer.self_attn for layer in _layers(model)]
         self._rope = model.rope
-        # One token is a graph of its own to torch, and without rounding it has the same bits in the plain one.
-        least = max(settings.min_tokens or 1, 1 if settings.quantize else 2)
+        # torch would capture one token as a separate graph; without rounding the plain model gives the same bits.
+        min_tokens = max(settings.min_tokens or 1, 1 if settings.quantize else 2)
         config = passes.SequenceParallel(
-            min_tokens="auto" if settings.mode == "auto" else least, quantize=settings.quantize, fuse=settings.fuse
+            min_tokens="auto" if settings.mode == "auto" else min_tokens, quantize=settings.quantize, fuse=settings.fuse
         )
         self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
         self._capture(self._compiled, device)
@@ -124,20 +128,21 @@ class PromptForward:
         if getattr(model, "tower", None) is not None:
             self.with_pictures = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
             self._capture(self.with_pictures, device, *_example(model, device))
-        found = self._compiled.reports[0].min_tokens
-        self.min_tokens: float = float("inf") if found == "never" else float(found)
+        reported = self._compiled.reports[0].min_tokens
+        self.min_tokens: float = float("inf") if reported == "never" else float(reported)
 
     @torch.inference_mode()
-    def _capture(self, compiled: "Compiled", device: str, *shown: Tensor) -> None:
-        """On tokens that attend to nothing: no cache is needed, and none is written."""
+    def _capture(self, compiled: "Compiled", device: str, *image_inputs: Tensor) -> None:
+        """Capture the graph with an attention that returns zeros, so that no cache is needed or written."""
         token_ids = torch.arange(_EXAMPLE, device=device) % 2
-        self._run(compiled, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width), token_ids, *shown)
+        self._run(compiled, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width), token_ids, *image_inputs)
 
     @property
     def report(self) -> "Report":
         return self._compiled.reports[0]
 
     def takes(self, step: Step) -> bool:
+        """Return whether the step has enough tokens for sequence parallelism."""
         return step.token_ids.shape[0] >= self.min_tokens
 
     def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor:
@@ -151,17 +156,17 @@ class PromptForward:
         assert self.with_pictures is not None
         return self._run(self.with_pictures, attend, step.token_ids, inserted.mask, *inserted.features)
 
-    def _run(self, compiled: "Compiled", attend: Callable[[int, Tensor, int], Tensor], *given: Tensor) -> Tensor:
+    def _run(self, compiled: "Compiled", attend: Callable[[int, Tensor, int], Tensor], *inputs: Tensor) -> Tensor:
         token = _ATTEND.set(attend)
         try:
-            return compiled(*given)  # type: ignore[no-any-return]
+            return compiled(*inputs)  # type: ignore[no-any-return]
         finally:
             _ATTEND.reset(token)
 
 
-@torch.inference_mode()  # as calls are: a graph that was captured of other tensors is captured anew
+@torch.inference_mode()  # as calls do: other tensors would make torch capture the graph again
 def _example(model: Any, device: str) -> list[Tensor]:
-    """A mask and features. All of their values differ and are every rank's: the passes see that ranks have the same."""
+    """Return an example mask and features: values that differ, equal on all ranks, as the passes expect of inputs."""
     width, count = model.config.hidden_size, 1 + len(model.tower.config.deepstack_visual_indexes)
     mask = torch.arange(_EXAMPLE, device=device)[:, None] % 3 == 1
     values = torch.arange(_EXAMPLE * width, device=device).view(_EXAMPLE, width) / (_EXAMPLE * width)
@@ -171,6 +176,6 @@ def _example(model: Any, device: str) -> list[Tensor]:
 def _layers(model: Any) -> Any:
     if not hasattr(model, "hidden"):
         raise ValueError(
-            f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward call apart from attention"
+            f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward without attention; use sp=off"
         )
     return model.decoder.layers

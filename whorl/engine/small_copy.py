@@ -1,7 +1,7 @@
-"""Copies of a few bytes between the host's pinned memory and a GPU.
+"""Copy a few bytes between pinned host memory and a GPU.
 
-A copy engine takes some 8 microseconds to begin and as long to hand over, and a decode step waits for two such copies:
-what it reads and the tokens it gives. A kernel reads or writes the host's memory itself, and is part of the stream.
+A copy engine takes some 8 microseconds to start and as long to synchronise, and a decode step waits for two such
+copies: its inputs and its sampled tokens. A kernel reads or writes the host's memory directly, in the stream.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from whorl.device import HOST, accelerator, event, is_interpreting, overlaps_kernels, unavailable
 
-MOST = 1 << 16  # bytes; more are faster by the copy engine
+MOST = 1 << 16  # bytes; larger copies are faster by the copy engine
 
 
 def start_copy(source: Tensor, to: Tensor) -> None:
-    """Between contiguous tensors of one dtype and shape; the one on the host is pinned. Returns before it is done."""
+    """Start a copy between contiguous tensors of one dtype and shape, of which the one on the host is pinned."""
     device = to.device if source.device.type == HOST else source.device
     is_small = 0 < source.nbytes <= MOST and overlaps_kernels(device) and not is_interpreting()
     if not is_small or unavailable("triton", device.type) is not None:
@@ -27,7 +27,7 @@ def start_copy(source: Tensor, to: Tensor) -> None:
 
 
 def fetch(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying `x` to the host; the function waits for it and gives it."""
+    """Start copying `x` to the host; return a function that waits for the copy and returns it."""
     device = x.device.type
     if accelerator(device) is None:
         return lambda: x

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The kernel of small_copy.py."""
+"""The Triton kernel of small_copy.py."""
 
 import triton
 import triton.language as tl
@@ -19,6 +19,6 @@ def _copy_kernel(source_ptr, to_ptr, count, BLOCK: tl.constexpr):
 
 
 def copy(source: Tensor, to: Tensor) -> None:
-    """Of bytes."""
+    """Copy the bytes of `source` to `to`."""
     count = source.numel()
     _copy_kernel[(ceil_div(count, BLOCK),)](source, to, count, BLOCK=BLOCK, num_warps=4)

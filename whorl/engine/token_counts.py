@@ -1,4 +1,4 @@
-"""The tokens of a sequence and how often each was generated: what penalties look at, kept from step to step."""
+"""How often a sequence has generated each of its tokens, updated from step to step, for penalties."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import numpy as np
 
 
 class TokenCounts:
-    """How often a sequence has generated each of its tokens; 0: it stands in the prompt alone, -1: nowhere any more."""
+    """How often a sequence has generated each token; 0: the token is only in the prompt, -1: it is no longer in the
+    sequence."""
 
     def __init__(self, prompt_ids: Sequence[int], vocab_size: int) -> None:
         prompt = dict.fromkeys(token for token in prompt_ids if token < vocab_size)
@@ -16,7 +17,7 @@ class TokenCounts:
         self._start, self._read = len(prompt_ids), list[int]()
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Take over the tokens of the sequence that are new."""
+        """Count the tokens that the sequence has gained since the last call."""
         new = token_ids[self._start + len(self._read) :]
         self._read += new
         self._tokens, self._times = self._with(new)
@@ -24,7 +25,7 @@ class TokenCounts:
             self._places[token] = len(self._places)
 
     def cut(self, length: int) -> None:
-        """The sequence has lost its tokens from here on: a draft that was not taken."""
+        """Uncount the tokens from index `length` on, which the sequence has lost with a rejected draft."""
         keep = max(0, length - self._start)
         for token in self._read[keep:]:
             if token in self._places:
@@ -32,7 +33,7 @@ class TokenCounts:
         del self._read[keep:]
 
     def row(self, draft: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and how often each was generated, the draft with it."""
+        """Return token ids and how often each was generated, including the draft."""
         tokens, times = self._with(draft) if draft else (self._tokens, self._times.copy())
         late = times[self._num_prompt :]
         late[late == 0] = -1
@@ -40,10 +41,10 @@ class TokenCounts:
 
     def _with(self, new: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         new = [token for token in new if token < self._vocab_size]
-        others = list(dict.fromkeys(token for token in new if token not in self._places))
-        late = {token: len(self._places) + i for i, token in enumerate(others)}
-        tokens = np.concatenate([self._tokens, np.array(others, dtype=np.int64)])
-        times = np.concatenate([self._times, np.zeros(len(others), dtype=np.int64)])
+        unseen = list(dict.fromkeys(token for token in new if token not in self._places))
+        late = {token: len(self._places) + i for i, token in enumerate(unseen)}
+        tokens = np.concatenate([self._tokens, np.array(unseen, dtype=np.int64)])
+        times = np.concatenate([self._times, np.zeros(len(unseen), dtype=np.int64)])
         for token in new:
             times[self._places[token] if token in self._places else late[token]] += 1
         return tokens, times

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
+"""The tokenizer: text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
 
-Built on the tokenizers package. Who writes prompts is in `prompt_formats`.
+It is built on the tokenizers package. Chat prompts are written in `prompt_formats`.
 """
 
 import contextlib
@@ -26,28 +26,31 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-_WINDOW = 32  # ids that are decoded again with each new one, at most twice as many
-# How many times longer than what it makes of it a text may be, by kind of normaliser.
+_WINDOW = 32  # ids that are decoded again with each new id; at most twice as many
+# By how many times a normaliser may shorten a text at most, by its type.
 _SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
-_KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers
+_KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that remove nothing from a text
 
 
 @contextlib.contextmanager
-def _panics_as(kind: type[Exception], what: str) -> Iterator[None]:
-    """Around a call of the tokenizers package, where a failed assumption is a panic, which is not even an Exception.
+def _panics_as(kind: type[Exception], message: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers package, which is not even an Exception, into an error of type `kind`.
 
-    A regular expression that gives up on a text, as millions of spaces make it, is one.
+    For example, a regular expression panics when it gives up on a text of millions of spaces.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # the class has no module that could be imported
+        if type(error).__name__ != "PanicException":  # the class cannot be imported from any module
             raise
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{message}: {error}") from error
 
 
 class Tokenizer:
-    """One model's vocabulary, its end-of-text ids and its chat template, or the format that stands for one."""
+    """A model's tokenizer, with its end-of-text ids and its chat template or the built-in prompt format.
+
+    Example: `Tokenizer.from_path(folder).encode("Hello")`
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Tokenizer:
         sampling: Mapping[str, float] | None = None,
         prompt_format: str | None = None,
     ) -> None:
-        # Files may ask for padding to any length, or cut what is longer: neither is wanted of a prompt.
+        # Files may set padding or truncation to some length: neither may happen to a prompt.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -67,68 +70,72 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = self.token_id(roles["bos_token"]) if "bos_token" in roles else None
-        # Think and tool tokens of Qwen3 are added but not special: they stay in the decoded text.
+        # The think and tool tokens of Qwen3 are added but not special: they stay in the decoded text.
         self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
         self.added_ids = frozenset(added)
-        self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # by `decode`
+        self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # `decode` leaves these out
         self.sampling = dict(sampling or {})
         self.prompt_format = prompt_format
-        self.folder: Path | None = None  # that it was read from, as a model's publisher laid it out
+        self.folder: Path | None = None  # the model folder that it was read from
         self.template: PromptWriter = prompt_writer(templates, roles, prompt_format)
         if bad := [i for i in self.eos_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: end-of-text ids {bad} are outside the vocabulary of {self._size}")
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """From a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` beside the latter wins."""
+        """Load from a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` next to it is preferred.
+
+        Raises ValueError if there is none or it cannot be read.
+        """
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
         if (path.is_dir() or path.is_file()) and (folder / "tokenizer.json").is_file():
-            found = _from_json(folder / "tokenizer.json")
-            found.folder = folder
-            return found
+            tokenizer = _from_json(folder / "tokenizer.json")
+            tokenizer.folder = folder
+            return tokenizer
         if ggufs and ggufs[0].is_file():
             return _from_gguf(ggufs[0])
         raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
 
     def __len__(self) -> int:
-        """Ids from here on are padding of the model's vocabulary and must not be sampled."""
+        """Size of the vocabulary: larger ids are padding of the model's embedding and must not be sampled."""
         return self._size
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling: bytes in byte-level letters."""
-        found = self._backend.id_to_token(token_id)
-        if found is None:
+        """Return the token as the vocabulary spells it: bytes as byte-level letters."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
             raise ValueError(f"tokenizer: id {token_id} is not in the vocabulary of {self._size}")
-        return found
+        return token
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Special tokens written out in the text become their ids; `add_special` adds what every prompt starts with.
+        """Return the token ids of a text. Special tokens that the text spells out become their ids. add_special: add
+        the tokens that every prompt starts with.
 
-        ValueError: the text is not Unicode, because it has half a surrogate pair, or is too much for the expression
-        that cuts it into words.
+        Raises ValueError if the text is not Unicode, because it has half a surrogate pair, or if it is too much for the
+        regular expression that splits it into words.
         """
         text.encode()
-        with _panics_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be cut into tokens"):
+        with _panics_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be split into tokens"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         if bad := [i for i in token_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: ids {bad[:4]} are outside the vocabulary of {self._size}")
-        with _panics_as(RuntimeError, f"tokenizer: {len(token_ids)} ids cannot be made text"):
+        with _panics_as(RuntimeError, f"tokenizer: {len(token_ids)} ids cannot be decoded"):
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def to_json(self) -> str:
-        """As a tokenizer.json, for libraries that read one."""
+        """Return the tokenizer as the text of a tokenizer.json, for libraries that read one."""
         return self._backend.to_str()
 
     def state(self) -> dict[str, Any]:
-        """All of it as JSON, for `from_state` in another process."""
+        """Return the whole tokenizer as a JSON object, for `from_state` in another process."""
         return {
             "backend": self.to_json(),
             "eos_ids": self.eos_ids,
@@ -143,15 +150,15 @@ class Tokenizer:
         return cls(Backend.from_str(state["backend"]), **{k: v for k, v in state.items() if k != "backend"})
 
     def with_template(self, source: str) -> "Tokenizer":
-        """The same, with another chat template; ValueError where it cannot be parsed."""
+        """Return a copy with another chat template; ValueError if it cannot be parsed."""
         other = copy.copy(self)
         other.template, other.prompt_format = ChatTemplate({"default": source}, self.template.variables), None
         return other
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Bytes of text that one token can stand for at most; None where a token may stand for any number, as an
-        unknown word does, or white space that a special token swallows."""
+        """The most bytes of text that one token can stand for; None if a token may stand for any number, as an unknown
+        word does, or white space that a special token swallows."""
         file = json.loads(self.to_json())
         model, normalizer = file["model"], file["normalizer"]
         is_bytes = model["type"] == "BPE" and (model.get("unk_token") is None or bool(model.get("byte_fallback")))
@@ -163,20 +170,21 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens that stand for a byte each where no piece spells a text; none where bytes are letters of the pieces.
+        """Tokens that each stand for one byte, for text that no other token spells; none in a byte-level vocabulary.
 
-        The package decodes a run of them at once, and all of it to U+FFFD where it is not UTF-8.
+        The package decodes a run of them at once, and all of it to U+FFFD if it is not UTF-8.
         """
-        found = [i for byte in range(256) if (i := self.token_id(f"<0x{byte:02X}>")) is not None]
+        ids = [i for byte in range(256) if (i := self.token_id(f"<0x{byte:02X}>")) is not None]
         letter = self.token_id("<0x41>")
-        return frozenset(found if letter is not None and self.decode([letter]) == "A" else ())
+        return frozenset(ids if letter is not None and self.decode([letter]) == "A" else ())
 
     @functools.cached_property
     def letter_id(self) -> int | None:
-        """A token that is one letter and nothing else: what follows it is not the start of a text."""
+        """A token that is a single letter: a token decoded after it is not at the start of a text."""
         return next((i for letter in string.ascii_letters if (i := self.token_id(letter)) is not None), None)
 
     def detokenizer(self, *, skip_special: bool = True) -> "Detokenizer":
+        """Return a new incremental decoder."""
         return Detokenizer(self, skip_special=skip_special)
 
     def apply_chat_template(
@@ -187,56 +195,57 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as the model's prompt, in text. `enable_thinking` None leaves the choice to the template."""
+        """Return the conversation as the text of a prompt. enable_thinking: None leaves the choice to the template."""
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """`apply_chat_template`, then `encode`: the template itself writes the first token."""
+        """Apply the chat template, then `encode` without special tokens: the template itself writes the first token."""
         return self.encode(self.apply_chat_template(messages, **options), add_special=False)
 
 
 class Detokenizer:
-    """Text of a growing list of ids. What `add` and `finish` return joins to what `decode` gives for all of them.
+    """Decodes token ids one at a time. What `add` and `finish` return, joined, equals `decode` of all ids.
 
-    A character whose bytes are not all there yet is held back.
+    A character whose bytes are not complete yet is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        # Ids whose text is not out yet, after one before them that settles the spacing.
+        # Ids whose text has not been returned yet, after an earlier one that determines the spacing.
         self._window: list[int] = []
         self._shown = 0
 
     def add(self, token_id: int) -> str:
+        """Return the text that the token completes."""
         if self._skip_special and token_id in self._tokenizer.skipped_ids:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        # An unfinished character is at most 3 bytes, each of which may show as a replacement of its own.
+        # An incomplete character has at most 3 bytes, each of which may be decoded to one U+FFFD.
         end = max(len(text.rstrip(_REPLACEMENT)), len(text) - 3)
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
-        # The latest id stays, if it has text: decoders strip a space from the start of a text.
+        # Keep the latest id in the window if it has text: decoders strip a space from the start of a text.
         if end == len(text) and (last := self._decode([token_id])):
             self._window, self._shown = [token_id], len(last)
             letter = self._tokenizer.letter_id
-            if token_id in self._tokenizer.byte_ids and letter is not None:  # a finished run must not be gone on with
+            if token_id in self._tokenizer.byte_ids and letter is not None:  # a later byte must not join this run
                 self._window, self._shown = [letter], 1
         elif len(self._window) > 2 * _WINDOW:
             self._shorten(text)
         return new
 
     def _shorten(self, text: str) -> None:
-        """Bytes that never make a character would be decoded again with each token: keep the last of them."""
+        """Drop old ids from the window: bytes that never make a character would be decoded again with each token."""
         recent = self._window[-_WINDOW:]
         tail, num_held = self._decode(recent), len(text) - self._shown
         if len(tail) >= num_held and text.endswith(tail[len(tail) - num_held :]):
             self._window, self._shown = recent, len(tail) - num_held
 
     def finish(self) -> str:
-        """What was held back: bytes that will never become a character."""
+        """Return the text that was held back: bytes that will never become a character."""
         text = self._decode(self._window)[self._shown :]
         self._shown += len(text)
         return text
@@ -246,11 +255,11 @@ class Detokenizer:
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many times longer than what it makes of it a text may be; None: nobody knows."""
+    """Return by how many times a normaliser may shorten a text at most; None if that is unknown."""
     if normalizer is None:
         return 1
     if normalizer["type"] == "Sequence":
-        factors = [_shrinks(each) for each in normalizer["normalizers"]]
+        factors = [_shrinks(part) for part in normalizer["normalizers"]]
         return None if None in factors else math.prod(factor or 1 for factor in factors)
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String", "")
@@ -259,7 +268,7 @@ def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether all of a text is left after it is cut."""
+    """Return whether pre-tokenization removes nothing from a text."""
     if pre_tokenizer is None or pre_tokenizer["type"] in _KEEPS:
         return True
     if pre_tokenizer["type"] == "Sequence":
@@ -269,12 +278,12 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, too
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:  # a ValueError also for bytes that are not UTF-8
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object with names and values, found {type(found).__name__}")
-    return found
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object with names and values, found {type(values).__name__}")
+    return values
 
 
 def _end_ids(path: Path, values: Mapping[str, Any]) -> list[int]:
@@ -286,14 +295,14 @@ def _end_ids(path: Path, values: Mapping[str, Any]) -> list[int]:
 
 
 def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
-    """What the model's makers sample with; nothing where they say that it is greedy."""
+    """Return the sampling parameters that the model's authors recommend; none if do_sample is false."""
     if not generation.get("do_sample", False):
         return {}
-    found = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
-    for name, value in found.items():
+    parameters = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    for name, value in parameters.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{path}: {name} is {value!r}, expected a number")
-    return found
+    return parameters
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -322,7 +331,7 @@ def _from_json(path: Path) -> Tokenizer:
 
 
 def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by what they are for; in older files a token is a dictionary with its flags."""
+    """Return the special tokens by role; in older files a token is a dictionary with its flags."""
     tokens = {name: config[name] for name in _ROLES if config.get(name)}
     roles: dict[str, Any] = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
     for name, token in roles.items():
@@ -332,9 +341,9 @@ def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`chat_template.jinja` wins over the tokenizer's configuration, where a list holds several by name."""
-    own = config.get("chat_template") or []
-    named = [{"name": "default", "template": own}] if isinstance(own, str) else own
+    """Return chat templates by name. `chat_template.jinja` is preferred to those in tokenizer_config.json."""
+    configured = config.get("chat_template") or []
+    named = [{"name": "default", "template": configured}] if isinstance(configured, str) else configured
     if not isinstance(named, list) or not all(_is_template(entry) for entry in named):
         raise ValueError(
             f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts"
@@ -353,9 +362,10 @@ def _is_template(entry: Any) -> bool:
 
 
 def _check_link(file: Path, folder: Path) -> None:
-    """A template is shown to whoever asks: it must not be a link to what its author may not read, but the user can.
+    """Raise ValueError for a template that is a link to a file outside of the model's folder: a server shows templates
+    to its clients, so such a link could reveal a private file.
 
-    What lies beside the real tokenizer.json is fine, as in Hugging Face's cache, where every file is a link.
+    A link into the folder of the real tokenizer.json is fine, as in Hugging Face's cache, where every file is a link.
     """
     real = file.resolve()
     homes = (folder.resolve(), (folder / "tokenizer.json").resolve().parent)
@@ -365,13 +375,13 @@ def _check_link(file: Path, folder: Path) -> None:
 
 # ---- GGUF
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
-# A GGUF file names one end-of-text id; models trained on these end a turn with any of them.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
+# A GGUF file names one end-of-text id; models that were trained with these tokens end a turn with any of them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
-# What is in the lists beside tokens and their types, by kind of tokenizer: of byte pairs, and of SentencePiece.
+# The third list of the metadata, after tokens and types, by kind of tokenizer: byte-level BPE and SentencePiece.
 _LISTS = {"gpt2": ("merges", str), "llama": ("scores", float)}
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
-_INSTEAD = "Put the model's tokenizer.json beside the file"
+_INSTEAD = "Put the model's tokenizer.json next to the file"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -383,13 +393,13 @@ def _byte_level(use_regex: bool = True) -> Any:
 
 
 def _words(digits: str) -> Any:
-    """Qwen2 takes digits one by one, Llama 3 up to three at a time."""
+    """Return the pre-tokenizer of Qwen2, which splits numbers into digits, or of Llama 3: up to three at a time."""
     pattern = Regex(_WORDS.replace("DIGITS", digits))
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)])
 
 
 def _pre_tokenizer(kind: str | None, path: Path) -> Any:
-    """How text is cut before merging; the kinds are llama.cpp's names."""
+    """Return how text is split before merging; the kinds are llama.cpp's names."""
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
     if kind == "gpt-2":
@@ -404,29 +414,30 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
 
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_metadata(path)
-    found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    if (model := found.get("model")) not in _LISTS:
+    values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    if (model := values.get("model")) not in _LISTS:
         raise ValueError(f"{path}: tokenizer model {model!r} cannot be read, only {' and '.join(_LISTS)}. {_INSTEAD}")
     third, third_kind = _LISTS[model]
-    if missing := [key for key in ("tokens", "token_type", third) if key not in found]:
+    if missing := [key for key in ("tokens", "token_type", third) if key not in values]:
         raise ValueError(f"{path}: the metadata has no tokenizer.ggml.{missing[0]}")
-    tokens, types = found["tokens"], found["token_type"]
-    _check_vocabulary(path, tokens, types, {third: (found[third], third_kind)})
+    tokens, types = values["tokens"], values["token_type"]
+    _check_vocabulary(path, tokens, types, {third: (values[third], third_kind)})
     while types and types[-1] == _UNUSED:  # padding of the embedding table
         tokens, types = tokens[: len(types) - 1], types[:-1]
-    bos_id, ids = found.get("bos_token_id"), [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    padding, unknown = found.get("padding_token_id"), found.get("unknown_token_id")
+    bos_id, ids = values.get("bos_token_id"), [values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    padding, unknown = values.get("padding_token_id"), values.get("unknown_token_id")
     if bad := [i for i in (bos_id, padding, unknown, *ids) if i is not None and not _is_id(i, len(tokens))]:
         raise ValueError(f"{path}: special token ids {bad} are outside the vocabulary of {len(tokens)}")
     ends = [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS]
     named = {"bos_token": bos_id, "eos_token": ids[0], "pad_token": padding}
-    backend = (
-        _spm(path, tokens, types, found) if model == "llama" else _bpe(tokens, found["merges"], found.get("pre"), path)
-    )
+    if model == "llama":
+        backend = _spm(path, tokens, types, values)
+    else:
+        backend = _bpe(tokens, values["merges"], values.get("pre"), path)
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        chosen = [token for token, role in zip(tokens, types, strict=True) if role == kind]
-        add([AddedToken(token, normalized=False) for token in chosen])
-    if found.get("add_bos_token", model == "llama" or found.get("pre") in _LLAMA_3) and bos_id is not None:
+        added = [token for token, role in zip(tokens, types, strict=True) if role == kind]
+        add([AddedToken(token, normalized=False) for token in added])
+    if values.get("add_bos_token", model == "llama" or values.get("pre") in _LLAMA_3) and bos_id is not None:
         bos = (tokens[bos_id], bos_id)
         backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     return Tokenizer(
@@ -454,16 +465,16 @@ def _check_vocabulary(path: Path, tokens: Any, types: Any, more: dict[str, tuple
 def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
     named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
-    found = named | ({"default": metadata[key]} if key in metadata else {})
-    if wrong := [name for name, text in found.items() if not isinstance(text, str)]:
+    templates = named | ({"default": metadata[key]} if key in metadata else {})
+    if wrong := [name for name, text in templates.items() if not isinstance(text, str)]:
         raise ValueError(f"tokenizer.chat_template: {wrong} are not texts")
-    return found
+    return templates
 
 
-def _spm(path: Path, tokens: Sequence[str], types: Sequence[int], found: Mapping[str, Any]) -> Backend:
-    unknown, has_prefix = found.get("unknown_token_id"), found.get("add_space_prefix", True)
+def _spm(path: Path, tokens: Sequence[str], types: Sequence[int], values: Mapping[str, Any]) -> Backend:
+    unknown, has_prefix = values.get("unknown_token_id"), values.get("add_space_prefix", True)
     try:
-        return sentencepiece.backend(tokens, types, found["scores"], unknown=unknown, has_prefix=has_prefix)
+        return sentencepiece.backend(tokens, types, values["scores"], unknown=unknown, has_prefix=has_prefix)
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{path}: the pieces make no tokenizer: {error}") from error
 
@@ -471,7 +482,7 @@ def _spm(path: Path, tokens: Sequence[str], types: Sequence[int], found: Mapping
 def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: Path) -> Backend:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    # Llama 3: a word that is a token is one, whatever the merges say.
+    # In Llama 3 a word that is in the vocabulary is one token, whatever the merges say.
     try:
         backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
     except Exception as error:  # the package raises nothing narrower

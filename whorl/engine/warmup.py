@@ -1,9 +1,9 @@
-"""Before the first request: kernels are compiled, products tried and decode steps recorded for all that settings allow.
+"""Warm-up before the first request: compile kernels, tune matrix products and record decode steps as graphs.
 
-Steps of sequences that nobody asked for are laid out as any others and go through the runner and the sampler. They live
-in the spare lane and write to no slot, so that nothing of them is left: no block, no prefix, no sequence, no count, no
-random number. Kernels are compiled for sizes by class: a count of one, multiples of 16 and other numbers are different
-to Triton, and plans change at powers of two. So of every power of two it and a larger odd number stand for the rest.
+It runs steps of dummy sequences through the runner and the sampler, for all sizes that the settings allow. The dummies
+use the spare lane and write to no slot, so they leave nothing: no block, prefix, sequence, counter or random number.
+Triton compiles a kernel for classes of sizes: one, multiples of 16 and other numbers; launch plans change at powers of
+two. So for every power of two, that power and a larger odd number represent all sizes up to the next.
 """
 
 import logging
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Kind = Literal["full", "short", "off"]
-_STRIDE = 7919  # between the ids of tokens that only cost time: of a mixture of experts they read different weights
-_PRODUCT_ROWS = 128  # torch's products are tried for every multiple of it, see `ops.linear_library`
-_FEW, _SOME = 8, 512  # tokens behind a prefix that the cache holds: attention has a kernel for each
-_LONGER = 33  # tokens each of several prompts that attention takes as prompts
-_TOP = 5  # log-probabilities to report
+_STRIDE = 7919  # between the token ids of dummies: different tokens select different experts
+_PRODUCT_ROWS = 128  # torch's matrix products are tuned for every multiple of it, see `ops.linear_library`
+_FEW, _SOME = 8, 512  # new tokens after a cached prefix: attention has a kernel for each case
+_LONGER = 33  # tokens of each of several prompts, long enough for the prefill kernel of attention
+_NUM_LOGPROBS = 5  # log-probabilities to report
 
 
 @dataclass(frozen=True, slots=True)
 class Warming:
-    """How far it is: `what` has just been done, as number `done` of `total`."""
+    """Progress of the warm-up: task number `done` of `total` has just finished."""
 
     done: int
     total: int
-    what: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """kind: as it was understood; num_steps: that ran; seconds: by what they were for."""
+    """Report of a warm-up. kind: the kind that ran; num_steps: steps that ran; seconds: time by phase."""
 
     kind: Kind
     num_steps: int
@@ -56,50 +56,52 @@ class Warmed:
 
 
 class Task(NamedTuple):
-    """phase: record, compile, sample or draft."""
+    """One task of the warm-up. phase: record, compile, sample or draft."""
 
     phase: str
-    what: str
+    description: str
     run: Callable[[], None]
 
 
-def kind_for(asked: Kind | None, device: str, *, is_server: bool) -> Kind:
-    """None: a server on an accelerator warms up in full. A CPU has nothing to compile or record."""
-    return asked or ("full" if is_server and device != HOST else "off")
+def kind_for(kind: Kind | None, device: str, *, is_server: bool) -> Kind:
+    """Return `kind`, or the default for None: "full" for a server on an accelerator, else "off". A CPU has nothing to
+    compile or record."""
+    return kind or ("full" if is_server and device != HOST else "off")
 
 
 def class_sizes(limit: int, *, odd: bool = True) -> list[int]:
-    """Counts up to `limit` that stand for all of them: powers of two and the limit. With `odd` there is one above each
-    power that 16 divides, and one that it does not."""
+    """Return counts up to `limit` that represent all of them: powers of two and the limit. With `odd` also a count
+    between two powers, the largest multiple of 16 and the limit less one."""
     powers = [1 << i for i in range(limit.bit_length())]
     between = [*(p + p // 2 + 1 for p in powers), limit - 1, limit // 16 * 16] if odd else []
     return sorted({size for size in (*powers, *between, limit) if 1 <= size <= limit})
 
 
 class WarmUp:
-    """The steps of one engine. Going through `run` does them, one at a time, so that a server may stop in between."""
+    """The warm-up of one engine. Iterating over `run` does one task at a time, so that a server may stop in between."""
 
     def __init__(self, llm: "LLM", kind: Kind) -> None:
         self.llm, self.kind = llm, kind
         self.num_steps = 0
         self.seconds: dict[str, float] = {}
         self._is_full = kind == "full"
-        self._lane = llm.scheduler.max_num_seqs  # the runner's spare one
+        self._lane = llm.scheduler.max_num_seqs  # the runner's spare lane
         self._most_seqs = llm.scheduler.max_num_seqs
-        self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's own keeps what requests bring
-        # A prompt leaves room for a token of the answer.
+        self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's sampler holds the state of requests
+        # A prompt leaves room for one generated token.
         self._most_tokens = min(llm.max_prompt_tokens, llm.max_model_len - 1)
 
     def run(self) -> Iterator[Warming]:
+        """Run the tasks; yield the progress after each."""
         tasks = [] if self.kind == "off" else list(self.tasks())
         if tasks and self.llm.has_work:
-            raise ValueError("warm-up: requests are running; warm up before the first one")
+            raise ValueError("warm-up: requests are running; warm up before the first request")
         for number, task in enumerate(tasks, 1):
             start = time.perf_counter()
             task.run()
             synchronize(self.llm.runner.device)
             self.seconds[task.phase] = self.seconds.get(task.phase, 0.0) + time.perf_counter() - start
-            yield Warming(number, len(tasks), task.what)
+            yield Warming(number, len(tasks), task.description)
         if tasks:
             self.llm.warmed = self.report
 
@@ -114,57 +116,58 @@ class WarmUp:
         yield from self._sampling()
         yield from self._drafting()
 
-    # ---- what runs
+    # ---- the tasks
 
     def _decoding(self) -> Iterator[Task]:
-        """All that are recorded; where nothing is recorded, classes of sizes."""
+        """Decode steps: every size that is recorded; if nothing is recorded, one size of each class."""
         runner, num_drafted = self.llm.runner, self.llm.proposer.k if self.llm.proposer else 0
         sizes = runner.graph_sizes(min(self._most_seqs * (num_drafted + 1), self.llm.settings.step_tokens))
         lengths = sorted({keys for _, keys in sizes})
         if not sizes:
             lengths = self._contexts()
-            sizes = [(rows, keys) for keys in lengths for rows in class_sizes(self._most_seqs, odd=self._is_full)]
-        for rows, keys in sizes:
+            counts = class_sizes(self._most_seqs, odd=self._is_full)
+            sizes = [(count, keys) for keys in lengths for count in counts]
+        for count, keys in sizes:
             if self._is_full or keys == lengths[0]:
-                what = f"decode {rows} of up to {keys} keys"
-                yield Task("record", what, partial(self._decode, rows, keys, num_drafted))
+                description = f"decode {count} of up to {keys} keys"
+                yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
     def _prompts(self) -> Iterator[Task]:
-        """One prompt of each size; several; and ends of prompts whose beginning is in the cache."""
-        most = self._most_tokens
-        sizes = set(class_sizes(most, odd=self._is_full))
+        """One prompt of each size; several prompts; and the last tokens of prompts whose prefix is in the cache."""
+        max_tokens = self._most_tokens
+        sizes = set(class_sizes(max_tokens, odd=self._is_full))
         if self._is_full:
-            sizes |= set(range(_PRODUCT_ROWS, most + 1, _PRODUCT_ROWS))
+            sizes |= set(range(_PRODUCT_ROWS, max_tokens + 1, _PRODUCT_ROWS))
         for size in sorted(sizes):
             yield self._fill(f"prompt of {size}", [(0, size)])
         for count in class_sizes(self._most_seqs, odd=self._is_full)[1:]:
-            for each in (2, _LONGER) if self._is_full else (2,):
-                if count * each <= most:
-                    yield self._fill(f"{count} prompts of {each}", [(0, each)] * count)
+            for length in (2, _LONGER) if self._is_full else (2,):
+                if count * length <= max_tokens:
+                    yield self._fill(f"{count} prompts of {length}", [(0, length)] * count)
         for context in self._contexts():
-            for size in (_FEW, min(_SOME, most)) if self._is_full else (_FEW,):
-                if context > size and size <= most:
+            for size in (_FEW, min(_SOME, max_tokens)) if self._is_full else (_FEW,):
+                if context > size and size <= max_tokens:
                     yield self._fill(f"prompt of {context}, all but {size} cached", [(context - size, size)])
 
     def _mixed(self) -> Iterator[Task]:
-        """Prompts beside sequences that decode."""
+        """Steps with both prompts and decoding sequences."""
         pairs = [(1, 1), (self._most_seqs, self._most_tokens)]
         if self._is_full:
             pairs += [(self._most_seqs, 1), (1, self._most_tokens)]
-        for rows, size in dict.fromkeys(
-            (rows, min(size, self.llm.settings.step_tokens - rows)) for rows, size in pairs
+        for count, size in dict.fromkeys(
+            (count, min(size, self.llm.settings.step_tokens - count)) for count, size in pairs
         ):
             if size > 0:
-                what = f"decode {rows} beside a prompt of {size}"
-                yield Task("compile", what, partial(self._mix, rows, size))
+                description = f"decode {count} beside a prompt of {size}"
+                yield Task("compile", description, partial(self._mix, count, size))
 
     def _sampling(self) -> Iterator[Task]:
-        """What the sampler does behind a call: greedy and filtered rows are part of the call itself."""
+        """What the sampler does after a call; greedy and filtered sampling are part of the call itself."""
         variants = {
             "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
             "biases": SamplingParams(logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(0,)),
             "masks": SamplingParams(allow=lambda ids: torch.ones(self.llm.vocab_size, dtype=torch.bool)),
-            "log-probabilities": SamplingParams(logprobs=_TOP),
+            "log-probabilities": SamplingParams(logprobs=_NUM_LOGPROBS),
         }
         sizes = class_sizes(self._most_seqs, odd=True) if self._is_full else sorted({1, self._most_seqs})
         for name, params in variants.items():
@@ -172,50 +175,50 @@ class WarmUp:
                 yield Task("sample", f"{name} of {count}", partial(self._sample, count, params))
         size = min(self._most_tokens, _LONGER)
         if size > 1:
-            params = SamplingParams(prompt_logprobs=_TOP)
+            params = SamplingParams(prompt_logprobs=_NUM_LOGPROBS)
             yield Task("sample", f"scores of a prompt of {size}", partial(self._score, size, params))
 
     def _drafting(self) -> Iterator[Task]:
-        """What a proposer runs itself, and the table of what checking a draft costs."""
+        """The calls that a proposer makes, and the measurement of the cost of verifying a draft."""
         proposer = self.llm.proposer
         if proposer is None:
             return
-        for what, run in proposer.warm_up(self._most_seqs):
-            yield Task("draft", what, run)
+        for description, run in proposer.warm_up(self._most_seqs):
+            yield Task("draft", description, run)
         count = min(self._most_seqs, self.llm.settings.step_tokens // (proposer.k + 1))
-        if count and self.llm.max_model_len > proposer.k + 2:  # more rows than a recording has, it may be
+        if count and self.llm.max_model_len > proposer.k + 2:  # may be more tokens than any recorded graph has
             yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
 
     def _contexts(self) -> list[int]:
-        """Lengths of sequences that stand for all. Tables of blocks are as wide as the longest sequence needs."""
-        most, block = self.llm.max_model_len, self.llm.pool.block_size
-        widths = class_sizes(-(-most // block), odd=self._is_full)
-        return [min(width * block, most) for width in (widths if self._is_full else [widths[-1]])]
+        """Return lengths of sequences that represent all. A call's block tables are as wide as its longest sequence."""
+        max_tokens, block = self.llm.max_model_len, self.llm.pool.block_size
+        widths = class_sizes(-(-max_tokens // block), odd=self._is_full)
+        return [min(width * block, max_tokens) for width in (widths if self._is_full else [widths[-1]])]
 
-    # ---- how
+    # ---- running dummy sequences
 
-    def _fill(self, what: str, prompts: List[tuple[int, int]]) -> Task:
-        """prompts: tokens in the cache before, and new ones."""
-        return Task("compile", what, partial(self._prompt, prompts))
+    def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
+        """prompts: of each, the number of cached tokens and of new ones."""
+        return Task("compile", description, partial(self._prompt, prompts))
 
     def _prompt(self, prompts: List[tuple[int, int]]) -> None:
         self._step(self._filling(prompts))
 
-    def _decode(self, rows: int, keys: int, num_drafted: int) -> None:
-        self._step(self._chunks(rows, keys, 1))
-        if num_drafted and keys > num_drafted and (count := rows // (num_drafted + 1)):
+    def _decode(self, num_tokens: int, keys: int, num_drafted: int) -> None:
+        self._step(self._chunks(num_tokens, keys, 1))
+        if num_drafted and keys > num_drafted and (count := num_tokens // (num_drafted + 1)):
             self._step(self._chunks(count, keys - num_drafted, 1, draft=num_drafted))
 
     def _check_drafts(self, count: int, num_drafted: int) -> None:
         self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
-    def _mix(self, rows: int, size: int) -> None:
-        self._step(self._chunks(rows, 2, 1) + self._filling([(0, size)]))
+    def _mix(self, count: int, size: int) -> None:
+        self._step(self._chunks(count, 2, 1) + self._filling([(0, size)]))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
-        each = [self._chunks(1, before + new, new, is_prompt=True) for before, new in prompts]
-        return [chunk for chunks in each for chunk in chunks]
+        groups = [self._chunks(1, num_cached + new, new, is_prompt=True) for num_cached, new in prompts]
+        return [chunk for chunks in groups for chunk in chunks]
 
     def _chunks(
         self,
@@ -227,8 +230,8 @@ class WarmUp:
         draft: int = 0,
         params: SamplingParams | None = None,
     ) -> list[Chunk]:
-        """`count` times the last `num_new` tokens of one sequence of `length`: in the spare lane all may be the same.
-        Whoever decodes has a prompt of one token less."""
+        """Return `count` chunks, each the last `num_new` tokens of one sequence of `length`: in the spare lane they may
+        share it. A decoding sequence has a prompt of one token less."""
         tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)
@@ -241,12 +244,12 @@ class WarmUp:
         return chunks
 
     def _step(self, chunks: List[Chunk]) -> None:
-        """Through the runner and the sampler, to the tokens on the host."""
+        """Run a step through the runner and the sampler until its tokens are on the host."""
         self.num_steps += 1
         self._sampler.start(self.llm.runner.run(_Unwritten(chunks)))()
 
     def _sample(self, count: int, params: SamplingParams) -> None:
-        """Rows of logits that no model has made: what is sampled from them is nobody's."""
+        """Sample from logits of zeros; the tokens are discarded."""
         device, chunks = self.llm.runner.device, self._chunks(count, 2, 1, params=params)
         logits = torch.zeros(count, self.llm.model.vocab_size, dtype=torch.float32, device=device)
         ids = torch.zeros(count, dtype=torch.int64, device=device)
@@ -258,7 +261,7 @@ class WarmUp:
 
 
 def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warming]:
-    """The same, under a bar on a terminal; elsewhere a line of the log for every quarter."""
+    """Pass the steps on and show a progress bar on a terminal, else log a line for every quarter."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -268,18 +271,18 @@ def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warmin
     text = TextColumn("{task.description}")
     with Progress(*columns, text, console=console, transient=True, disable=not is_bar) as bar:
         task = bar.add_task("", total=None)
-        for at in steps:
-            bar.update(task, completed=at.done, total=at.total, description=at.what)
-            if not is_bar and 4 * at.done // at.total > 4 * (at.done - 1) // at.total:
-                log.info("warming up: %d of %d steps", at.done, at.total)
-            yield at
+        for step in steps:
+            bar.update(task, completed=step.done, total=step.total, description=step.description)
+            if not is_bar and 4 * step.done // step.total > 4 * (step.done - 1) // step.total:
+                log.info("warming up: %d of %d steps", step.done, step.total)
+            yield step
 
 
 class _Unwritten(Batch):
-    """A step that leaves the cache as it is."""
+    """A batch whose calls write nothing to the cache."""
 
     def calls(self, block_size: int, table_width: int) -> list[Call]:
-        found = super().calls(block_size, table_width)
-        for call in found:
+        calls = super().calls(block_size, table_width)
+        for call in calls:
             call.arrays = {**call.arrays, "slots": np.full(call.size[0], -1)}
-        return found
+        return calls

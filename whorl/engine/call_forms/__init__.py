@@ -1,4 +1,4 @@
-"""How models write tool calls: one file a form, one line in `FORMS`."""
+"""Readers of the forms in which models write tool calls. To add one, add a file and a line in `FORMS`."""
 
 from collections.abc import Collection
 
@@ -10,31 +10,31 @@ from .qwen3_coder import Qwen3CoderCalls
 from .reader import CallPart as CallPart
 from .reader import CallReader as CallReader
 from .reader import CallWriter as CallWriter
-from .reader import Found as Found
+from .reader import ReadStatus as ReadStatus
 from .reader import Schemas as Schemas
 from .reader import num_held as num_held
 from .tagged import TaggedCalls as TaggedCalls
 
-# By name, in the order in which templates are looked at: what one form marks, a later one may have, too.
+# By name, in the order in which templates are searched: a mark of one form may also occur in later ones.
 FORMS: dict[str, type[CallReader]] = {
     "deepseek_v32": DeepSeekV32Calls,
     "qwen3_coder": Qwen3CoderCalls,
     "hermes": HermesCalls,
     "llama3": LlamaCalls,
 }
-OTHER_NAMES = {"qwen3": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "llama3"}  # vLLM's, and models'
+OTHER_NAMES = {"qwen3": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "llama3"}  # of vLLM and of models
 
 
 def form_named(name: str) -> type[CallReader]:
-    """ValueError: there is none."""
-    if (found := FORMS.get(OTHER_NAMES.get(name, name))) is None:
+    """Return the form with this name; ValueError if there is none."""
+    if (form := FORMS.get(OTHER_NAMES.get(name, name))) is None:
         has = ", ".join(["auto", *FORMS, *OTHER_NAMES])
         raise ValueError(f"the tool parser {name!r} is not known. Has: {has}")
-    return found
+    return form
 
 
 def form_of(prompt_format: str | None, templates: Collection[str]) -> type[CallReader]:
-    """The form that a model was taught: by its prompts' format, else by what its templates say, else Hermes's."""
+    """Return the form that a model was trained on, by its prompt format, else by its templates; default: Hermes."""
     if prompt_format in FORMS:
         return FORMS[prompt_format]
     text = "\n".join(templates)

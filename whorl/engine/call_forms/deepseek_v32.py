@@ -1,4 +1,4 @@
-"""Calls of DeepSeek-V3.2: a block of invocations, whose parameters say whether they are text."""
+"""Tool calls of DeepSeek-V3.2: a block of invocations, whose parameters say whether they are strings."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Calls of Hermes, Qwen2.5 and Qwen3: `<tool_call>`, a JSON object with name and arguments, `</tool_call>`."""
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: `<tool_call>`, a JSON object with name and arguments, `</tool_call>`."""
 
 from .json_calls import JsonCalls
 

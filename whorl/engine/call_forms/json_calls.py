@@ -1,14 +1,14 @@
-"""Calls that are JSON objects with a name and arguments."""
+"""Tool calls that are JSON objects with a name and arguments."""
 
 import json
 import re
 from typing import Any, ClassVar
 
-from .reader import CallReader, CallWriter, Found, Schemas
+from .reader import CallReader, CallWriter, ReadStatus, Schemas
 
 STRING = r'"((?:[^"\\]|\\.)*)"'
-HEAD_SIZE = 1024  # characters in which a head is looked for: it is looked for again with each token
-# Up to the brace that opens the arguments. A call that begins otherwise is read when it is whole.
+HEAD_SIZE = 1024  # characters that are searched for a head, because the search is repeated with each token
+# The head: everything up to the brace that opens the arguments. A call without such a head is read when complete.
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
     rf'"name"\s*:\s*{STRING}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)',
@@ -17,14 +17,14 @@ _HEAD = re.compile(
 
 
 class Braces:
-    """Follows JSON, piece by piece, to the brace that closes its first one, through strings."""
+    """Finds, in JSON that comes in pieces, the brace that closes the first one; braces in strings do not count."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._is_string, self._is_escaped = depth, False, False
 
     def end(self, piece: str) -> int | None:
-        """Behind that brace, or at a `<` outside of strings; None: in a later piece."""
-        for at, letter in enumerate(piece):
+        """Return the index after that brace, or of a `<` outside of strings; None if it is in a later piece."""
+        for i, letter in enumerate(piece):
             if self._is_string:
                 self._is_string = letter != '"' or self._is_escaped
                 self._is_escaped = letter == "\\" and not self._is_escaped
@@ -32,14 +32,15 @@ class Braces:
             self._is_string = letter == '"'
             self._depth += (letter in "{[") - (letter in "}]")
             if letter == "<":
-                return at
+                return i
             if letter in "}]" and self._depth <= 0:
-                return at + 1
+                return i + 1
         return None
 
 
 class JsonCalls(CallReader):
-    """begin, end: around each call. between: two calls. arguments: what that member is called."""
+    """Reads JSON calls. begin, end: the tags around a call; between: the separator of two calls; arguments: the name of
+    the member that holds the arguments."""
 
     begin: ClassVar[str] = ""
     end: ClassVar[str] = ""
@@ -52,91 +53,91 @@ class JsonCalls(CallReader):
 
     def _enter(self, state: str, braces: Braces) -> None:
         self._state, self._braces = state, braces
-        self._num_seen = 0  # of text that is held
+        self._num_seen = 0  # characters of the pending text that have been searched
         self._end: int | None = None
 
-    def read(self, text: str, *, is_last: bool) -> tuple[int, Found]:
+    def read(self, text: str, *, is_last: bool) -> tuple[int, ReadStatus]:
         done = 0
         if self._state == "head":
             if (head := _HEAD.match(text[:HEAD_SIZE])) is None:
-                return self._whole(text, is_last)
+                return self._complete(text, is_last)
             if not isinstance(name := _load(f'"{head[1]}"'), str):
-                return 0, Found.BROKEN
+                return 0, ReadStatus.BROKEN
             self.calls.begin(name)
             self._enter("arguments", Braces())
             done = head.end()
         if self._state == "arguments":
-            rest = text[done:]
-            end = self._braces.end(rest)
-            self.calls.add(rest[:end])
+            unread = text[done:]
+            end = self._braces.end(unread)
+            self.calls.add(unread[:end])
             if end is None:
-                return len(text), Found.MORE
+                return len(text), ReadStatus.MORE
             self._enter("close", Braces(depth=1))
             done += end
-        size, found = self._close(text[done:], is_last)
-        return done + size, found
+        size, status = self._close(text[done:], is_last)
+        return done + size, status
 
-    def _held_end(self, text: str) -> int | None:
-        """As `Braces.end`, of a text that is held: it comes again with more behind it, and only that is looked at."""
+    def _pending_end(self, text: str) -> int | None:
+        """Like `Braces.end`, for pending text, which is passed again with more text after it: only that is searched."""
         if self._end is None and (end := self._braces.end(text[self._num_seen :])) is not None:
             self._end = self._num_seen + end
         self._num_seen = len(text)
         return self._end
 
-    def _whole(self, text: str, is_last: bool) -> tuple[int, Found]:
+    def _complete(self, text: str, is_last: bool) -> tuple[int, ReadStatus]:
         if not self.may_be(text[:HEAD_SIZE]):
-            return 0, Found.BROKEN
-        if (end := self._held_end(text)) is None:
-            return 0, Found.MORE
+            return 0, ReadStatus.BROKEN
+        if (end := self._pending_end(text)) is None:
+            return 0, ReadStatus.MORE
         if (call := self.call(text[:end])) is None:
-            return 0, Found.BROKEN
-        size, found = self._tag(text[end:], is_last)
-        if found is not Found.END:
-            return 0, found
+            return 0, ReadStatus.BROKEN
+        size, status = self._tag(text[end:], is_last)
+        if status is not ReadStatus.END:
+            return 0, status
         self.calls.begin(call[0])
         self.calls.add(call[1])
-        return end + size, Found.END
+        return end + size, ReadStatus.END
 
-    def _close(self, text: str, is_last: bool) -> tuple[int, Found]:
-        """Behind the arguments: perhaps other members, which mean nothing, a brace and the end tag."""
+    def _close(self, text: str, is_last: bool) -> tuple[int, ReadStatus]:
+        """Read what follows the arguments: perhaps other members, which are ignored, a brace and the end tag."""
         if (first := text.lstrip()[:1]) not in ("", ",", "}", "<"):
-            return 0, Found.BROKEN
-        if (end := self._held_end(text)) is None:
+            return 0, ReadStatus.BROKEN
+        if (end := self._pending_end(text)) is None:
             if not is_last:
-                return 0, Found.MORE
-            return (0, Found.BROKEN) if first else (len(text), Found.END)
-        is_cut = first == "<" and bool(self.end)  # the arguments' own braces are not all there
+                return 0, ReadStatus.MORE
+            return (0, ReadStatus.BROKEN) if first else (len(text), ReadStatus.END)
+        is_cut = first == "<" and bool(self.end)  # the closing braces of the arguments are missing
         if not is_cut and _load('{"":0' + text[:end]) is None:
-            return 0, Found.BROKEN
-        size, found = self._tag(text[end:], is_last)
-        return (0, found) if found is Found.MORE else (end + size, found)
+            return 0, ReadStatus.BROKEN
+        size, status = self._tag(text[end:], is_last)
+        return (0, status) if status is ReadStatus.MORE else (end + size, status)
 
-    def _tag(self, text: str, is_last: bool) -> tuple[int, Found]:
-        """What follows a call's last brace. A reply that ends there, or in its end tag, needs none."""
+    def _tag(self, text: str, is_last: bool) -> tuple[int, ReadStatus]:
+        """Read the end tag after a call's last brace. A reply that ends there, or inside of the tag, needs none."""
         if not self.end:
-            return 0, Found.END
+            return 0, ReadStatus.END
         inner = text.lstrip()
         if inner.startswith(self.end):
-            return len(text) - len(inner) + len(self.end), Found.END
+            return len(text) - len(inner) + len(self.end), ReadStatus.END
         if not self.end.startswith(inner):
-            return 0, Found.BROKEN
-        return (len(text), Found.END) if is_last else (0, Found.MORE)
+            return 0, ReadStatus.BROKEN
+        return (len(text), ReadStatus.END) if is_last else (0, ReadStatus.MORE)
 
     def may_be(self, text: str) -> bool:
-        """Whether a call may begin so."""
+        """Return whether a call may begin with this text."""
         return text.lstrip()[:1] in ("", "{")
 
     def call(self, body: str) -> tuple[str, str] | None:
-        """The name and the arguments in a whole object; None: it is no call."""
-        found = _load(body)
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        """Return the name and the arguments of a complete object; None if it is no call."""
+        call = _load(body)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
-        arguments = found.get("arguments", found.get("parameters", {}))
-        return found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        arguments = call.get("arguments", call.get("parameters", {}))
+        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _load(text: str) -> Any:
-    """None: not JSON."""
+    """Return the parsed value; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

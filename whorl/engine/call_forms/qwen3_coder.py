@@ -1,6 +1,6 @@
-"""Calls of Qwen3-Coder: `<function=name>` with `<parameter=name>` inside, each value on lines of its own.
+"""Tool calls of Qwen3-Coder: `<function=name>` with `<parameter=name>` inside, each value on separate lines.
 
-Nothing in a value says what it is: the tool's schema does.
+The markup does not tell the type of a value; the tool's schema does.
 """
 
 import re

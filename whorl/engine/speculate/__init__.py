@@ -1,5 +1,6 @@
-"""Guessing ahead. A proposer drafts tokens, one step of the target checks them all, and those that plain decoding would
-have sampled stay. Acceptance is in `whorl.engine.sampler`: no draft, however bad, changes the output.
+"""Speculative decoding. A proposer drafts tokens, one step of the target verifies all of them, and those that plain
+decoding would have sampled are accepted. Acceptance is in `whorl.engine.sampler`: no draft, however bad, changes the
+output.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,87 +21,94 @@ if TYPE_CHECKING:
     from whorl.engine.runner import Result, Runner
     from whorl.nn import Model
 
-_REPEATS = 3  # timed calls for each number of rows
+_REPEATS = 3  # timed calls for each number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens guessed. probs [len(token_ids), V] fp32: what each was drawn from; None where nothing was drawn."""
+    """Drafted tokens. probs [len(token_ids), V] fp32: the distributions they were sampled from; None if not sampled."""
 
     token_ids: list[int]
     probs: "Tensor | None" = None
 
 
 class Proposer(Protocol):
-    """Who drafts. One that asks for the target's hidden states (`wants_hidden`) has a model `beside` the target's. The
-    engine gives it a runner of its own, with caches in the same blocks, and tells of every step."""
+    """Drafts tokens. A proposer that uses the target's hidden states (`wants_hidden`) has a second model, its
+    `draft_head`. The engine gives it a separate runner, with caches in the target's blocks, and every step's results.
+    """
 
     k: int  # longest draft
-    source: str = "draft"  # what drafted tokens are said to come from
+    source: str = "draft"  # name of the origin of drafted tokens in outputs
     wants_hidden: bool = False
-    beside: "Model | None" = None  # computes from them
+    draft_head: "Model | None" = None  # computes drafts from the target's hidden states
 
     def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
-        """A draft of up to `k` tokens behind each sequence's last token; empty where there is nothing to guess."""
+        """Return a draft of up to `k` tokens after each sequence's last token; it may be empty."""
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
-        """Seconds to draft one token by number of sequences, found in about `seconds`; empty: next to nothing."""
+        """Return the seconds to draft one token by number of sequences, timed in about `seconds`; empty: negligible."""
         return {}
 
     def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
-        """What to run before the first draft, each with words for it: sizes that up to so many sequences need."""
+        """Return descriptions and functions to run before the first draft, for up to `max_num_seqs` sequences."""
         return ()
 
     def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse a target that this proposer cannot draft for, with a ValueError."""
+        """Raise ValueError if this proposer cannot draft for the target."""
         return
 
     def load(self, path: "str | Path | None", model: Any) -> None:
-        """Where it wants hidden states: have the model `beside` this one. path: None: this was handed in."""
+        """Load the draft head, if it uses hidden states. path: the target's checkpoint; None: there is only a model."""
         return
 
     def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
-        """Where it wants hidden states: the target's blocks, and a runner of `beside` for calls of `max_rows`."""
+        """Receive the target's blocks and the runner of the draft head, if it uses hidden states. max_rows: the most
+        tokens of one call."""
         return
 
     def observe(self, results: "List[Result]") -> None:
-        """Where it wants hidden states: those of a step, whose tokens the sequences have by now."""
+        """Receive the hidden states of a step, if it uses them; the sequences already have the step's tokens."""
         return
 
 
 class Timed(Protocol):
+    """A runner, as far as its calls can be timed."""
+
     def cost(self, counts: List[int], *, repeats: int) -> dict[int, float]:
-        """Seconds of a decode call by number of rows."""
+        """Return the seconds of a decode call by number of tokens."""
 
 
 def measure_cost(runner: Timed, counts: Iterable[int], seconds: float) -> dict[int, float]:
-    """Seconds of a decode step by number of rows: two of the rising `counts`, and more in what is left of `seconds`."""
-    found: dict[int, float] = {}
+    """Return the seconds of a decode step by number of tokens: at least two of the rising `counts`, and more until
+    `seconds` are spent."""
+    cost: dict[int, float] = {}
     for count in counts:
-        found |= runner.cost([count], repeats=_REPEATS)
-        seconds -= _REPEATS * found[count]
-        if seconds <= 0 and len(found) > 1:
+        cost |= runner.cost([count], repeats=_REPEATS)
+        seconds -= _REPEATS * cost[count]
+        if seconds <= 0 and len(cost) > 1:
             break
-    return found
+    return cost
 
 
 def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
-    """The draft up to its first special token: what follows a turn's or a tool call's mark is not a continuation."""
+    """Cut the draft before its first special token: what follows the mark of a turn or a tool call is unrelated."""
     return next((draft[:i] for i, token_id in enumerate(draft) if token_id in special_ids), draft)
 
 
 def num_agreed(token_ids: List[int], draft: List[int]) -> int:
-    """How many tokens, from the first on, are the draft's. In the place of a rejected one there is another."""
+    """Return how many tokens, from the first on, equal the draft; at a rejected position the token is another one."""
     agrees = [token_id == drafted for token_id, drafted in zip(token_ids, draft, strict=False)]
     return next((i for i, agreed in enumerate(agrees) if not agreed), len(agrees))
 
 
 class DraftLength:
-    """How many tokens are worth drafting: 0 when checking them costs more than they bring.
+    """Chooses how many tokens to draft: 0 when verifying them costs more than they gain.
 
-    cost: seconds of a decode step by number of rows (`LLM.measure_cost`); drafting: those of drafting a token by number
-    of sequences. Of a draft each token is accepted with probability a if those before it were, so k drafted tokens give
-    1 + a + ... + a^k; a is estimated from the drafts seen, recent ones counting most.
+    cost: seconds of a decode step by number of tokens (`LLM.measure_cost`); drafting: seconds to draft one token, by
+    number of sequences. Each token of a draft is accepted with probability a if those before it were, so k drafted
+    tokens give 1 + a + ... + a^k tokens; a is estimated from past drafts, recent ones counting most. acceptance: the
+    initial a; memory: how many tokens the estimate remembers; probe: while drafting does not pay, one token is drafted
+    every so many steps. Raises ValueError for an empty table or times that are not positive.
     """
 
     def __init__(
@@ -113,13 +121,13 @@ class DraftLength:
         probe: int = 32,
     ) -> None:
         for table in (cost, drafting or {1: 1.0}):
-            if not table or any(rows < 1 or seconds <= 0 for rows, seconds in table.items()):
-                raise ValueError(f"DraftLength: {dict(table)!r}, expected seconds by number of rows")
+            if not table or any(count < 1 or seconds <= 0 for count, seconds in table.items()):
+                raise ValueError(f"DraftLength: {dict(table)!r}, expected positive seconds by number of tokens")
         self._cost, self._drafting = dict(sorted(cost.items())), dict(sorted((drafting or {}).items()))
         self._keep = 1 - 1 / memory
         self._probe = probe
         self._num_off = 0
-        self._tried = 0.1 * memory  # weight of the first guess
+        self._tried = 0.1 * memory  # weight of the initial value
         self._accepted = acceptance * self._tried
 
     @property
@@ -127,14 +135,15 @@ class DraftLength:
         return self._accepted / self._tried
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Tokens behind the first rejected one were never tried."""
+        """Update the estimate; tokens after the first rejected one were never tried."""
         tried = min(num_accepted + 1, num_drafted)
         keep = self._keep**tried
         self._tried = keep * self._tried + tried
         self._accepted = keep * self._accepted + num_accepted
 
     def choose(self, k: int, num_sequences: int) -> int:
-        """Up to k. Where drafting does not pay, one token every `probe` steps finds out when it does again."""
+        """Return the best draft length up to k. While drafting does not pay, one token every `probe` steps tests if it
+        does again."""
         if num_sequences == 0:
             return 0
         lengths = np.arange(k + 1)
@@ -150,8 +159,8 @@ class DraftLength:
         return best
 
 
-def _seconds(table: Mapping[int, float], rows: np.ndarray) -> np.ndarray:
-    """Interpolated; beyond the table another row costs what it did between the last two entries."""
+def _seconds(table: Mapping[int, float], counts: np.ndarray) -> np.ndarray:
+    """Interpolate the table; beyond its end extrapolate with the slope between the last two entries."""
     known, seconds = list(table), list(table.values())
     slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])) if len(known) > 1 else seconds[0] / known[0]
-    return np.interp(rows, known, seconds) + slope * np.maximum(rows - known[-1], 0)
+    return np.interp(counts, known, seconds) + slope * np.maximum(counts - known[-1], 0)

@@ -1,6 +1,6 @@
-"""A smaller model of the same tokenizer drafts. It has a cache of its own, kept in step with the target's sequences.
+"""Drafting with a smaller model of the same tokenizer. It has a separate cache, kept in sync with the target's.
 
-Nothing here decides what is generated. A draft model that lags, runs out of blocks or guesses wrong costs time only.
+Nothing here decides what is generated. A draft model that lags, runs out of blocks or drafts badly costs time only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,40 +24,40 @@ from .one_by_one import OneByOne, mirrored
 if TYPE_CHECKING:
     from whorl.engine.llm import Tokenizer
 
-_SHARE = 8  # of the memory that a cache would take, this part is the draft's
+_SHARE = 8  # the draft model's cache takes one part in so many of the default cache memory
 
 
 @dataclass(slots=True, eq=False)
 class _Mirror:
-    """A target's sequence as the draft model holds it: `own` has its tokens, then those drafted last."""
+    """The draft model's copy of a target's sequence: `copy` has its tokens, then those drafted last."""
 
     target: Seq
-    own: Seq
-    num_known: int  # tokens of `own` that are the target's
+    copy: Seq
+    num_known: int  # tokens of `copy` that are the target's
 
     @classmethod
     def of(cls, target: Seq) -> "_Mirror":
         return cls(target, mirrored(target, target.token_ids[: target.prompt_len], target.contents), 0)
 
     def sync(self) -> None:
-        """Take over what the target has. What was drafted and rejected is rolled back: computed tokens end before."""
-        own, known, agreed = self.own, self.target.token_ids, self.num_known
-        while agreed < min(len(own.token_ids), len(known)) and own.token_ids[agreed] == known[agreed]:
+        """Take over the target's tokens; rejected draft tokens are rolled back by lowering `num_computed`."""
+        copy, known, agreed = self.copy, self.target.token_ids, self.num_known
+        while agreed < min(len(copy.token_ids), len(known)) and copy.token_ids[agreed] == known[agreed]:
             agreed += 1
-        own.token_ids[agreed:] = known[agreed:]
-        if own.counts is not None:
-            own.counts.cut(agreed)
-        own.num_computed = min(own.num_computed, agreed, len(known) - 1)
+        copy.token_ids[agreed:] = known[agreed:]
+        if copy.counts is not None:
+            copy.counts.cut(agreed)
+        copy.num_computed = min(copy.num_computed, agreed, len(known) - 1)
         self.num_known = len(known)
 
 
 class DraftModel(Proposer):
     """Drafts by running a small model, k tokens in k steps for all sequences at once.
 
-    path: as `LLM` takes it; or hand in `model` and `tokenizer`. k: longest draft.
-    num_blocks: of its cache; or memory, its bytes; or neither: an eighth of what a cache of its own would take. Where
-    it is full, or more than `max_num_seqs` draft, sequences that are not drafting lose their blocks first, then some
-    get no draft.
+    path: as `LLM` takes it; or pass `model` and `tokenizer`. k: longest draft.
+    num_blocks: blocks of its cache; or memory, its bytes; or neither: an eighth of the default cache memory. When the
+    cache is full, or more than `max_num_seqs` sequences draft, sequences that are not drafting lose their blocks first,
+    then some get no draft. Raises ValueError for sizes below 1. Example: `LLM(path, speculate=DraftModel(small, k=4))`
     """
 
     def __init__(
@@ -100,23 +100,23 @@ class DraftModel(Proposer):
             device=device,
             use_graphs=use_graphs,
             max_num_seqs=max_num_seqs,
-            max_rows=max(max_num_batched_tokens, max_num_seqs),
+            max_tokens=max(max_num_batched_tokens, max_num_seqs),
             vocab_size=self.vocab_size,
         )
-        self._guesses = OneByOne(runner, max_rows=max_num_batched_tokens)
-        self._lanes = list(range(max_num_seqs))[::-1]  # free ones
-        self._mirrors: dict[int, _Mirror] = {}  # by the target's id
+        self._drafter = OneByOne(runner, max_tokens=max_num_batched_tokens)
+        self._lanes = list(range(max_num_seqs))[::-1]  # the free ones
+        self._mirrors: dict[int, _Mirror] = {}  # by id of the target's sequence
 
     def check(self, model: Model, tokenizer: "Tokenizer | None") -> None:
         difference = _difference(self, model, tokenizer)
         if difference is not None:
-            raise ValueError(f"DraftModel: the tokenizers differ: {difference}. A draft model must share its target's")
+            raise ValueError(f"DraftModel: the tokenizers differ: {difference}. Draft and target must share one")
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
-        return self._guesses.cost(seconds=seconds)
+        return self._drafter.cost(seconds=seconds)
 
     def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
-        return self._guesses.warm_up(min(max_num_seqs, self.max_num_seqs), self.k, self.max_len)
+        return self._drafter.warm_up(min(max_num_seqs, self.max_num_seqs), self.k, self.max_len)
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:
@@ -129,23 +129,23 @@ class DraftModel(Proposer):
         rooms: dict[Seq, int] = {}
         for mirror in mirrors:
             self._sync(mirror)
-            rooms[mirror.own] = self._make_room(mirror, k, busy)
-        rooms = {own: room for own, room in rooms.items() if room > 0}
-        self._guesses.catch_up(list(rooms))
-        drafts = self._guesses.draft(rooms)
-        return [drafts.get(mirror.own, Draft([])) for mirror in mirrors]
+            rooms[mirror.copy] = self._make_room(mirror, k, busy)
+        rooms = {copy: room for copy, room in rooms.items() if room > 0}
+        self._drafter.catch_up(list(rooms))
+        drafts = self._drafter.draft(rooms)
+        return [drafts.get(mirror.copy, Draft([])) for mirror in mirrors]
 
     # ---- the parts of a round
 
     def _sync(self, mirror: _Mirror) -> None:
         mirror.sync()
-        if mirror.own.block_table:
-            self.pool.publish(mirror.own)  # all that is computed now are the target's own tokens
+        if mirror.copy.block_table:
+            self.pool.publish(mirror.copy)  # at this point only tokens of the target are computed
 
     def _release(self, mirror: _Mirror) -> None:
-        if mirror.own.block_table:
-            self._lanes.append(mirror.own.lane)
-            self.pool.release(mirror.own)
+        if mirror.copy.block_table:
+            self._lanes.append(mirror.copy.lane)
+            self.pool.release(mirror.copy)
 
     def _forget_finished(self) -> None:
         for mirror in [m for m in self._mirrors.values() if m.target.is_finished]:
@@ -154,31 +154,31 @@ class DraftModel(Proposer):
             del self._mirrors[mirror.target.id]
 
     def _make_room(self, mirror: _Mirror, k: int, busy: set[int]) -> int:
-        """How many tokens to draft: as many as the target could take and this cache can hold."""
-        own, length = mirror.own, len(mirror.own.token_ids)
+        """Return how many tokens to draft: as many as the target could take and this cache can hold."""
+        copy, length = mirror.copy, len(mirror.copy.token_ids)
         room = min(k, mirror.target.max_len - 1 - length, self.max_len - length)
         if room < 1:
             return 0
         # The last token drafted is not computed and needs no slot.
-        while not (self._admit(own) and self.pool.grow(own, length + room - 1)):
-            idle = next((m for m in self._mirrors.values() if m.own.block_table and m.target.id not in busy), None)
+        while not (self._admit(copy) and self.pool.grow(copy, length + room - 1)):
+            idle = next((m for m in self._mirrors.values() if m.copy.block_table and m.target.id not in busy), None)
             if idle is None:
                 self._release(mirror)
                 return 0
             self._release(idle)
         return room
 
-    def _admit(self, own: Seq) -> bool:
-        if own.block_table:
+    def _admit(self, seq: Seq) -> bool:
+        if seq.block_table:
             return True
-        if not self._lanes or not self.pool.admit(own):
+        if not self._lanes or not self.pool.admit(seq):
             return False
-        own.lane, own.is_new = self._lanes.pop(), True
+        seq.lane, seq.is_new = self._lanes.pop(), True
         return True
 
 
 def _difference(draft: DraftModel, model: Model, tokenizer: "Tokenizer | None") -> str | None:
-    """What tells the draft's tokens from the target's; None where nothing does."""
+    """Return how the tokenizers of draft and target differ; None if they do not."""
     if tokenizer is None or draft.tokenizer is None:
         sizes = draft.model.vocab_size, model.vocab_size
         return None if sizes[0] == sizes[1] else f"{sizes[0]} tokens against {sizes[1]}"

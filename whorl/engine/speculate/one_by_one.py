@@ -1,8 +1,8 @@
-"""Drafts of models: a token a call for all sequences at once, through a runner like the target's.
+"""Drafting with a model, autoregressively: each call drafts one token for all sequences, through a `Runner`.
 
-Calls are laid out as the target's own. Tokens that are to be computed before the first guess go as a draft behind the
-first of them, so that every row gives logits and the call may be recorded. Where nothing but the device needs to know
-the guesses, the host reads them when all have been made.
+The calls are built like the target's. Tokens that must be computed before the first drafted one are passed as a draft
+after the first of them, so that every token gives logits and the call may be a recorded graph. If only the device needs
+the drafted tokens, the host reads them once, after the last call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,93 +22,97 @@ from whorl.engine.sequence import Sequence as Seq
 
 from . import Draft, measure_cost
 
-SHORT = 16  # tokens of a sequence that a decode call takes before the first guess
-_COST_ROWS = (1, 4, 16, 64)
-States = Mapping[Seq, Tensor]  # [tokens, C] of those to be computed
+SHORT = 16  # tokens of a sequence that a decode call computes before the first drafted one
+_COST_TOKENS = (1, 4, 16, 64)  # of the calls that are timed
+States = Mapping[Seq, Tensor]  # hidden states [tokens, C] of the tokens to be computed, by sequence
 
 
 class OneByOne:
-    """Guesses of one model. Its sequences are its own: lanes, blocks and how far they are computed."""
+    """Drafts with one model. Its sequences have their own lanes, blocks and numbers of computed tokens.
 
-    def __init__(self, runner: Runner, *, max_rows: int) -> None:
-        self.runner, self.max_rows = runner, max_rows
+    max_tokens: the most tokens of one call.
+    """
+
+    def __init__(self, runner: Runner, *, max_tokens: int) -> None:
+        self.runner, self.max_tokens = runner, max_tokens
         self._sampler = Sampler(runner.model, runner.vocab_size)
 
     def catch_up(self, sequences: Sequence[Seq]) -> None:
-        """Compute all but the last token, a budget at a time, of sequences that a decode call cannot take whole."""
-        most = max(1, min(SHORT, self.max_rows // max(1, len(sequences))))
+        """Compute all tokens but the last of sequences that have too many pending tokens for a decode call."""
+        most = max(1, min(SHORT, self.max_tokens // max(1, len(sequences))))
         self.fill({seq: seq.num_pending - 1 for seq in sequences if seq.num_pending > most})
 
     def fill(self, lengths: Mapping[Seq, int], states: States | None = None) -> None:
-        """Compute so many tokens of each sequence without a guess."""
-        left, at = {seq: length for seq, length in lengths.items() if length > 0}, dict.fromkeys(lengths, 0)
+        """Compute so many tokens of each sequence without drafting, in calls of up to `max_tokens`."""
+        left, done = {seq: length for seq, length in lengths.items() if length > 0}, dict.fromkeys(lengths, 0)
         while left:
-            budget, chunks, given = self.max_rows, [], {}
+            budget, chunks, chunk_states = self.max_tokens, [], {}
             for seq, length in list(left.items()):
-                taken = min(length, budget)
-                if taken:
-                    chunk = Chunk(seq, taken, is_new=True)  # tables are sent: blocks may have come since the last time
+                count = min(length, budget)
+                if count:
+                    chunk = Chunk(seq, count, is_new=True)  # sends the block table, which may have grown since
                     chunk.is_last = False
                     chunks.append(chunk)
                     if states is not None:
-                        given[chunk] = states[seq][at[seq] : at[seq] + taken]
-                    budget -= taken
-                    at[seq] += taken
-                    left[seq] -= taken
+                        chunk_states[chunk] = states[seq][done[seq] : done[seq] + count]
+                    budget -= count
+                    done[seq] += count
+                    left[seq] -= count
                     if not left[seq]:
                         del left[seq]
-            self.runner.run(Batch(chunks), None if states is None else given)
+            self.runner.run(Batch(chunks), None if states is None else chunk_states)
             for chunk in chunks:
                 chunk.sequence.num_computed += chunk.length
                 chunk.sequence.is_new = False
 
     def draft(self, rooms: Mapping[Seq, int], states: States | None = None) -> dict[Seq, Draft]:
-        """Up to `rooms` tokens behind each sequence, all of whose tokens are computed on the way.
+        """Draft up to `rooms` tokens after each sequence, and compute all its pending tokens on the way.
 
-        states: where the model takes hidden states; behind the first guess they are its own.
+        states: the target's hidden states, if the model takes them; after the first drafted token its own are used.
         """
-        waits = not all(seq.is_plain for seq in rooms)  # penalties and masks look at the tokens before
-        guesses: list[tuple[list[Seq], Tensor]] = []
+        waits = not all(seq.is_plain for seq in rooms)  # penalties and masks depend on the tokens before
+        unread: list[tuple[list[Seq], Tensor]] = []
         probs: dict[Seq, list[Tensor]] = {seq: [] for seq in rooms}
         for i in range(max(rooms.values(), default=0)):
             live = [seq for seq, room in rooms.items() if room > i]
             order, logits, ids, hidden = self._next(live, states)
-            ids, drawn_from = self._choose(order, logits, ids)
+            ids, distributions = self._choose(order, logits, ids)
             for row, seq in enumerate(order):
                 seq.num_computed = seq.length
-                if drawn_from is not None and seq.params.temperature > 0:
-                    probs[seq].append(drawn_from[row])
+                if distributions is not None and seq.params.temperature > 0:
+                    probs[seq].append(distributions[row])
             if waits:
                 for seq, token_id in zip(order, ids.tolist(), strict=True):
                     seq.token_ids.append(token_id)
             else:
                 self.runner.put([seq.lane for seq in order], ids)
-                guesses.append((order, ids))
+                unread.append((order, ids))
                 for seq in order:
                     seq.num_unread += 1
             if states is not None:
                 states = dict(zip(order, hidden.split(1), strict=True))
-        for order, ids in guesses:
+        for order, ids in unread:
             for seq, token_id in zip(order, ids.tolist(), strict=True):
                 seq.token_ids.append(token_id)
                 seq.num_unread -= 1
         return {seq: _draft(seq, room, probs[seq]) for seq, room in rooms.items()}
 
     def _next(self, live: Sequence[Seq], states: States | None) -> tuple[list[Seq], Tensor, Tensor, Tensor]:
-        """Sequences in the order of the rows; logits, sampled token and hidden state behind the last token of each."""
+        """Run the pending tokens; return the sequences in the order of the calls, and logits, sampled token and hidden
+        state of the last token of each."""
         chunks = [pending(seq) for seq in live]
-        given = None if states is None else {chunk: states[chunk.sequence] for chunk in chunks}
-        results = self.runner.run(Batch(chunks), given)
-        order, found = [], []
+        chunk_states = None if states is None else {chunk: states[chunk.sequence] for chunk in chunks}
+        results = self.runner.run(Batch(chunks), chunk_states)
+        order, ends = [], []
         for result in results:
-            rows = [row for row, each in enumerate(result.samples) if each.num_drafted == len(each.chunk.draft)]
+            rows = [row for row, sample in enumerate(result.samples) if sample.num_drafted == len(sample.chunk.draft)]
             order += [result.samples[row].chunk.sequence for row in rows]
-            found.append(_ends(result, rows))
-        logits, ids, hidden = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+            ends.append(_ends(result, rows))
+        logits, ids, hidden = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*ends, strict=True))
         return order, logits, ids, hidden
 
     def _choose(self, order: Sequence[Seq], logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A token for each row, and the distributions where some are drawn; greedy ones are chosen in the call."""
+        """Return a token for each row, and the distributions if some are sampled; greedy ones come from the call."""
         if all(seq.is_plain and seq.params.temperature == 0 for seq in order):
             return ids, None
         samples = [Sample(Chunk(seq, 1), 0, seq.length - seq.prompt_len) for seq in order]
@@ -117,29 +121,30 @@ class OneByOne:
     # ---- before the first draft
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
-        return measure_cost(self.runner, _COST_ROWS, seconds)
+        """See `Proposer.cost`."""
+        return measure_cost(self.runner, _COST_TOKENS, seconds)
 
     def warm_up(self, max_num_seqs: int, k: int, longest: int) -> Iterable[tuple[str, Callable[[], None]]]:
-        """Calls of the sizes that drafts of up to `k` tokens for so many sequences need, and prompts."""
+        """Yield calls of the sizes that drafts of up to `k` tokens for so many sequences need, and prompts."""
         sizes = self.runner.graph_sizes(max_num_seqs * (k + 1)) or [(1, 1), (max_num_seqs, 1)]
-        for rows, keys in sizes:
-            yield f"draft of {rows} rows, up to {keys} keys", partial(self.runner.warm_up, rows, keys)
-        size = min(self.max_rows, longest)
+        for count, keys in sizes:
+            yield f"draft of {count} tokens, up to {keys} keys", partial(self.runner.warm_up, count, keys)
+        size = min(self.max_tokens, longest)
         while size:
             yield f"prompt of {size} for drafts", partial(self.runner.warm_up_prompt, size)
             size //= 2
 
 
 def mirrored(target: Seq, prompt: Sequence[int], contents: Iterable[Content] = ()) -> Seq:
-    """A sequence of a draft's own: what the target's request asks of sampling, and its seed."""
+    """Return a sequence for drafting with the sampling parameters and the seed of the target's."""
     params = replace(target.params, n=1, logprobs=None, prompt_logprobs=None, embed=False)
-    own = Seq(prompt, params, max_len=target.max_len, contents=contents, eos_ids=target.eos_ids)
-    own.seed = target.seed
-    return own
+    copy = Seq(prompt, params, max_len=target.max_len, contents=contents, eos_ids=target.eos_ids)
+    copy.seed = target.seed
+    return copy
 
 
 def pending(seq: Seq) -> Chunk:
-    """All that is not computed. Of a prompt's end the last token gives logits, else every one does."""
+    """Return a chunk of all tokens that are not computed. Of a prompt the last token gives logits, else every one."""
     count, start = seq.num_pending, seq.num_computed
     is_prompt = start < seq.prompt_len
     chunk = Chunk(seq, count if is_prompt else 1, is_new=seq.is_new)
@@ -150,14 +155,14 @@ def pending(seq: Seq) -> Chunk:
 
 
 def _ends(result: Result, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the samples in `rows`, which are the last of their chunks."""
+    """Return logits, ids and hidden states of the samples in `rows`, which are the last of their chunks."""
     assert result.hidden is not None
-    ends = [each.row + each.chunk.length + len(each.chunk.draft) - 1 for each in result.placed]
+    ends = [placed.row + placed.chunk.length + len(placed.chunk.draft) - 1 for placed in result.placed]
     logits, ids, hidden = result.logits, result.token_ids, result.hidden
     if len(rows) < len(logits):
-        at = _index(rows, logits.device)
-        logits, ids = logits.index_select(0, at), ids.index_select(0, at)
-    # A recorded call's are written over by the next one.
+        index = _index(rows, logits.device)
+        logits, ids = logits.index_select(0, index), ids.index_select(0, index)
+    # Copies, because the next replay overwrites the outputs of a recorded call.
     return logits, ids.clone(), hidden.index_select(0, _index(ends, hidden.device))
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time these tokens stood here, in the prompt or in the output."""
+"""Prompt lookup: draft what followed the last tokens at an earlier occurrence, in the prompt or in the output."""
 
 import logging
 from collections import Counter
@@ -10,13 +10,13 @@ from whorl.engine.sequence import Sequence
 from . import Draft, Proposer
 
 _LOG = logging.getLogger(__name__)
-_LEVELS = 3  # n-gram sizes kept in the index above the shortest
-_LONGEST = 32  # tokens by which matches are told apart
-_RECENT = 32  # matches looked at
+_LEVELS = 3  # n-gram sizes in the index above the shortest
+_LONGEST = 32  # matches are compared up to this length
+_RECENT = 32  # matches that are compared, the latest ones
 
 
 class _Index:
-    """Where each n-gram of a growing list of tokens is followed by something."""
+    """The places after each n-gram of a growing list of tokens, where a next token exists."""
 
     def __init__(self, ngram: int) -> None:
         self.sizes = range(ngram + _LEVELS, ngram - 1, -1)
@@ -25,7 +25,7 @@ class _Index:
         self._num_seen = 0
 
     def update(self, tokens: List[int]) -> None:
-        """All tokens but the last, which has no successor."""
+        """Add n-grams of all tokens but the last, which has no next token."""
         for end in range(self._num_seen + 1, len(tokens)):
             for size in self.sizes:
                 if end >= size:
@@ -33,7 +33,7 @@ class _Index:
         self._num_seen = max(self._num_seen, len(tokens) - 1)
 
     def matches(self, tokens: List[int]) -> list[int]:
-        """Places behind the longest match of the last tokens, the shortest n-gram being the last resort."""
+        """Return the places after the longest matches of the last tokens; longer n-grams are tried first."""
         for size in self.sizes:
             if len(tokens) >= size and (places := self._places.get(tuple(tokens[-size:]))):
                 lengths = {place: _match_len(tokens, place, size) for place in places[-_RECENT:]}
@@ -46,11 +46,11 @@ class PromptLookup(Proposer):
     """Drafts by n-gram match.
 
     k: longest draft. ngram: shortest match that may draft; longer ones are tried first. min_hist: tokens before the
-    first draft. Where matches go on differently, the draft goes on as most of them do and ends where none has a
-    majority. The guard keeps a model's own repetition from being fed back: a draft with fewer than `guard_distinct`
-    different tokens (or than it has tokens), or that goes on with what the last `guard_tail` tokens all were, is
-    dropped. `loop_warn` equal generated tokens in a row are reported once for each sequence. None of this changes the
-    output, only its speed.
+    first draft. If matches continue differently, the draft follows the majority and ends where there is none. The guard
+    avoids drafting a model's repetitions: it drops a draft with fewer than `guard_distinct` distinct tokens (or than
+    the draft has tokens), and one that begins with a token that the last `guard_tail` tokens all are. `loop_warn` equal
+    generated tokens in a row are logged once for each sequence. None of this changes the output, only its speed.
+    Raises ValueError for sizes below 1. Example: `LLM(speculate=PromptLookup(k=10))`
     """
 
     source = "lookup"
@@ -82,7 +82,7 @@ class PromptLookup(Proposer):
         self._warn(seq, index)
         if len(seq.token_ids) < self.min_hist:
             return []
-        draft = _agreed(seq.token_ids, index.matches(seq.token_ids), k)
+        draft = _majority(seq.token_ids, index.matches(seq.token_ids), k)
         return [] if self.guard and self._is_suspect(seq.token_ids, draft) else draft
 
     def _is_suspect(self, tokens: List[int], draft: list[int]) -> bool:
@@ -98,14 +98,14 @@ class PromptLookup(Proposer):
 
 
 def _match_len(tokens: List[int], place: int, length: int) -> int:
-    """How many tokens before `place` equal the last ones; at least `length` do."""
+    """Return how many tokens before `place` equal the last tokens, up to a limit; at least `length` do."""
     while length < min(place, _LONGEST) and tokens[place - length - 1] == tokens[-length - 1]:
         length += 1
     return length
 
 
-def _agreed(tokens: List[int], places: list[int], k: int) -> list[int]:
-    """Up to k tokens behind `places`, each the choice of more than half of those that agree so far."""
+def _majority(tokens: List[int], places: list[int], k: int) -> list[int]:
+    """Return up to k tokens that follow `places`: each is what more than half of the places that agree so far have."""
     draft: list[int] = []
     while len(draft) < k:
         following = [tokens[place + len(draft)] for place in places if place + len(draft) < len(tokens)]

@@ -1,7 +1,7 @@
-"""Weights from disk to device: one tensor at a time, only this rank's part of it, every tensor accounted for.
+"""Load weights from disk to the device: one tensor at a time, only this rank's shard, with every tensor accounted for.
 
-`load_model` takes a folder of safetensors, a trainer's checkpoint, a GGUF file, a Hugging Face id, or nothing: then the
-small default model. No code that comes with a checkpoint runs; of pickles only a trainer's own index is read, as data.
+`load_model` takes a folder of safetensors, a trainer's checkpoint, a GGUF file, a Hugging Face id, or None for the
+small default model. No code from a checkpoint is ever run; the only pickle that is read is a trainer's index, as data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,21 +56,23 @@ def load_model(
     quantize: str | None = None,
     progress: bool = True,
 ) -> Model:
-    """A model with its weights on `device`, ready for inference.
+    """Load a model with its weights on `device`, ready for inference.
 
-    dtype: every weight is converted to it; default what config.json says (GGUF: fp32 on the CPU, else bf16).
-    tp: this rank's share of the weights is read and held.
-    max_length: the longest sequence to be served, default what the model is meant for; see `whorl.nn.Rope`.
-    unpack: quantised weights are held as their values in `dtype`; default on a CPU, where they fit into memory, and
-    of GGUF files elsewhere. It changes memory and speed, and no result.
+    path_or_id: as `resolve` takes it. dtype: every weight is converted to it; default: what config.json says (GGUF:
+    bf16), and fp32 on a CPU. tp: read only this rank's shard of the weights.
+    max_length: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
+    unpack: hold quantised weights as plain values in `dtype`; default: on a CPU if they fit into memory, and elsewhere
+    for GGUF files. It changes memory and speed, but no result.
     quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does.
+    Raises ValueError if the checkpoint cannot be read or does not fit its config.json.
+    Example: `load_model("Qwen/Qwen3-0.6B", device="cpu")`
     """
     device = numbered(torch.device(device or default_device()))
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
-        check_fit(model, checkpoint)  # before memory is taken for what config.json says
+        check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
         if unpack is None:
             unpack = _unpacks(model, device, is_gguf=checkpoint.packed is not None, num_ranks=(tp or ONE).size)
         if checkpoint.packed is not None and not unpack:
@@ -82,13 +84,13 @@ def load_model(
 
 
 def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: bool = True) -> Model:
-    """The layer of multi-token prediction of `target`, a model that was loaded from the same checkpoint."""
+    """Load the layer of multi-token prediction of `target`, a model that was loaded from the same checkpoint."""
     with open_checkpoint(resolve(path_or_id), device=_device(target)) as checkpoint:
         model = _prediction(target, checkpoint.config)
         if not any(name.startswith(model.only) for name in checkpoint.sources):
             raise ValueError(
-                f"{checkpoint.path}: config.json says num_nextn_predict_layers, and the files hold no {model.only}*: "
-                "the layer of multi-token prediction was left out of this checkpoint"
+                f"{checkpoint.path}: config.json has num_nextn_predict_layers, and the files hold no {model.only}*: "
+                "the layer of multi-token prediction is missing from this checkpoint"
             )
         check_fit(model, checkpoint)
         unpack = _unpacks(model, _device(target))
@@ -97,7 +99,7 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
 
 
 def random_prediction(target: Any, *, seed: int = 0) -> Model:
-    """The same with random weights."""
+    """Return the layer of multi-token prediction of `target` with random weights."""
     model = _allocated(_prediction(target, {}), _device(target))
     generator = torch.Generator(_device(target)).manual_seed(seed)
     for _, layer in weighted(model):
@@ -106,12 +108,12 @@ def random_prediction(target: Any, *, seed: int = 0) -> Model:
 
 
 def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
-    """On "meta"."""
-    found = formats.find(config)
+    """Return the layer of multi-token prediction on "meta"."""
+    weight_format = formats.find(config)
     with torch.device("meta"):
         model = target.prediction()
-        hold(model, found, target.dtype)
-    model.ignored = (*model.ignored, *found.ignored)
+        hold(model, weight_format, target.dtype)
+    model.ignored = (*model.ignored, *weight_format.ignored)
     return model.eval()
 
 
@@ -120,7 +122,7 @@ def _device(model: Any) -> torch.device:
 
 
 def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
-    """The checkpoint as it is, or with weights that are rounded when they are read."""
+    """Return the checkpoint, with weights that are quantised as they are read if `quantize` is set."""
     if quantize is None:
         return checkpoint
     if quantize not in formats.SCHEMES:
@@ -138,21 +140,26 @@ def build(
     tp: Ranks | None = None,
     max_length: int | None = None,
 ) -> Any:
-    """The model of a config.json, its weights allocated and not set."""
-    model_class, found = models.find(config), formats.find(config)
+    """Build the model of a config.json with weights that are allocated but not initialised.
+
+    Raises ValueError if the architecture is unknown or the sizes are impossible.
+    """
+    model_class, weight_format = models.find(config), formats.find(config)
     values = model_class.config_class.from_hf(config)
     try:
         with torch.device("meta"):
-            model = model_class(values, dtype=dtype, ranks=replace(tp or ONE, unit=found.unit), max_length=max_length)
-            hold(model, found, dtype)
-    except RuntimeError as error:  # of torch: products of sizes that no computer has
+            ranks = replace(tp or ONE, unit=weight_format.unit)
+            model = model_class(values, dtype=dtype, ranks=ranks, max_length=max_length)
+            hold(model, weight_format, dtype)
+    except RuntimeError as error:  # torch raises it for sizes that no computer can hold
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
-    model.ignored = (*model.ignored, *found.ignored)
+    model.ignored = (*model.ignored, *weight_format.ignored)
     return _allocated(model, torch.device(device)).eval()
 
 
 def _allocated(model: Any, device: torch.device) -> Any:
-    """As `to_empty`, which asks meta tensors for `empty_like`: that imports sympy, half a second of every start."""
+    """Allocate the weights on `device`. `to_empty` would call `empty_like` on meta tensors, which imports sympy and
+    takes half a second at every start."""
     if device.type == "meta":
         return model
     return model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
@@ -161,7 +168,7 @@ def _allocated(model: Any, device: torch.device) -> Any:
 def random_model(
     config: Mapping[str, Any], *, device: str | torch.device, dtype: torch.dtype, max_length: int | None = None
 ) -> Model:
-    """A model of the given shape with random weights: what speed is measured with where no checkpoint is at hand."""
+    """Return a model of this config with random weights, to measure speed without a checkpoint."""
     model = build(config, device=device, dtype=dtype, max_length=max_length)
     generator = torch.Generator(device).manual_seed(0)
     for _, layer in weighted(model):
@@ -169,22 +176,22 @@ def random_model(
     return model  # type: ignore[no-any-return]
 
 
-def _dtype(asked: torch.dtype | str | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    if asked is None and accelerator(device.type) is None:
-        asked = "float32"  # sums are in fp32, and a CPU would widen 16-bit weights anew in every product
-    if asked is None:
-        asked = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    name = str(asked).removeprefix("torch.")
+def _dtype(dtype: torch.dtype | str | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    if dtype is None and accelerator(device.type) is None:
+        dtype = "float32"  # products accumulate in fp32, so a CPU would convert 16-bit weights in every product
+    if dtype is None:
+        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"load_model: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def _unpacks(model: Any, device: torch.device, *, is_gguf: bool = False, num_ranks: int = 1) -> bool:
-    """Whether plain weights fit beside what the CPU's library makes of them for small products, which is as much.
-    Ranks on CPUs may all be on this machine.
+    """Return whether to unpack quantised weights: on a CPU if plain weights fit twice into memory, because the CPU's
+    library keeps a reordered copy for small products. All ranks on CPUs may be on this machine.
 
-    On accelerators GGUF's blocks are unpacked: there is no product of theirs.
+    On accelerators GGUF blocks are unpacked, because no kernel multiplies them.
     """
     if accelerator(device.type) is not None:
         return is_gguf
@@ -195,11 +202,11 @@ def _unpacks(model: Any, device: torch.device, *, is_gguf: bool = False, num_ran
 
 @contextmanager
 def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterator[Checkpoint]:
-    """`path` as `resolve` gives it. safetensors are read straight onto `device`."""
+    """Open a checkpoint; its tensors are read later. path: from `resolve`. device: where safetensors are read to."""
     if path.suffix == ".gguf":
         from .gguf import open_gguf
 
-        yield _counted(open_gguf(path))
+        yield _check_counts(open_gguf(path))
         return
     config = read_config(path)
     model_class = models.find(config)
@@ -210,16 +217,16 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
-        yield _counted(Checkpoint(path=path, config=config, sources=sources))
+        yield _check_counts(Checkpoint(path=path, config=config, sources=sources))
 
 
-def _counted(checkpoint: Checkpoint) -> Checkpoint:
-    """Layers and experts are at most as many as tensors: a model is not even laid out for more."""
-    config, most = checkpoint.config, len(checkpoint.sources)
+def _check_counts(checkpoint: Checkpoint) -> Checkpoint:
+    """Raise ValueError if config.json has more layers or experts than there are tensors, before a model is built."""
+    config, num_tensors = checkpoint.config, len(checkpoint.sources)
     parts = [part for part in (config, *map(config.get, ("text_config", "vision_config"))) if isinstance(part, dict)]
     for part in parts:
         for name in ("num_hidden_layers", "depth", "num_experts", "num_local_experts", "n_routed_experts"):
             value = part.get(name)
-            if isinstance(value, int) and value > most:
-                raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {most} tensors")
+            if isinstance(value, int) and value > num_tensors:
+                raise ValueError(f"{checkpoint.path}: {name} is {value}, and the files hold {num_tensors} tensors")
     return checkpoint

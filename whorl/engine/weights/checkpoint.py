@@ -1,4 +1,4 @@
-"""A checkpoint that has been opened and not been read: its configuration, and its tensors by name."""
+"""An open checkpoint: its configuration, and its tensors by name, which are read later."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from whorl.nn import Index
 from whorl.nn import weights as formats
 
 log = logging.getLogger(__name__)
-# Where config.json says nothing of quantisation: who writes such a file.
+# Files that describe the quantisation if config.json does not, and the method that writes them.
 _QUANTISATION_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -26,10 +26,10 @@ _QUANTISATION_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A tensor that has not been read yet. `read` gives its `index` part, in the dtype `gives`."""
+    """A tensor in a checkpoint. `read(index)` returns that part of it, in the dtype `gives`."""
 
     shape: tuple[int, ...]
-    dtype: str  # as the file has it, in the file's words
+    dtype: str  # in the file, by the file format's name
     gives: torch.dtype | None  # None: torch has no such dtype
     nbytes: int
     read: Callable[[Index], Tensor]
@@ -37,15 +37,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """config.json's values and the tensors by Hugging Face's names, in the order they lie on disk."""
+    """The values of config.json, and the tensors by Hugging Face's names, in their order on disk."""
 
     path: Path
     config: dict[str, Any]
     sources: dict[str, Source]
-    packed: Callable[[], "Checkpoint"] | None = None  # where sources unpack what they read: the same as it is stored
+    packed: Callable[[], "Checkpoint"] | None = None  # without unpacking, if sources unpack
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json with those of a quantisation file; ValueError if they cannot be used."""
     config = read_object(folder / "config.json")
     if "auto_map" in config:
         log.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", folder)
@@ -58,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Old quantisers, and some of today's, say in a file of their own what they have done."""
+    """Add the values of a separate quantisation file, which old quantisers and some present ones write."""
     if config.get("quantization_config") or config.get("compression_config"):
         return config
     for name, method in _QUANTISATION_FILES.items():
@@ -70,17 +71,18 @@ def _with_quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object."""
+    """Return the object in a JSON file; ValueError if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object with names and values, found {type(found).__name__}")
-    return found
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object with names and values, found {type(values).__name__}")
+    return values
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
+    """Return the first names, for a message."""
     names = list(names)
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

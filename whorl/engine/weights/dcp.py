@@ -1,7 +1,7 @@
-"""Checkpoints of a trainer as they lie: torch.distributed.checkpoint's files, of any number of ranks.
+"""Read a trainer's checkpoint directly: the files of torch.distributed.checkpoint, of any number of ranks.
 
-Its index, `.metadata`, is a pickle. Here it may name the classes of such an index and nothing else, and tensors are
-read as torch reads weights alone: no code of a checkpoint runs.
+The index, `.metadata`, is a pickle. Unpickling is restricted to the classes of such an index, and tensors are read with
+`weights_only`: no code from a checkpoint is run.
 """
 
 import io
@@ -21,8 +21,8 @@ from whorl.nn import Index
 from .checkpoint import Source, some
 
 METADATA = ".metadata"
-# What lies beside the model: the optimizer and how far training has come.
-_BESIDE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
+# Entries that are not weights: the optimizer and the progress of training.
+_NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
 _PARTS = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties"),
     *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -38,6 +38,8 @@ _CLASSES = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Loads only the classes that such an index has."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _CLASSES:
@@ -48,17 +50,17 @@ class _Unpickler(pickle.Unpickler):
 def _read_metadata(folder: Path) -> Any:
     try:
         with (folder / METADATA).open("rb") as file:
-            found = _Unpickler(file).load()
-        if not found.storage_data:
+            metadata = _Unpickler(file).load()
+        if not metadata.storage_data:
             raise ValueError("it names no data")
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{folder / METADATA}: not an index of torch.distributed.checkpoint: {error}") from error
-    return found
+    return metadata
 
 
 class _Pieces:
-    """The pieces that tensors were written in, each of one rank. The last one read is kept: experts are one tensor
-    there, and are read one by one."""
+    """The pieces of tensors as the ranks wrote them. The last piece read is cached, because all experts are one tensor
+    and are read one by one."""
 
     def __init__(self, folder: Path, metadata: Any) -> None:
         self._folder = folder
@@ -78,8 +80,8 @@ class _Pieces:
             path = self._folder / name
             size = path.stat().st_size if path.is_file() else None
             if size is None or size < length:
-                what = "is missing" if size is None else f"has {size} bytes, and {length} were written"
-                raise ValueError(f"{self._folder}: {name} {what}: the checkpoint is not whole")
+                problem = "is missing" if size is None else f"has {size} bytes, and {length} were written"
+                raise ValueError(f"{self._folder}: {name} {problem}: the checkpoint is incomplete")
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Tensor:
         place = self._places[name, offsets]
@@ -89,23 +91,23 @@ class _Pieces:
         return torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
     def part(self, name: str, entry: Any, index: Index) -> Tensor:
-        """A part of a tensor, put together of the pieces that have some of it."""
-        wanted = [range(*cut.indices(size)) for cut, size in zip(index, entry.size, strict=True)]
-        out, found = torch.empty([len(each) for each in wanted], dtype=entry.properties.dtype), 0
+        """Return a part of a tensor, assembled from the pieces that overlap it."""
+        spans = [range(*cut.indices(size)) for cut, size in zip(index, entry.size, strict=True)]
+        out, num_copied = torch.empty([len(span) for span in spans], dtype=entry.properties.dtype), 0
         for chunk in entry.chunks:
             ends = [first + size for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            both = [
-                (max(w.start, first), min(w.stop, end))
-                for w, first, end in zip(wanted, chunk.offsets, ends, strict=True)
+            overlap = [
+                (max(span.start, first), min(span.stop, end))
+                for span, first, end in zip(spans, chunk.offsets, ends, strict=True)
             ]
-            if all(first < end for first, end in both):
+            if all(first < end for first, end in overlap):
                 piece = self._load(name, tuple(chunk.offsets))
-                here = tuple(slice(f - o, e - o) for (f, e), o in zip(both, chunk.offsets, strict=True))
-                there = tuple(slice(f - w.start, e - w.start) for (f, e), w in zip(both, wanted, strict=True))
-                out[there] = piece[here]
-                found += out[there].numel()
-        if found != out.numel():
-            raise ValueError(f"{self._folder}: the pieces of {name} hold {found} of {out.numel()} numbers of it")
+                source = tuple(slice(f - o, e - o) for (f, e), o in zip(overlap, chunk.offsets, strict=True))
+                target = tuple(slice(f - s.start, e - s.start) for (f, e), s in zip(overlap, spans, strict=True))
+                out[target] = piece[source]
+                num_copied += out[target].numel()
+        if num_copied != out.numel():
+            raise ValueError(f"{self._folder}: the pieces of {name} hold {num_copied} of its {out.numel()} numbers")
         return out
 
 
@@ -118,27 +120,28 @@ def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[st
     pieces, known = _Pieces(folder, metadata), _patterns(names)
     sources: dict[str, Source] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "chunks") and not name.startswith(_BESIDE):
+        if hasattr(entry, "chunks") and not name.startswith(_NOT_WEIGHTS):
             sources |= dict(_sources(rename(name), entry, known, pieces, name))
     if not sources:
-        found = some(sorted({name.partition(".")[0] for name in metadata.state_dict_metadata}))
-        raise ValueError(f"{folder}: the checkpoint holds no weights, only {found}")
+        entries = some(sorted({name.partition(".")[0] for name in metadata.state_dict_metadata}))
+        raise ValueError(f"{folder}: the checkpoint holds no weights, only {entries}")
     return sources
 
 
 def _patterns(names: Mapping[str, str]) -> dict[str, list[tuple["re.Pattern[str]", str]]]:
-    """By the number of {}s that a name of training has fewer than Hugging Face's."""
-    found: dict[str, list[tuple[re.Pattern[str], str]]] = {"one": [], "stacked": []}
+    """Return patterns of the trainer's names: "stacked" if one tensor holds all experts, so that the name has one {}
+    less than Hugging Face's, else "one"."""
+    patterns: dict[str, list[tuple[re.Pattern[str], str]]] = {"one": [], "stacked": []}
     for theirs, ours in names.items():
         kind = "stacked" if theirs.count("{}") > ours.count("{}") else "one"
-        found[kind].append((re.compile(re.escape(ours).replace(r"\{\}", r"(\d+)")), theirs))
-    return found
+        patterns[kind].append((re.compile(re.escape(ours).replace(r"\{\}", r"(\d+)")), theirs))
+    return patterns
 
 
 def _sources(
     name: str, entry: Any, known: Mapping[str, Any], pieces: _Pieces, stored: str
 ) -> Iterator[tuple[str, Source]]:
-    """stored: its name in the files."""
+    """Yield the sources of an entry under Hugging Face's names. stored: its name in the files."""
     shape = tuple(entry.size)
     for pattern, theirs in known["stacked"]:
         if match := pattern.fullmatch(name):
@@ -149,7 +152,7 @@ def _sources(
         if match := pattern.fullmatch(name):
             yield theirs.format(*match.groups()), _source(stored, entry, pieces, shape, ())
             return
-    yield name, _source(stored, entry, pieces, shape, ())  # whoever fits it to the model says that it is unknown
+    yield name, _source(stored, entry, pieces, shape, ())  # `check_fit` reports the unknown name
 
 
 def _source(name: str, entry: Any, pieces: _Pieces, shape: tuple[int, ...], lead: tuple[int, ...]) -> Source:

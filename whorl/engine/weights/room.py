@@ -1,4 +1,4 @@
-"""How much memory a host has left for weights."""
+"""The host memory that is left for weights."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ _LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memor
 
 
 def free_memory() -> int | None:
-    """Bytes that may still be taken, by the system and by a container's limit; None: this system does not say."""
+    """Return the free bytes, by the system and by a container's limit; None if this system does not report them."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""Folders of safetensors: which files belong to a model, and the tensors in them."""
+"""Read folders of safetensors: the files that belong to a model, and the tensors in them."""
 
 import json
 import struct
@@ -24,6 +24,7 @@ _FIRST = "embed_tokens.weight"
 
 
 def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
+    """Open the files of a folder; return their tensors by name. ValueError if a file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     sources: dict[str, Source] = {}
@@ -32,13 +33,13 @@ def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> di
             file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
         except (SafetensorError, OSError) as error:
             cut = _truncated(path)
-            what = f"truncated, which cuts {some(cut)}" if cut else f"not a readable safetensors file: {error}"
-            raise ValueError(f"{path}: {what}") from error
+            problem = f"truncated, which cuts {some(cut)}" if cut else f"not a readable safetensors file: {error}"
+            raise ValueError(f"{path}: {problem}") from error
         for name in file.offset_keys():
             if name in sources:
-                raise ValueError(f"{path}: {name} is in another file of the checkpoint, too")
+                raise ValueError(f"{path}: {name} is also in another file of the checkpoint")
             sources[name] = _safetensor(file, name)
-    # What was saved without its head, as embedding models are, has names without the head's prefix.
+    # A model that was saved without its head, such as an embedding model, has names without the prefix.
     return {f"model.{name}": source for name, source in sources.items()} if _FIRST in sources else sources
 
 
@@ -55,7 +56,7 @@ def _safetensor(file: Any, name: str) -> Source:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The shards that the index names, or every safetensors file where there is no index."""
+    """Return the shards that the index names, or every safetensors file if there is no index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -65,9 +66,9 @@ def _files(folder: Path) -> list[Path]:
         if pickled:
             raise ValueError(
                 f"{folder}: only pickled weights found ({some(pickled)}). Reading a pickle can run any code, so they "
-                f"are refused: convert them to safetensors with save_pretrained of transformers"
+                f"are not read: convert them to safetensors with save_pretrained of transformers"
             )
-        raise ValueError(f"{folder}: no *.safetensors found beside config.json: the weights are missing")
+        raise ValueError(f"{folder}: no *.safetensors found next to config.json: the weights are missing")
     by_name = read_object(index).get("weight_map")
     if not isinstance(by_name, dict) or not by_name or not all(isinstance(file, str) for file in by_name.values()):
         raise ValueError(f"{index}: weight_map is {str(by_name)[:60]}, expected the file of each tensor by its name")
@@ -76,13 +77,13 @@ def _files(folder: Path) -> list[Path]:
         if Path(name).name != name:
             raise ValueError(f"{index}: {name!r} is not a file of this folder")
         if not (folder / name).exists():
-            lost = [tensor for tensor, file in by_name.items() if file == name]
-            raise ValueError(f"{folder}: {name} is missing, which holds {some(lost)}")
+            tensors = [tensor for tensor, file in by_name.items() if file == name]
+            raise ValueError(f"{folder}: {name} is missing, which holds {some(tensors)}")
     return [folder / name for name in names]
 
 
 def _truncated(path: Path) -> list[str]:
-    """Tensors that the header promises past the end of the file."""
+    """Return the tensors that lie past the end of the file by its header."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
