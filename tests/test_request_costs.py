@@ -159,10 +159,10 @@ def test_a_schema_whose_first_tokens_take_long_is_refused(monkeypatch: pytest.Mo
     tokenizer = byte_tokenizer()
     jobs = worker.Jobs(tokenizer, len(tokenizer))
     text = grammar.Grammars(tokenizer, len(tokenizer)).json_schema(WIDE)
-    jobs.prove(text.text, text.what)
+    jobs.prove(text.text, text.label)
     monkeypatch.setattr(worker, "_PROOF_SECONDS", 0.0)
     with pytest.raises(worker.Refused, match="takes too long to follow"):
-        jobs.prove(text.text, text.what)
+        jobs.prove(text.text, text.label)
 
 
 def test_a_grammar_decides_itself_when_the_text_ends(served: Served) -> None:

@@ -276,13 +276,13 @@ def test_a_template_file_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_named_parser_of_thinking_needs_its_token() -> None:
-    from whorl.serve.parsers import tells_thinking
+    from whorl.serve.parsers import separates_thinking
 
     tokenizer = byte_tokenizer()
-    assert tells_thinking("qwen3", tokenizer)
-    assert not tells_thinking("off", tokenizer)
+    assert separates_thinking("qwen3", tokenizer)
+    assert not separates_thinking("off", tokenizer)
     state = tokenizer.state()
     bare = Tokenizer.from_state(state | {"backend": state["backend"].replace("</think>", "</thonk>")})
-    assert not tells_thinking("auto", bare)
+    assert not separates_thinking("auto", bare)
     with pytest.raises(ValueError, match="needs a token </think>"):
-        tells_thinking("think", bare)
+        separates_thinking("think", bare)
