@@ -114,7 +114,7 @@ class Preparer:
         if self._media is not None:
             return await self._media.read(messages, self.max_model_len if max_tokens is None else max_tokens)
         for where, _ in media_parts(messages):
-            raise ApiError(400, f"{where}: this model takes text alone", param=where, code="text_only")
+            raise ApiError(400, f"{where}: this model takes text only", param=where, code="text_only")
         return []
 
     async def completion(self, request: CompletionRequest) -> Prepared:
