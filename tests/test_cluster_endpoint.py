@@ -85,7 +85,7 @@ def post(app: Any, path: str = CHAT, **options: Any) -> httpx.Response:
 def asked_for(**said: Any) -> ForwardedRequest:
     return ForwardedRequest(
         attempt_id="1",
-        request="1",
+        request_id="1",
         method="POST",
         path="/v1/completions",
         query=b"",
@@ -123,7 +123,7 @@ def test_a_request_of_which_nothing_went_out_is_asked_of_another(before: list[Me
     assert response.content == OPENING + TOKEN + b"data: [DONE]\n\n", "once"
     first, second = replicas.asked
     assert first.attempt_id != second.attempt_id
-    assert (first.body, first.request) == (second.body, second.request)
+    assert (first.body, first.request_id) == (second.body, second.request_id)
     assert (app.num_lost, app.num_retried) == (1, 1)
 
 

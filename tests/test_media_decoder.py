@@ -229,7 +229,7 @@ def test_a_process_that_crashes(decoder: Decoder) -> None:
 def test_closing_ends_the_processes() -> None:
     made = Processor(OPTIONS, LIMITS, num_processes=2)
     made.image(png())
-    with made._decoders.one() as first:
+    with made._decoders.acquire() as first:
         pid = first.pid
         made.image(png())
     made.close()

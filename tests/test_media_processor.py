@@ -278,7 +278,7 @@ def test_a_mark_too_many_or_too_few() -> None:
 
 def test_a_place_has_a_token_for_each_merged_patch(processor: Processor) -> None:
     item = processor.image(png(200, 100)).item()
-    assert Place.of(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
+    assert Place.for_item(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
     assert Place.from_json(json.loads(json.dumps(Place("video", 4, (0.5,)).to_json()))) == Place("video", 4, (0.5,))
 
 

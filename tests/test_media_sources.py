@@ -333,7 +333,7 @@ def test_a_port_that_is_named() -> None:
 )
 def test_urls_that_two_readers_would_read_differently(url: str) -> None:
     with pytest.raises(MediaError, match="URL is not taken"):
-        Target.of(url)
+        Target.parse(url)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Attachments:
             raise ValueError(f"{path}: {error}") from None
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        return Attachment(path.name, item, Place.of(item, processor.merge_size))
+        return Attachment(path.name, item, Place.for_item(item, processor.merge_size))
 
     def _pixels(self, processor: Processor, kind: str, path: Path) -> Pixels:
         most = processor.limits.max_bytes

@@ -178,7 +178,7 @@ class Preparer:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
 
         size = None if self._media is None else self._media.merge_size
-        places = None if size is None else [Place.of(item, size).to_json() for item in media]
+        places = None if size is None else [Place.for_item(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(
