@@ -363,9 +363,9 @@ def test_a_model_of_text(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (None, "neither preprocessor_config.json nor image_processor"),
-        ({"patch_size": None}, "says nothing of patch_size"),
-        ({"size": {}}, "says nothing of min_pixels, max_pixels"),
-        ({"patch_size": 14}, "patch_size in vision_config 16"),
+        ({"patch_size": None}, "patch_size is missing"),
+        ({"size": {}}, "min_pixels, max_pixels is missing"),
+        ({"patch_size": 14}, "expected 16, which is patch_size in vision_config"),
         ({"do_resize": False}, "do_resize is false"),
         ({"image_mean": [0.5]}, "expected three numbers"),
         ({"patch_size": "16"}, "expected a whole number"),

@@ -454,5 +454,5 @@ def test_tls_is_asked_for_the_name() -> None:
 
 def test_names_of_hosts() -> None:
     for bad in ("http://a.example", "a.example/", "*", "", "a b", "-a"):
-        with pytest.raises(ValueError, match="is no name of a host"):
+        with pytest.raises(ValueError, match="is not HOST or HOST:PORT"):
             HttpSource((bad,))

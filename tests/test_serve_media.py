@@ -284,7 +284,7 @@ def test_a_model_of_text_alone() -> None:
         response = ask(running, {"type": "text", "text": "hi"}, image(data_uri(png())))
         assert response.status_code == 400
         error = response.json()["error"]
-        assert (error["message"], error["code"]) == ("messages.0.content.1: this model takes text alone", "text_only")
+        assert (error["message"], error["code"]) == ("messages.0.content.1: this model takes text only", "text_only")
         body = json.dumps({"messages": [{"role": "user", "content": "<|image_pad|>"}]})
         assert running.http.post(CHAT, content=body, headers={"Content-Type": "application/json"}).status_code == 200
         large = {"messages": [{"role": "user", "content": [image("x" * (5 << 20))]}]}
@@ -329,7 +329,7 @@ def test_settings() -> None:
         ServerSettings(max_media_body=0)
     processor = Processor(OPTIONS, num_processes=1)
     with (
-        pytest.raises(ValueError, match="is no name of a host"),
+        pytest.raises(ValueError, match="is not HOST or HOST:PORT"),
         serving(told(), processor=processor, media_hosts=("http://a",)),
     ):
         pass

@@ -128,7 +128,7 @@ class ChatRequest(Sampling):
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names[:64]}")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: it is required, and there are no tools")
+            raise ValueError("tool_choice: required needs tools, and there are none")
         if self.forces_a_tool and _is_json(self.response_format):
             raise ValueError("response_format: JSON and a forced tool call exclude each other")
         if self.constraint is not None and (self.forces_a_tool or _is_json(self.response_format)):

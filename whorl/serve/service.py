@@ -160,8 +160,8 @@ class Service:
         """Return the name by which the answer calls the model; ApiError 404 for a name that it does not have."""
         names = self.settings.names
         if name is not None and name not in names:
-            has = ", ".join(names)
-            raise ApiError(404, f"the model {name!r} is not here. Has: {has}", param="model", code="model_not_found")
+            message = f"the model {name!r} is not served here. Served: {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return name or names[0]
 
     # ---- tokens
