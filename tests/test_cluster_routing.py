@@ -304,11 +304,11 @@ def test_the_entrypoint_of_the_example_is_a_command_of_ours(monkeypatch: pytest.
     assert program == "whorl"
     given: dict[str, Any] = {}
 
-    def prepare(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
+    def build_server(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
         given.update(more, model=model, engine=engine, options=options)
         return lambda: 0
 
-    monkeypatch.setattr(command, "prepare", prepare)
+    monkeypatch.setattr(command, "build_server", build_server)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     options, cluster = given["options"], job["spec"]["rayClusterSpec"]

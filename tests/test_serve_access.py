@@ -132,7 +132,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_of_keys(tmp_path: Path, text: str, says: str) -> None:
     (file := tmp_path / "keys").write_text(text)
     with pytest.raises(ValueError, match="--api-key-file") as caught:
-        openai.prepare("told", llm=told(), port=0, api_key_file=file)
+        openai.build_server("told", llm=told(), port=0, api_key_file=file)
     assert says in str(caught.value)
     assert "secret" not in str(caught.value)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -191,10 +191,10 @@ def test_tokens_of_a_conversation_with_a_picture(served: Served) -> None:
         (data_uri(b"\0" * 300_000), 413, "more than 200000 bytes"),
         (data_uri(b"not a picture"), 400, "it is not a PNG, JPEG or WebP picture"),
         (data_uri(png(1, 300)), 400, "one side is more than 200 times"),
-        (data_uri(encoded(drawn(9, 9), "GIF"), "image/gif"), 400, "image/gif; PNG, JPEG and WebP are taken"),
+        (data_uri(encoded(drawn(9, 9), "GIF"), "image/gif"), 400, "image/gif; PNG, JPEG and WebP are allowed"),
         ("http://169.254.169.254/latest", 400, "fetches nothing: send the file itself as a data: URI"),
         ("file:///etc/passwd", 400, "it is not in the folder"),
-        ("nonsense", 400, "its URL is not taken"),
+        ("nonsense", 400, "its URL is not allowed"),
     ],
 )
 def test_what_is_refused(served: Served, url: str, status: int, says: str) -> None:

@@ -197,7 +197,7 @@ def refused(response: httpx.Response, status: int, kind: str, says: str) -> None
         ({"max_tokens": 5000}, "5000 more are asked for"),
         ({"topp": 1}, "topp: is not a parameter that this server knows"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last is the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages.0.content.0: a block's type is",
@@ -224,7 +224,7 @@ def test_errors_of_every_kind_have_anthropics_shape(served: Served) -> None:
     refused(served.http.get(MESSAGES), 405, "invalid_request_error", "this address takes POST")
     refused(served.http.post(MESSAGES, content=b"{"), 415, "invalid_request_error", "Content-Type")
     large = body("x" * (5 << 20))
-    refused(served.http.post(MESSAGES, json=large), 413, "request_too_large", "up to 4194304 are taken")
+    refused(served.http.post(MESSAGES, json=large), 413, "request_too_large", "up to 4194304 are allowed")
     refused(served.http.post(f"{MESSAGES}/batches", json={}), 404, "not_found_error", "no such address")
     assert "error" in served.http.post("/v1/completions", json={}).json()  # the others keep theirs
     assert "type" not in served.http.post("/v1/completions", json={}).json()

@@ -224,7 +224,7 @@ def test_the_client_parses(client: openai.OpenAI) -> None:
 
 
 def test_the_client_meets_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="not here"):
+    with pytest.raises(openai.NotFoundError, match="not served here"):
         client.responses.create(model="gpt-9", input="hi")
     with pytest.raises(openai.BadRequestError, match="keeps no responses"):
         client.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")

@@ -72,7 +72,7 @@ class Options:
             raise ValueError("--image and --video go with one prompt, not with --prompts")
 
 
-def prepare(options: Options) -> Callable[[], int]:
+def build_session(options: Options) -> Callable[[], int]:
     """Load the model, queue the prompt, and return a function that generates and returns the exit code.
 
     The exit code is 0, 1 when a prompt got no answer, or 130 after Ctrl-C. Raises ValueError for options and inputs

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("whorl.serve")
 
 
-def prepare(
+def build_server(
     model: str | Path | None,
     engine: EngineSettings,
     options: ClusterOptions,
@@ -44,7 +44,7 @@ def prepare(
 ) -> Callable[[], int]:
     """Check the options and return a function that serves replicas and returns the exit code.
 
-    Arguments: as `openai.prepare`. make: builds the application of one replica; None: that of `model`. Raises
+    Arguments: as `openai.build_server`. make: builds the application of one replica; None: that of `model`. Raises
     ValueError for options that cannot be honoured.
     """
     need_ray()

@@ -20,7 +20,7 @@ _SENTENCES: dict[str, tuple[str, Kind]] = {
     "ratio": ("it has {} x {} pixels: one side is more than {} times the other", "invalid"),
     "few_frames": ("the video has {} frame; at least {} are needed", "invalid"),
     "sizes_differ": ("the frames of the video differ in size", "invalid"),
-    "pixels": ("it declares {} x {} pixels; up to {} are taken", "too_large"),
+    "pixels": ("it declares {} x {} pixels; up to {} are allowed", "too_large"),
     "frames": ("it has more than {} frames", "too_large"),
     "memory": ("decoding it takes more memory than is allowed", "too_costly"),
 }

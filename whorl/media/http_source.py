@@ -49,7 +49,7 @@ class Target:
         match = _URL.fullmatch(url) if len(url) <= _MAX_URL else None
         port = 0 if match is None else int(match["port"] or _PORTS[match["scheme"].lower()])
         if match is None or "\\" in url or not 0 < port < 65536:
-            raise MediaError("its URL is not taken: expected http(s)://HOST/PATH in ASCII, without a user name")
+            raise MediaError("its URL is not allowed: expected http(s)://HOST/PATH in ASCII, without a user name")
         scheme, host = match["scheme"].lower(), match["host"].lower().removesuffix(".")
         path = (match["path"] or "/").partition("#")[0]
         return cls(scheme, host, port, path if path.startswith("/") else f"/{path}")

@@ -70,7 +70,7 @@ class Processor:
         """Decode a video that is a list of pictures. fps: their rate; None: they are sampled at the model's rate."""
         options = self._video_options()
         if len(parts) > self.limits.max_frames:
-            raise MediaError(f"it has {len(parts)} frames; up to {self.limits.max_frames} are taken", "too_large")
+            raise MediaError(f"it has {len(parts)} frames; up to {self.limits.max_frames} are allowed", "too_large")
         if fps is not None and not 0 < fps <= 1e6:
             raise MediaError(f"the video's fps is {fps:g}, expected more than 0")
         self._check_bytes(*parts)
@@ -87,7 +87,7 @@ class Processor:
         if not parts or not all(parts):
             raise MediaError("it is empty")
         if size > self.limits.max_bytes:
-            raise MediaError(f"it has {size} bytes; up to {self.limits.max_bytes} are taken", "too_large")
+            raise MediaError(f"it has {size} bytes; up to {self.limits.max_bytes} are allowed", "too_large")
 
     def _image_options(self, is_low: bool) -> ImageOptions:
         options = self.options.image

@@ -70,7 +70,7 @@ class Sources:
             return Source((self._http.fetch(url, max_bytes=self._limits.max_bytes, deadline=until),))
         if scheme == "file":
             return Source((self._from_file(url),))
-        raise MediaError("its URL is not taken: expected data:, or http(s) or file: where this server allows them")
+        raise MediaError("its URL is not allowed: expected data:, or http(s) or file: where this server allows them")
 
     def _from_file(self, url: str) -> bytes:
         if self._folder is None:
@@ -94,7 +94,7 @@ def _path(url: str) -> tuple[str, ...]:
     path = path.removeprefix("//localhost") if path.startswith("//localhost/") else path.removeprefix("//")
     parts = tuple(path.split("/")[1:])
     if not path.startswith("/") or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise MediaError("its URL is not taken: expected file:///FOLDER/NAME")
+        raise MediaError("its URL is not allowed: expected file:///FOLDER/NAME")
     return parts
 
 
@@ -141,11 +141,11 @@ def _from_data(url: str, kind: str, limits: Limits) -> Source:
     comma = url.find(",", 0, _MAX_HEAD)
     match = _DATA.fullmatch(url[:comma]) if comma > 0 else None
     if match is None or match["base64"] is None:
-        raise MediaError("its data: URI is not taken: expected data:image/png;base64, and the bytes")
+        raise MediaError("its data: URI is not allowed: expected data:image/png;base64, and the bytes")
     media_type = (match["kind"] or "text/plain").lower()
     is_frames = kind == "video" and media_type in _FRAME_KINDS
     if not is_frames and media_type not in (_IMAGES if kind == "image" else _VIDEOS):
-        raise MediaError(f"it is {media_type}; {_ALLOWED[kind]} are taken")
+        raise MediaError(f"it is {media_type}; {_ALLOWED[kind]} are allowed")
     if (len(url) - comma) // 4 * 3 > limits.max_bytes + limits.max_frames:
         raise MediaError(f"it has more than {limits.max_bytes} bytes", "too_large")
     if is_frames:

@@ -242,7 +242,7 @@ class Cors(CORSMiddleware):
 
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise ApiError(413, f"the body has {size} bytes; up to {limit} are taken", code="body_too_large")
+        raise ApiError(413, f"the body has {size} bytes; up to {limit} are allowed", code="body_too_large")
 
 
 def _is_stream(start: Message) -> bool:

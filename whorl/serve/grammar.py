@@ -95,7 +95,7 @@ class Grammars:
 
 
 def _too_long(size: int, label: str, param: str) -> ApiError:
-    return ApiError(400, f"{label} has {size} characters; up to {MAX_GRAMMAR} are taken", param=param)
+    return ApiError(400, f"{label} has {size} characters; up to {MAX_GRAMMAR} are allowed", param=param)
 
 
 def _refusal(grammar: Grammar, worker: "Worker") -> ApiError | None:

@@ -65,22 +65,22 @@ class MediaIntake:
             return []
         if len(parts) > self._limits.max_items:
             most = self._limits.max_items
-            raise ApiError(400, f"{len(parts)} pictures and videos in one request; up to {most} are taken")
+            raise ApiError(400, f"{len(parts)} pictures and videos in one request; up to {most} are allowed")
         if self._num_requests >= self._max_queue:
             raise QueueFull(f"the pictures of {self._num_requests} requests are being read already")
         self._num_requests += 1
         try:
-            return await self._all(parts, _Room(max_tokens), time.monotonic() + self._limits.fetch_seconds)
+            return await self._all(parts, _TokenBudget(max_tokens), time.monotonic() + self._limits.fetch_seconds)
         finally:
             self._num_requests -= 1
 
     async def _all(
-        self, parts: Sequence[tuple[str, ImagePart | VideoPart]], room: "_Room", deadline: float
+        self, parts: Sequence[tuple[str, ImagePart | VideoPart]], budget: "_TokenBudget", deadline: float
     ) -> list[MediaItem]:
         """Read several at once; the first one that is refused cancels those that have not begun."""
 
         def reader(where: str, part: ImagePart | VideoPart) -> Callable[[], MediaItem]:
-            return lambda: self._item(where, part, room, deadline)
+            return lambda: self._item(where, part, budget, deadline)
 
         tasks = [asyncio.ensure_future(self._on_thread(reader(where, part))) for where, part in parts]
         try:
@@ -96,10 +96,10 @@ class MediaIntake:
             raise EngineError("the server is shutting down") from None
         return await asyncio.wrap_future(future)
 
-    def _item(self, where: str, part: ImagePart | VideoPart, room: "_Room", deadline: float) -> MediaItem:
+    def _item(self, where: str, part: ImagePart | VideoPart, budget: "_TokenBudget", deadline: float) -> MediaItem:
         try:
             pixels = self._pixels(part, deadline)
-            room.take(pixels.num_tokens)
+            budget.take(pixels.num_tokens)
             return pixels.item()
         except MediaError as error:
             status, code = _STATUS.get(error.kind, 400), _CODES[error.kind]
@@ -117,7 +117,7 @@ class MediaIntake:
         return self._processor.video(source.parts[0])
 
 
-class _Room:
+class _TokenBudget:
     """Counts the tokens of one request's pictures and videos, so that those that do not fit are not patched."""
 
     def __init__(self, max_tokens: int) -> None:

@@ -111,7 +111,7 @@ def _has_few_blocks(messages: Any) -> Any:
         inner = [message.get("content") for message in messages if isinstance(message, dict)]
         count = len(messages) + sum(len(blocks) for blocks in inner if isinstance(blocks, list))
         if count > MAX_PARTS:
-            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are taken")
+            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are allowed")
     return messages
 
 

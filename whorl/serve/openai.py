@@ -115,7 +115,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     return app
 
 
-def prepare(
+def build_server(
     model: str | Path | None = None,
     engine: EngineSettings | None = None,
     *,
@@ -142,7 +142,7 @@ def prepare(
     None: off. chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`. report:
     print the report of sequence parallelism to stderr. settings: fields of `ServerSettings`.
 
-    Example: `exit_code = prepare("Qwen/Qwen3-0.6B", port=8000, api_key="secret")()`.
+    Example: `exit_code = build_server("Qwen/Qwen3-0.6B", port=8000, api_key="secret")()`.
     """
     chosen = settings_for(
         model,
@@ -175,7 +175,7 @@ def settings_for(
     api_key_file: str | Path | None = None,
     **settings: Any,
 ) -> ServerSettings:
-    """Build `ServerSettings` from the arguments of `prepare`, reading the files that they name."""
+    """Build `ServerSettings` from the arguments of `build_server`, reading the files that they name."""
     need_extra()
     from .hosts import hosts_for
     from .key_limits import read_keys
@@ -221,8 +221,8 @@ def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptio
 
 
 def run(model: str | Path | None = None, engine: EngineSettings | None = None, **options: Any) -> int:
-    """Load the model and serve it until SIGTERM or Ctrl-C; returns the exit code. Arguments: as `prepare`."""
-    return prepare(model, engine, **options)()
+    """Load the model and serve it until SIGTERM or Ctrl-C; returns the exit code. Arguments: as `build_server`."""
+    return build_server(model, engine, **options)()
 
 
 def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> int:

@@ -79,7 +79,7 @@ class ServeOptions:
     )
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `openai.prepare`."""
+        """Return the arguments of `openai.build_server`."""
         return {
             "host": self.host,
             "port": self.port,

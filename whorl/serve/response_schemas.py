@@ -113,7 +113,7 @@ def _has_few_parts(items: Any) -> Any:
         inner = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output")]
         count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
         if count > MAX_PARTS:
-            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are taken")
+            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are allowed")
     return items
 
 

@@ -24,7 +24,7 @@ def at_most(count: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"has {len(value)} entries; up to {count} are taken")
+            raise ValueError(f"has {len(value)} entries; up to {count} are allowed")
         return value
 
     return BeforeValidator(check)
@@ -199,7 +199,7 @@ def _has_few_parts(messages: Any) -> Any:
     inner = [message.get(name) for message in outer if isinstance(message, dict) for name in ("content", "tool_calls")]
     count = len(outer) + sum(len(parts) for parts in inner if isinstance(parts, list))
     if count > MAX_PARTS:
-        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are taken")
+        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are allowed")
     return messages
 
 

@@ -108,7 +108,7 @@ class Jobs:
                 raise Refused(f"the text has {size} bytes; {max_tokens} tokens hold up to {max_bytes}", "length")
             ids = self._tokenizer.encode(text, add_special=add_special)
             if len(ids) > max_tokens:
-                raise Refused(f"the text has {len(ids)} tokens; up to {max_tokens} are taken", "length")
+                raise Refused(f"the text has {len(ids)} tokens; up to {max_tokens} are allowed", "length")
             encoded.append(ids)
         return encoded
 
