@@ -176,7 +176,7 @@ def test_logprobs(served: Served) -> None:
         ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text.format: type json_schema and a field"),
         ({"input": "hi", "topp": 1}, "topp: is not a parameter that this server knows"),
         ({"input": "hi", "max_output_tokens": 5000}, "5000 more are asked for"),
-        ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input: pictures are allowed only in messages of the user"),
+        ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input: pictures are allowed only in messages"),
         ({"input": [{"role": "user", "content": [PICTURE]}]}, "text only"),
         ({"input": [{"role": "user", "content": "x"}] * 20000}, "has 20000 items and parts"),
         ({}, "input: Field required"),
