@@ -76,10 +76,12 @@ class Preparer:
         max_tokens = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
         items = await self.media(request.messages)
-        rendered = await self._rendered(request, items)
+        rendered = await self._render_request(request, items)
         prompt, is_thinking = rendered["ids"], self._has_think and rendered["is_thinking"]
         self._check_length(prompt, max_tokens)
-        allow = await self._allow(request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking)
+        allow = await self._compile_grammar(
+            request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking
+        )
         return Prepared(
             prompts=[prompt],
             params=replace(params, allow=allow),
@@ -93,9 +95,9 @@ class Preparer:
     async def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a conversation, even if that is more than the model's context."""
         items = await self.media(request.messages, max_tokens=MAX_IDS)
-        return len((await self._rendered(request, items, max_tokens=MAX_IDS))["ids"])
+        return len((await self._render_request(request, items, max_tokens=MAX_IDS))["ids"])
 
-    async def _rendered(
+    async def _render_request(
         self, request: ChatRequest, items: Sequence[MediaItem], max_tokens: int | None = None
     ) -> dict[str, Any]:
         variables = dict(request.chat_template_kwargs or {})
@@ -126,7 +128,9 @@ class Preparer:
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
-        allow = await self._allow(request, lambda worker: self._format_grammar(request, worker), is_thinking=False)
+        allow = await self._compile_grammar(
+            request, lambda worker: self._format_grammar(request, worker), is_thinking=False
+        )
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
 
     def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
@@ -254,7 +258,7 @@ class Preparer:
         schema = response_format.json_schema.schema_ if response_format.json_schema else None
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
-    async def _allow(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
+    async def _compile_grammar(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
         """Compile the grammar that the request's answer must follow; None when there is none.
 
         make: builds the grammar of a request that has one.
