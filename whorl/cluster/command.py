@@ -51,7 +51,7 @@ def build_server(
     chosen = openai.settings_for(model, host=host, **settings)
     check_address(host, port)
     inner = replica_settings(chosen)
-    load = make or functools.partial(openai.loaded, model, engine, drafting or DraftOptions())
+    load = make or functools.partial(openai.load_app, model, engine, drafting or DraftOptions())
     cluster = RayCluster(functools.partial(load, inner), engine=engine, options=options, settings=chosen)
     return lambda: _serve(cluster, chosen, options, host, port)
 

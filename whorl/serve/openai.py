@@ -155,7 +155,7 @@ def build_server(
     )
     check_address(host, port)  # before minutes of loading
     if llm is None:
-        app = loaded(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
+        app = load_app(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
     else:
         app = create_app(llm, chosen, processor)
     if report:
@@ -189,7 +189,7 @@ def settings_for(
     )
 
 
-def loaded(
+def load_app(
     model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: ServerSettings
 ) -> "FastAPI":
     """Load the model and build the application that serves it."""
