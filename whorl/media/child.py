@@ -87,8 +87,8 @@ def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8
 def run_job(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], Any]:
     """Run a job; returns the JSON of the answer and the pixels. `detail` is for the log, not for the client."""
     try:
-        values, about = decode(job, parts)
-        return about | {"shape": values.shape[:3]}, np.ascontiguousarray(values).data.cast("B")
+        values, result = decode(job, parts)
+        return result | {"shape": values.shape[:3]}, np.ascontiguousarray(values).data.cast("B")
     except DecodeError as error:
         return {"code": error.code, "numbers": error.numbers, "detail": error.detail}, b""
     except MemoryError:

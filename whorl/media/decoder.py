@@ -71,8 +71,8 @@ class Decoder:
     def video(self, data: bytes, options: VideoOptions) -> tuple[NDArray[np.uint8], list[int], float]:
         """Decode a video file; returns the sampled frames [F, H, W, 3], their indices, and the video's fps."""
         need_av()
-        values, about = self._ask("video", [data], options, options.frames)
-        indices, fps = about.get("indices"), about.get("fps")
+        values, result = self._ask("video", [data], options, options.frames)
+        indices, fps = result.get("indices"), result.get("fps")
         is_list = isinstance(indices, list) and all(isinstance(i, int) and i >= 0 for i in indices)
         if not is_list or not indices or not isinstance(fps, float) or not 0 < fps < math.inf:
             raise DecodeError("broken")
@@ -90,26 +90,26 @@ class Decoder:
         try:
             with _killed_after(process, WALL * limits.decode_seconds) as was_killed:
                 write(process.stdin, job, *parts)
-                about = read(process.stdout)
-                if "shape" not in about:
-                    raise self._refusal(about)
-                shape = _shape(about["shape"], sizes)
+                result = read(process.stdout)
+                if "shape" not in result:
+                    raise self._refusal(result)
+                shape = _shape(result["shape"], sizes)
                 data = read_exactly(process.stdout, math.prod(shape) * 3)
         except (EOFError, OSError, UnicodeError, ValueError) as error:
             if isinstance(error, MediaError):
                 raise
             self.end()
             raise self._death(process.returncode, is_late=was_killed.is_set()) from error
-        return np.frombuffer(data, np.uint8).reshape(*shape, 3), about
+        return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
 
-    def _refusal(self, about: dict[str, Any]) -> MediaError:
-        code = about.get("code")
+    def _refusal(self, result: dict[str, Any]) -> MediaError:
+        code = result.get("code")
         if code == "memory":  # after a failed allocation the process may be in a bad state
             self.end()
-        if about.get("detail"):
-            _LOG.warning("not decoded (%s): %s", ascii(code), ascii(str(about["detail"]))[:300])
+        if result.get("detail"):
+            _LOG.warning("not decoded (%s): %s", ascii(code), ascii(str(result["detail"]))[:300])
         try:
-            return DecodeError(str(code), *(int(number) for number in about["numbers"]))
+            return DecodeError(str(code), *(int(number) for number in result["numbers"]))
         except (KeyError, IndexError, TypeError, ValueError):  # the code or its numbers are not ours
             self.end()
             return DecodeError("broken")

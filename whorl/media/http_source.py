@@ -125,17 +125,17 @@ class HttpSource:
     @contextlib.contextmanager
     def _connection(self, target: Target, address: str, deadline: float) -> Iterator[http.client.HTTPConnection]:
         """Connect; a timer shuts the connection down at the deadline, as a timeout limits only each single read."""
-        with self._connect(address, target.port, _left(deadline)) as raw, raw.dup() as handle:
+        with self._connect(address, target.port, _seconds_left(deadline)) as raw, raw.dup() as handle:
             # The timer needs its own handle, as wrapping in TLS takes over that of `raw`.
-            timer = threading.Timer(_left(deadline), _shut, (handle,))
+            timer = threading.Timer(_seconds_left(deadline), _shut, (handle,))
             timer.daemon = True
             timer.start()
             connection = http.client.HTTPConnection(target.host, target.port)
             try:
-                raw.settimeout(_left(deadline))
+                raw.settimeout(_seconds_left(deadline))
                 connection.sock = self._wrap_tls(raw, target)
                 yield connection
-                _left(deadline)  # a connection that was shut down may look like the end of the body
+                _seconds_left(deadline)  # a connection that was shut down may look like the end of the body
             finally:
                 timer.cancel()
                 connection.close()
@@ -147,7 +147,7 @@ class HttpSource:
         return context.wrap_socket(raw, server_hostname=target.host)
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     """Return the seconds until the deadline; raise TimeoutError when it has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:

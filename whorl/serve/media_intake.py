@@ -70,11 +70,11 @@ class MediaIntake:
             raise QueueFull(f"the pictures of {self._num_requests} requests are being read already")
         self._num_requests += 1
         try:
-            return await self._all(parts, _TokenBudget(max_tokens), time.monotonic() + self._limits.fetch_seconds)
+            return await self._read_all(parts, _TokenBudget(max_tokens), time.monotonic() + self._limits.fetch_seconds)
         finally:
             self._num_requests -= 1
 
-    async def _all(
+    async def _read_all(
         self, parts: Sequence[tuple[str, ImagePart | VideoPart]], budget: "_TokenBudget", deadline: float
     ) -> list[MediaItem]:
         """Read several at once; the first one that is refused cancels those that have not begun."""

@@ -64,7 +64,7 @@ class Metrics:
             metric = kind(f"whorl:{name}", text, ["model_name"], registry=self._registry, **options)
             return metric.labels(model)
 
-        self._seconds = {name: labelled(Histogram, name, text, buckets=to) for name, text, to in _HISTOGRAMS}
+        self._seconds = {name: labelled(Histogram, name, text, buckets=buckets) for name, text, buckets in _HISTOGRAMS}
         self._prompt_tokens = labelled(Counter, "prompt_tokens", "Prompt tokens of sequences that began.")
         self._tokens = labelled(Counter, "generation_tokens", "Tokens generated.")
         names = ["model_name", "finished_reason"]
@@ -92,11 +92,11 @@ class Metrics:
 
     # ---- on the engine's thread
 
-    def admitted(self, seq: Sequence, at: float) -> None:
-        """Record that the step that began at `at` is the first one with this sequence."""
-        self._admitted[seq] = at
+    def admitted(self, seq: Sequence, step_start: float) -> None:
+        """Record that the step that began at `step_start` is the first one with this sequence."""
+        self._admitted[seq] = step_start
         self._prompt_tokens.inc(seq.prompt_len)
-        self._observe("request_queue_time_seconds", at - seq.timings.added)
+        self._observe("request_queue_time_seconds", step_start - seq.timings.added)
 
     def progressed(self, seq: Sequence, num_tokens: int) -> None:
         """Record that a step added tokens to a sequence."""

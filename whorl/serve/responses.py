@@ -223,14 +223,14 @@ class ResponsesReply(TurnReply):
     def _item(self, section: Section) -> dict[str, Any]:
         is_truncated = section.is_closed and self.finish_reason == "length"
         status = "in_progress" if not section.is_closed else "incomplete" if is_truncated else "completed"
-        about = {"id": self._id(section), "status": status}
+        common = {"id": self._id(section), "status": status}
         if section.kind is Kind.CALL:
             call = {"type": "function_call", "call_id": section.call_id, "name": section.name}
-            return about | call | {"arguments": section.text}
+            return common | call | {"arguments": section.text}
         parts = [_section_part(section)] if section.is_closed else []
         if section.kind is Kind.REASONING:
-            return about | {"type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
-        return about | {"type": "message", "role": "assistant", "content": parts}
+            return common | {"type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
+        return common | {"type": "message", "role": "assistant", "content": parts}
 
     def _response(self, status: str) -> dict[str, Any]:
         is_over, request, params = status != "in_progress", self._request, self.prepared.params

@@ -211,8 +211,8 @@ class Service:
         return self._card(self.model_name(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
-        return about | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
+        fields = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
+        return fields | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
 
     async def health(self) -> Response:
         """Return 200 while the engine serves; 503 with the progress of the warm-up before that."""

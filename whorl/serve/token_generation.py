@@ -96,7 +96,7 @@ class TokensReply(Reply):
         async for output in self.job.outputs(deadline):
             self.collect(output)
         choices = [self.choice(index) for index in range(len(self.job.sequences))]
-        return {**self._about(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
+        return {**self._header(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -120,9 +120,9 @@ class TokensReply(Reply):
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = super()._chunk(choices)
-        return {**self._about(), "choices": choices} | {n: chunk[n] for n in ("usage",) if n in chunk}
+        return {**self._header(), "choices": choices} | {n: chunk[n] for n in ("usage",) if n in chunk}
 
-    def _about(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         return {"request_id": self._request_id, "model": self._head["model"]}
 
     def _prompt(self) -> list[Any] | None:

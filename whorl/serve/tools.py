@@ -69,11 +69,11 @@ def _json(schema: Any) -> str:
 
 
 def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
-    more = f" ({quoted(form.between)} call)*" if has_more else ""
+    repetition = f" ({quoted(form.between)} call)*" if has_more else ""
     end = quoted(f"\n{form.end}") if form.end else ""
     bodies = [f"body{number}: {_json(_call_schema(tool, form.arguments))}" for number, tool in enumerate(tools)]
     body = " | ".join(f"body{number}" for number in range(len(tools)))
-    return "\n".join([f"start: call{more}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
+    return "\n".join([f"start: call{repetition}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
 
 
 def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
@@ -97,12 +97,12 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
 def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
     calls = " | ".join(f"call{number}" for number in range(len(tools)))
     begin, end = quoted(f"{form.open}\n"), quoted(f"\n{form.close}")
-    many = 'call ("\\n" call)*' if has_more else "call"
+    calls_rule = 'call ("\\n" call)*' if has_more else "call"
     if form.is_alone:
-        more = ' ("\\n" block)*' if has_more else ""
-        start = f"block{more}\nblock: {begin} call {end}"
+        repetition = ' ("\\n" block)*' if has_more else ""
+        start = f"block{repetition}\nblock: {begin} call {end}"
     else:
-        start = f"{begin} {many} {end}"
+        start = f"{begin} {calls_rule} {end}"
     lines = [f"start: {quoted(form.before)} {start}", f"call: {calls}"]
     for number, tool in enumerate(tools):
         lines += _Call(form, number, tool, quoted).rules()

@@ -98,10 +98,10 @@ class TurnReply(ParsedReply):
     def _add(self, text: str) -> Iterator[Event]:
         section = self.sections[-1]
         logprobs = self.take_logprobs(0)
-        new = logprobs["content"] if logprobs is not None and section.kind is Kind.TEXT else []
-        section.logprobs += new
+        new_logprobs = logprobs["content"] if logprobs is not None and section.kind is Kind.TEXT else []
+        section.logprobs += new_logprobs
         section.text += text
-        yield from self.text_events(section, text, new)
+        yield from self.text_events(section, text, new_logprobs)
 
     def _close(self) -> Iterator[Event]:
         if self.sections and not self.sections[-1].is_closed:

@@ -20,9 +20,9 @@ def validation_error(errors: Any, body: Any) -> ApiError:
     chosen = max(candidates, key=lambda i: len(places[i]))
     place, error = places[chosen], errors[chosen]
     other_places = {other for other in places if other != place[: len(other)]}
-    more = f" (and {len(other_places)} more)" if other_places else ""
+    remark = f" (and {len(other_places)} more)" if other_places else ""
     param = ".".join(step[:100] for step in place) or None
-    return ApiError(400, f"{param}: {_message(error)}{more}" if param else f"{_message(error)}{more}", param=param)
+    return ApiError(400, f"{param}: {_message(error)}{remark}" if param else f"{_message(error)}{remark}", param=param)
 
 
 def _place(error: Any, body: Any) -> tuple[str, ...]:

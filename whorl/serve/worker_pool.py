@@ -98,8 +98,8 @@ class Worker:
             return EngineError("the server is shutting down")
         if code == -signal.SIGXCPU:
             return ApiError(400, f"it takes longer than {self._setup['seconds']:g} seconds", code="too_costly")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return ApiError(400, f"{OVER_MEMORY}, or it crashed ({how})", code="too_costly")
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return ApiError(400, f"{OVER_MEMORY}, or it crashed ({cause})", code="too_costly")
 
 
 def _start() -> "subprocess.Popen[bytes]":
