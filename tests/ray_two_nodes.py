@@ -5,7 +5,7 @@ import sys
 import ray_told
 from ray.cluster_utils import Cluster
 
-from whorl.cluster.command import prepare
+from whorl.cluster.command import build_server
 from whorl.cluster.options import ClusterOptions
 from whorl.engine.settings import EngineSettings
 
@@ -16,7 +16,9 @@ def main(port: int) -> int:
     cluster.add_node(num_cpus=1)
     options = ClusterOptions(on="ray", replicas=2, ray_address=cluster.address)
     try:
-        return prepare("told", EngineSettings(device="cpu"), options, port=port, timeout=120.0, make=ray_told.make)()
+        return build_server(
+            "told", EngineSettings(device="cpu"), options, port=port, timeout=120.0, make=ray_told.make
+        )()
     finally:
         cluster.shutdown()
 

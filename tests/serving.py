@@ -197,7 +197,7 @@ def prepared(model: str | Path, engine: EngineSettings, **options: Any) -> Itera
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "_serve", lambda app, *rest: made.append(app) or 0)
-        assert openai.prepare(model, engine, port=0, **options)() == 0
+        assert openai.build_server(model, engine, port=0, **options)() == 0
     (app,) = made
     llm = app.state.service.engine.llm
     with listening(llm, app) as served:

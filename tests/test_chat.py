@@ -78,7 +78,7 @@ def test_save(tmp_path: Path) -> None:
     assert [(m["role"], m["content"]) for m in found] == messages
     assert (tmp_path / "a.txt").read_text(encoding="utf-8").startswith("system:\nBe kind.\n\nuser:\nWhere?\n\nassist")
     assert "whorl: /save: expected a file name" in shown
-    assert "a.txt: is there already; choose another name" in shown, "a file is never written over"
+    assert "a.txt: the file exists already; choose another name" in shown, "a file is never written over"
     assert "none/a.txt: No such file or directory" in shown
 
 

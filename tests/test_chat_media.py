@@ -132,7 +132,7 @@ def test_generate_takes_pictures(files: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("-p hi --image {0}/0.png", "--image and --video are written by the chat template: add --chat"),
+        ("-p hi --image {0}/0.png", "--image and --video need the chat template: add --chat"),
         ("-c -p hi --image {0}/none.png", "none.png: cannot be read"),
         ("-c -p hi --image {0}/broken.png", "broken.png: it is not a PNG"),
     ],
@@ -150,4 +150,4 @@ def test_a_model_of_text(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "load", lambda options: pytest.fail("loaded"))
     done = CliRunner().invoke(app, ["generate", str(files), "-c", "-p", "hi", "--image", f"{files}/0.png"])
     assert done.exit_code == 2
-    assert "takes text alone, no pictures and no videos" in " ".join(done.output.split())
+    assert "takes text only, no pictures and no videos" in " ".join(done.output.split())

@@ -184,7 +184,7 @@ def test_lm_eval_scores_as_transformers_does(real: Served, tmp_path: Path) -> No
 
     refused = score("gpt-9")
     assert refused.returncode != 0
-    assert "the model 'gpt-9' is not here" in refused.stdout + refused.stderr
+    assert "the model 'gpt-9' is not served here" in refused.stdout + refused.stderr
     done = score(DEFAULT_NAME)
     assert done.returncode == 0, done.stderr[-4000:]
     (samples,) = tmp_path.rglob("samples_quiz_*.jsonl")

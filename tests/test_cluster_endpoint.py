@@ -10,9 +10,9 @@ import httpx
 import pytest
 from serving import told
 
-from whorl.cluster.asked import END, Asked, Message, ReplicaLost, passed_on
-from whorl.cluster.endpoint import ATTEMPTS, Endpoint, merged
-from whorl.cluster.replica import Replica, settings_of_replicas
+from whorl.cluster.asked import END, ForwardedRequest, Message, ReplicaLost, forwarded_headers
+from whorl.cluster.endpoint import ATTEMPTS, Endpoint, merge_metrics
+from whorl.cluster.replica import Replica, replica_settings
 from whorl.cluster.routing import Routing
 from whorl.serve.key_limits import ApiKey
 from whorl.serve.openai import create_app
@@ -40,13 +40,13 @@ class Scripted:
 
     def __init__(self, routing: Routing, *scripts: Sequence[Message | Exception]) -> None:
         self.routing, self.scripts = routing, list(scripts)
-        self.asked: list[Asked] = []
+        self.asked: list[ForwardedRequest] = []
         self.closed = 0
-        routing.keep("ab")
+        routing.set_replicas("ab")
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Message, None]:
+    async def ask(self, asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
         self.asked.append(asked)
-        self.routing.sent(asked.number, self.routing.order(asked.blocks)[0], asked.blocks)
+        self.routing.assign(asked.attempt_id, self.routing.order(asked.blocks)[0], asked.blocks)
         try:
             for each in self.scripts.pop(0):
                 if isinstance(each, Exception):
@@ -82,10 +82,10 @@ def post(app: Any, path: str = CHAT, **options: Any) -> httpx.Response:
     return talk(app, lambda client: client.post(path, **given))
 
 
-def asked_for(**said: Any) -> Asked:
-    return Asked(
-        number="1",
-        request="1",
+def asked_for(**said: Any) -> ForwardedRequest:
+    return ForwardedRequest(
+        attempt_id="1",
+        request_id="1",
         method="POST",
         path="/v1/completions",
         query=b"",
@@ -122,8 +122,8 @@ def test_a_request_of_which_nothing_went_out_is_asked_of_another(before: list[Me
     assert response.status_code == 200
     assert response.content == OPENING + TOKEN + b"data: [DONE]\n\n", "once"
     first, second = replicas.asked
-    assert first.number != second.number
-    assert (first.body, first.request) == (second.body, second.request)
+    assert first.attempt_id != second.attempt_id
+    assert (first.body, first.request_id) == (second.body, second.request_id)
     assert (app.num_lost, app.num_retried) == (1, 1)
 
 
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     waiting = asyncio.Event()
 
     async def run() -> None:
-        async def ask(asked: Asked) -> AsyncGenerator[Message, None]:
+        async def ask(asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
             try:
                 waiting.set()
                 await asyncio.Event().wait()
@@ -199,7 +199,7 @@ def test_a_request_that_nobody_answers_ends_in_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("whorl.cluster.endpoint._GRACE", 0.0)
     app, replicas = endpoint(timeout=0.05)
 
-    async def ask(asked: Asked) -> AsyncGenerator[Message, None]:
+    async def ask(asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
         await asyncio.Event().wait()
         yield {}
 
@@ -248,7 +248,7 @@ def test_health_and_metrics() -> None:
 
 def test_metrics_of_replicas_stand_together() -> None:
     text = '# HELP y Help.\n# TYPE y gauge\ny{model_name="m"} 3\n# TYPE z counter\nz 1\n'
-    assert merged([("a", text), ("b", text)]) == [
+    assert merge_metrics([("a", text), ("b", text)]) == [
         "# HELP y Help.",
         "# TYPE y gauge",
         'y{replica="a",model_name="m"} 3',
@@ -261,7 +261,7 @@ def test_metrics_of_replicas_stand_together() -> None:
 
 def test_headers_that_are_not_passed_on() -> None:
     given = [(b"Host", b"x"), (b"Sec-Fetch-Mode", b"cors"), (b"Authorization", b"Bearer k"), (b"Accept", b"*/*")]
-    assert passed_on(given) == [(b"authorization", b"Bearer k"), (b"accept", b"*/*")]
+    assert forwarded_headers(given) == [(b"authorization", b"Bearer k"), (b"accept", b"*/*")]
 
 
 # ---- a replica, with the real application over a model that says what it is told
@@ -274,7 +274,7 @@ class Direct:
         self.replica = replica
         self.charged: list[int] = []
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Message, None]:
+    async def ask(self, asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
         async for message in self.replica.answer(asked):
             if message["type"] == END:
                 self.charged.append(message["tokens"])
@@ -291,7 +291,7 @@ class Direct:
 def test_a_replica_answers_as_a_server_does() -> None:
     keys = (ApiKey(key="secret", name="alice", requests_per_minute=1), ApiKey(key="other", name="bob"))
     settings = ServerSettings(names=("told",), more_keys=keys, origins=("http://page.example",))
-    inner = settings_of_replicas(settings)
+    inner = replica_settings(settings)
     assert inner.keys == settings.keys
     assert inner.more_keys[0].requests_per_minute is None, "limits are the endpoint's"
     assert inner.origins == ()

@@ -88,13 +88,13 @@ class Clock:
 
 def routing(names: str = "abc", **options: Any) -> Routing:
     made = Routing(**options)
-    made.keep(names)
+    made.set_replicas(names)
     return made
 
 
 def send(policy: Routing, number: str, prompt: tuple[bytes, ...]) -> str:
     name = policy.order(prompt)[0]
-    policy.sent(number, name, prompt)
+    policy.assign(number, name, prompt)
     return name
 
 
@@ -105,18 +105,18 @@ OTHER = tuple(bytes([100 + i]) for i in range(8))
 def test_a_prompt_goes_where_its_beginning_is() -> None:
     policy = routing()
     first = send(policy, "1", PROMPT)
-    policy.ended("1")
+    policy.finish("1")
     assert send(policy, "2", OTHER) != first, "another prompt goes to who holds least"
-    policy.ended("2")
+    policy.finish("2")
     for number in range(3, 9):
         assert send(policy, str(number), (*PROMPT, bytes([number]))) == first
-        policy.ended(str(number))
+        policy.finish(str(number))
 
 
 def test_a_queue_that_is_longer_than_the_prompt_is_not_waited_for() -> None:
     policy = routing("ab", request_cost=4.0)
     home = send(policy, "1", PROMPT)
-    policy.begun("1")
+    policy.mark_begun("1")
     assert send(policy, "2", PROMPT) == home, "4 blocks of load against 8 to read"
     assert send(policy, "3", PROMPT) != home, "8 of load and 0 to read against 8 to read: who holds less"
     assert policy.num_running() == {home: 2, "b" if home == "a" else "a": 1}
@@ -127,26 +127,26 @@ def test_a_prompt_that_is_being_read_is_load() -> None:
     assert send(policy, "1", PROMPT) == "a"
     assert send(policy, "2", ()) == "b"
     assert policy.order(())[0] == "b", "4 against 4 and 8 blocks to read"
-    policy.begun("1")
-    policy.sent("3", "b", ())
+    policy.mark_begun("1")
+    policy.assign("3", "b", ())
     assert policy.order(())[0] == "a", "it has been read"
 
 
 def test_what_ended_is_no_load() -> None:
     policy = routing("ab")
     for number in "12":
-        policy.sent(number, "a", ())
-        policy.ended(number)
-        policy.ended(number)
-    policy.ended("never sent")
+        policy.assign(number, "a", ())
+        policy.finish(number)
+        policy.finish(number)
+    policy.finish("never sent")
     assert policy.num_running() == {"a": 0, "b": 0}
 
 
 def test_what_nobody_asked_for_long_ago_is_not_there() -> None:
     clock = Clock()
     policy = routing("ab", clock=clock, stale_seconds=100)
-    policy.sent("1", "b", PROMPT)
-    policy.ended("1")
+    policy.assign("1", "b", PROMPT)
+    policy.finish("1")
     clock.now = 99
     assert policy.order(PROMPT)[0] == "b"
     clock.now = 101
@@ -155,41 +155,41 @@ def test_what_nobody_asked_for_long_ago_is_not_there() -> None:
 
 def test_a_cache_has_room_for_so_much() -> None:
     policy = routing("ab", held_blocks=10)
-    policy.sent("1", "b", PROMPT)
-    policy.sent("2", "b", OTHER)
-    policy.begun("1")
+    policy.assign("1", "b", PROMPT)
+    policy.assign("2", "b", OTHER)
+    policy.mark_begun("1")
     for number in "12":
-        policy.ended(number)
+        policy.finish(number)
     assert policy.order(OTHER)[0] == "b"
     assert policy.order(PROMPT)[0] == "a", "its first block had to go, the rest is of no use"
 
 
 def test_a_lost_replica_is_forgotten_and_a_new_one_has_seen_nothing() -> None:
     policy = routing("ab")
-    policy.sent("1", "b", PROMPT)
-    policy.keep("ac")
-    assert policy.where("1") is None
-    policy.ended("1")
+    policy.assign("1", "b", PROMPT)
+    policy.set_replicas("ac")
+    assert policy.replica_of("1") is None
+    policy.finish("1")
     assert policy.order(PROMPT) == ["a", "c"]
-    policy.keep("abc")
+    policy.set_replicas("abc")
     assert policy.order(PROMPT) == ["a", "b", "c"], "a name that comes back is a new replica"
-    policy.sent("2", "gone", PROMPT)
-    assert policy.where("2") is None
+    policy.assign("2", "gone", PROMPT)
+    assert policy.replica_of("2") is None
     assert Routing().order(PROMPT) == []
 
 
 def test_a_request_that_moves_counts_once() -> None:
     policy = routing("ab")
-    policy.sent("1", "a", PROMPT)
-    policy.sent("1", "b", PROMPT)
-    policy.sent("1", "b", PROMPT)
+    policy.assign("1", "a", PROMPT)
+    policy.assign("1", "b", PROMPT)
+    policy.assign("1", "b", PROMPT)
     assert policy.num_running() == {"a": 0, "b": 1}
-    assert policy.where("1") == "b"
-    policy.begun("1")
-    policy.begun("1")
+    assert policy.replica_of("1") == "b"
+    policy.mark_begun("1")
+    policy.mark_begun("1")
     assert (policy.counts.requests, policy.counts.blocks, policy.counts.blocks_seen) == (1, 8, 0)
-    policy.sent("2", "b", PROMPT)
-    policy.begun("2")
+    policy.assign("2", "b", PROMPT)
+    policy.mark_begun("2")
     assert (policy.counts.requests, policy.counts.blocks, policy.counts.blocks_seen) == (2, 16, 8)
 
 
@@ -206,9 +206,9 @@ def history(seed: int) -> list[str]:
         talk = draw.randrange(12)
         went.append(send(policy, str(number), tuple(bytes([talk, i]) for i in range(draw.randrange(1, 20)))))
         running.append(str(number))
-        policy.begun(str(number))
+        policy.mark_begun(str(number))
         if len(running) > 8:
-            policy.ended(running.pop(draw.randrange(len(running))))
+            policy.finish(running.pop(draw.randrange(len(running))))
     return went
 
 
@@ -227,8 +227,8 @@ def test_prefixes_are_found_more_often_than_in_turn() -> None:
         for number in range(220):
             talk, length = number % 11, 4 + number // 11
             send(policy, str(number), tuple(bytes([talk, i]) for i in range(length)))
-            policy.begun(str(number))
-            policy.ended(str(number))
+            policy.mark_begun(str(number))
+            policy.finish(str(number))
         found[in_turn] = policy.counts.blocks_seen / policy.counts.blocks
     assert found[False] > 0.9
     assert found[True] < found[False] - 0.05
@@ -238,11 +238,20 @@ def test_prefixes_are_found_more_often_than_in_turn() -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "--replicas is 2, and nothing says where replicas run: add --on ray": {"replicas": 2},
-    "--routing is round_robin, and nothing says": {"routing": "round_robin"},
-    "min_replicas is 1 and max_replicas is None: say both": {"on": "ray", "min_replicas": 1},
-    "from 3 to 2 replicas were asked for": {"on": "ray", "min_replicas": 3, "max_replicas": 2},
-    "from 2 to 4 replicas were asked for, and 5": {"on": "ray", "replicas": 5, "min_replicas": 2, "max_replicas": 4},
+    "--replicas is 2, which needs a cluster: add --on ray": {"replicas": 2},
+    "--routing is round_robin, which needs a cluster": {"routing": "round_robin"},
+    "min_replicas is 1 and max_replicas is None: give both": {"on": "ray", "min_replicas": 1},
+    "to start with is 3, expected --min-replicas 3 to --max-replicas 2": {
+        "on": "ray",
+        "min_replicas": 3,
+        "max_replicas": 2,
+    },
+    "to start with is 5, expected --min-replicas 2 to --max-replicas 4": {
+        "on": "ray",
+        "replicas": 5,
+        "min_replicas": 2,
+        "max_replicas": 4,
+    },
     "on is 'slurm', expected None or 'ray'": {"on": "slurm"},
     "leave out --ray-dashboard": {"on": "ray", "ray_address": "auto", "ray_dashboard": True},
 }
@@ -295,11 +304,11 @@ def test_the_entrypoint_of_the_example_is_a_command_of_ours(monkeypatch: pytest.
     assert program == "whorl"
     given: dict[str, Any] = {}
 
-    def prepare(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
+    def build_server(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
         given.update(more, model=model, engine=engine, options=options)
         return lambda: 0
 
-    monkeypatch.setattr(command, "prepare", prepare)
+    monkeypatch.setattr(command, "build_server", build_server)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     options, cluster = given["options"], job["spec"]["rayClusterSpec"]

@@ -278,7 +278,7 @@ def test_a_mark_too_many_or_too_few() -> None:
 
 def test_a_place_has_a_token_for_each_merged_patch(processor: Processor) -> None:
     item = processor.image(png(200, 100)).item()
-    assert Place.of(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
+    assert Place.for_item(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
     assert Place.from_json(json.loads(json.dumps(Place("video", 4, (0.5,)).to_json()))) == Place("video", 4, (0.5,))
 
 
@@ -363,9 +363,9 @@ def test_a_model_of_text(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (None, "neither preprocessor_config.json nor image_processor"),
-        ({"patch_size": None}, "says nothing of patch_size"),
-        ({"size": {}}, "says nothing of min_pixels, max_pixels"),
-        ({"patch_size": 14}, "patch_size in vision_config 16"),
+        ({"patch_size": None}, "patch_size is missing"),
+        ({"size": {}}, "min_pixels, max_pixels is missing"),
+        ({"patch_size": 14}, "expected 16, which is patch_size in vision_config"),
         ({"do_resize": False}, "do_resize is false"),
         ({"image_mean": [0.5]}, "expected three numbers"),
         ({"patch_size": "16"}, "expected a whole number"),

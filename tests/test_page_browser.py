@@ -363,7 +363,7 @@ def test_pictures_by_paste_and_drop(opened: Any) -> None:
 def test_a_model_that_does_not_see_says_so(page: Any) -> None:
     assert not page.is_visible("#attach")
     give(page, png(8, 8, seed=1), "paste")
-    page.wait_for_selector("text=This model takes text alone.")
+    page.wait_for_selector("text=This model takes text only.")
 
 
 # ---- the rest

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from whorl.cli import app
 
 REFUSED = {
-    "generate": "nothing to complete: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive",
+    "generate": "there is no prompt: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive",
     "generate --prompt x --tp-size 10 --device cpu": "query heads: 9 cannot be shared by 10 ranks: take 9 or fewer",
     "generate --prompt x --pld-k 4": "--pld-k needs --pld",
     "generate --prompt x --draft-k 4": "--draft-k needs --draft-model",
@@ -16,12 +16,12 @@ REFUSED = {
     "generate --prompt x --draft-model no-such-model": "no-such-model: no such file or folder",
     "generate --prompt x --pld-no-guard": "--pld-no-guard needs --pld",
     "generate --prompt x --pld --pld-no-guard --pld-guard-tail 3": "--pld-no-guard switches off what",
-    "generate --prompt x --prompt-file y": "--prompt and --prompt-file: say one of them",
+    "generate --prompt x --prompt-file y": "give only one of --prompt and --prompt-file",
     "generate --prompt-file no-such-file": "--prompt-file no-such-file: cannot be read: No such file or directory\n",
-    "generate --prompt x --interactive": "--prompt and --interactive: say one of them",
-    "generate --prompt x --system y": "are written by the chat template: add --chat",
-    "generate --prompt x --no-think": "are written by the chat template: add --chat",
-    "generate --prompt x --reset": "--reset is about a conversation: add --interactive",
+    "generate --prompt x --interactive": "give only one of --prompt and --interactive",
+    "generate --prompt x --system y": "need the chat template: add --chat",
+    "generate --prompt x --no-think": "need the chat template: add --chat",
+    "generate --prompt x --reset": "--reset needs a conversation: add --interactive",
     "generate --interactive --json": "--json is for one answer",
     "generate a --model-dir b --prompt x": "MODEL a and --model-dir b are the same thing",
     "generate no-such-model --prompt x": "no-such-model: no such file or folder",

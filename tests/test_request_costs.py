@@ -58,7 +58,7 @@ def served() -> Iterator[Served]:
         (ChatRequest, {"messages": MESSAGES, "stop": ["a"] * 20_000}, "stop"),
         (ChatRequest, {"messages": MESSAGES, "stop": "a" * 1025}, "stop: String should have at most 1024 characters"),
         (ChatRequest, {"messages": MESSAGES, "stop_token_ids": ["a"] * 20_000}, "stop_token_ids.0"),
-        (CompletionRequest, {"prompt": ["a"] * 20_000}, "prompt: has 20000 entries; up to 4096 are taken"),
+        (CompletionRequest, {"prompt": ["a"] * 20_000}, "prompt: has 20000 entries; up to 4096 are allowed"),
         (CompletionRequest, {"prompt": [[1]] * 20_000}, "prompt: has 20000 entries"),
         (CompletionRequest, {"prompt": [["a"] * 20_000]}, "prompt.0.0: Input should be a valid integer"),
         (CompletionRequest, {"prompt": [1, *(["a"] * 20_000)]}, "prompt.1: Input should be a valid integer"),
@@ -146,7 +146,7 @@ def test_a_schema_that_is_given_up_ends_with_an_error(
     ("schema", "says"),
     [
         ({"$ref": "#"}, "cannot be followed: no text is valid"),
-        ({"enum": ["x" * 300_000]}, "characters; up to 262144 are taken"),
+        ({"enum": ["x" * 300_000]}, "characters; up to 262144 are allowed"),
     ],
 )
 def test_a_schema_that_is_refused_at_once(served: Served, schema: Any, says: str) -> None:
@@ -159,10 +159,10 @@ def test_a_schema_whose_first_tokens_take_long_is_refused(monkeypatch: pytest.Mo
     tokenizer = byte_tokenizer()
     jobs = worker.Jobs(tokenizer, len(tokenizer))
     text = grammar.Grammars(tokenizer, len(tokenizer)).json_schema(WIDE)
-    jobs.prove(text.text, text.what)
+    jobs.prove(text.text, text.label)
     monkeypatch.setattr(worker, "_PROOF_SECONDS", 0.0)
     with pytest.raises(worker.Refused, match="takes too long to follow"):
-        jobs.prove(text.text, text.what)
+        jobs.prove(text.text, text.label)
 
 
 def test_a_grammar_decides_itself_when_the_text_ends(served: Served) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from whorl.serve import openai
 from whorl.serve.gate import ApiError, Gate
 from whorl.serve.key_limits import ApiKey, KeyUse, read_keys
-from whorl.serve.request_log import Numbered
+from whorl.serve.request_log import RequestIdFilter
 from whorl.serve.running import Running
 from whorl.serve.settings import ServerSettings
 
@@ -132,7 +132,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_of_keys(tmp_path: Path, text: str, says: str) -> None:
     (file := tmp_path / "keys").write_text(text)
     with pytest.raises(ValueError, match="--api-key-file") as caught:
-        openai.prepare("told", llm=told(), port=0, api_key_file=file)
+        openai.build_server("told", llm=told(), port=0, api_key_file=file)
     assert says in str(caught.value)
     assert "secret" not in str(caught.value)
     with pytest.raises(ValueError, match="cannot be read"):
@@ -230,15 +230,15 @@ def test_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_logged_for_a_request_has_its_number(caplog: pytest.LogCaptureFixture) -> None:
-    numbered, log = Numbered(), logging.getLogger("whorl.serve")
-    log.addFilter(numbered)
+    request_ids, log = RequestIdFilter(), logging.getLogger("whorl.serve")
+    log.addFilter(request_ids)
     try:
         with serving(told()) as served:
             served.app.state.service.metrics.render = lambda: 1 / 0
             refused = served.http.get("/metrics", headers={"X-Request-Id": "100%d"})
             assert refused.status_code == 500
     finally:
-        log.removeFilter(numbered)
+        log.removeFilter(request_ids)
     assert "request 100%d: a request failed" in [record.getMessage() for record in caplog.records]
 
 

@@ -277,7 +277,7 @@ def test_what_the_command_allows_and_warns_about(
     monkeypatch.setattr(HttpServer, "run", run)
     assert openai.run("told", llm=told(), port=0, **options) == 0
     assert found[0].allowed_hosts == allowed
-    assert ("anybody may ask" in caplog.text) == warns
+    assert ("anybody may use it" in caplog.text) == warns
 
 
 # ---- templates

@@ -13,7 +13,7 @@ import pytest
 import torch
 from serving import ALPHABET, MODEL, Served, in_background, serving, told, wait_until
 
-from whorl.serve.openai import prepare
+from whorl.serve.openai import build_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -406,6 +406,6 @@ def test_an_address_that_is_taken_is_refused_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1, port {port}: Address already in use"):
-            prepare("no-such-model", port=port)
+            build_server("no-such-model", port=port)
     with pytest.raises(ValueError, match="no-such-model: no such file or folder"):
-        prepare("no-such-model", port=port)
+        build_server("no-such-model", port=port)

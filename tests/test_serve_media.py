@@ -191,10 +191,10 @@ def test_tokens_of_a_conversation_with_a_picture(served: Served) -> None:
         (data_uri(b"\0" * 300_000), 413, "more than 200000 bytes"),
         (data_uri(b"not a picture"), 400, "it is not a PNG, JPEG or WebP picture"),
         (data_uri(png(1, 300)), 400, "one side is more than 200 times"),
-        (data_uri(encoded(drawn(9, 9), "GIF"), "image/gif"), 400, "image/gif; PNG, JPEG and WebP are taken"),
+        (data_uri(encoded(drawn(9, 9), "GIF"), "image/gif"), 400, "image/gif; PNG, JPEG and WebP are allowed"),
         ("http://169.254.169.254/latest", 400, "fetches nothing: send the file itself as a data: URI"),
         ("file:///etc/passwd", 400, "it is not in the folder"),
-        ("nonsense", 400, "its URL is not taken"),
+        ("nonsense", 400, "its URL is not allowed"),
     ],
 )
 def test_what_is_refused(served: Served, url: str, status: int, says: str) -> None:
@@ -284,7 +284,7 @@ def test_a_model_of_text_alone() -> None:
         response = ask(running, {"type": "text", "text": "hi"}, image(data_uri(png())))
         assert response.status_code == 400
         error = response.json()["error"]
-        assert (error["message"], error["code"]) == ("messages.0.content.1: this model takes text alone", "text_only")
+        assert (error["message"], error["code"]) == ("messages.0.content.1: this model takes text only", "text_only")
         body = json.dumps({"messages": [{"role": "user", "content": "<|image_pad|>"}]})
         assert running.http.post(CHAT, content=body, headers={"Content-Type": "application/json"}).status_code == 200
         large = {"messages": [{"role": "user", "content": [image("x" * (5 << 20))]}]}
@@ -329,7 +329,7 @@ def test_settings() -> None:
         ServerSettings(max_media_body=0)
     processor = Processor(OPTIONS, num_processes=1)
     with (
-        pytest.raises(ValueError, match="is no name of a host"),
+        pytest.raises(ValueError, match="is not HOST or HOST:PORT"),
         serving(told(), processor=processor, media_hosts=("http://a",)),
     ):
         pass

@@ -197,15 +197,18 @@ def refused(response: httpx.Response, status: int, kind: str, says: str) -> None
         ({"max_tokens": 5000}, "5000 more are asked for"),
         ({"topp": 1}, "topp: is not a parameter that this server knows"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last is the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages.0.content.0: a block's type is",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "is none of the user's"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
+            "is not allowed in a message of the user",
+        ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: type tool and a field name go together"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: required, and there are no tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: required needs tools, and there are none"),
         ({"messages": [{"role": "user", "content": "x"}] * 20000}, "has 20000 messages and blocks"),
     ],
 )
@@ -217,11 +220,11 @@ def test_errors_of_every_kind_have_anthropics_shape(served: Served) -> None:
     url = f"{served.url}{MESSAGES}"
     refused(httpx.post(url, json=body("hi")), 401, "authentication_error", "is missing")
     refused(httpx.post(url, json=body("hi"), headers={"x-api-key": "no"}), 401, "authentication_error", "is wrong")
-    refused(served.http.post(MESSAGES, json=body("hi", model="claude")), 404, "not_found_error", "is not here")
+    refused(served.http.post(MESSAGES, json=body("hi", model="claude")), 404, "not_found_error", "is not served here")
     refused(served.http.get(MESSAGES), 405, "invalid_request_error", "this address takes POST")
     refused(served.http.post(MESSAGES, content=b"{"), 415, "invalid_request_error", "Content-Type")
     large = body("x" * (5 << 20))
-    refused(served.http.post(MESSAGES, json=large), 413, "request_too_large", "up to 4194304 are taken")
+    refused(served.http.post(MESSAGES, json=large), 413, "request_too_large", "up to 4194304 are allowed")
     refused(served.http.post(f"{MESSAGES}/batches", json={}), 404, "not_found_error", "no such address")
     assert "error" in served.http.post("/v1/completions", json={}).json()  # the others keep theirs
     assert "type" not in served.http.post("/v1/completions", json={}).json()

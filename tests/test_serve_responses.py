@@ -171,13 +171,13 @@ def test_logprobs(served: Served) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: an item's type is 'message'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0: a part's type is"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"input": "hi", "tool_choice": "required"}, "tool_choice: required, and there are no tools"),
+        ({"input": "hi", "tool_choice": "required"}, "tool_choice: required needs tools, and there are none"),
         ({"input": "hi", "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: 'x' is not in tools"),
         ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text.format: type json_schema and a field"),
         ({"input": "hi", "topp": 1}, "topp: is not a parameter that this server knows"),
         ({"input": "hi", "max_output_tokens": 5000}, "5000 more are asked for"),
-        ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input: a picture is in a message of the user's"),
-        ({"input": [{"role": "user", "content": [PICTURE]}]}, "text alone"),
+        ({"input": [{"role": "assistant", "content": [PICTURE]}]}, "input: pictures are allowed only in messages"),
+        ({"input": [{"role": "user", "content": [PICTURE]}]}, "text only"),
         ({"input": [{"role": "user", "content": "x"}] * 20000}, "has 20000 items and parts"),
         ({}, "input: Field required"),
     ],
@@ -224,7 +224,7 @@ def test_the_client_parses(client: openai.OpenAI) -> None:
 
 
 def test_the_client_meets_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="not here"):
+    with pytest.raises(openai.NotFoundError, match="not served here"):
         client.responses.create(model="gpt-9", input="hi")
     with pytest.raises(openai.BadRequestError, match="keeps no responses"):
         client.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")

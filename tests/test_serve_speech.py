@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from whorl.engine.call_forms import FORMS
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
-from whorl.serve.openai import prepare
+from whorl.serve.openai import build_server
 from whorl.serve.settings import ServerSettings
 
 D = "\uff5cDSML\uff5c"
@@ -269,20 +269,20 @@ def test_parsers_that_there_are_not(options: Any, says: str) -> None:
 
 def test_a_template_file_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--chat-template .*nowhere: cannot be read"):
-        prepare("told", chat_template=tmp_path / "nowhere")
+        build_server("told", chat_template=tmp_path / "nowhere")
     (tmp_path / "bad.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="cannot be parsed"):
-        prepare("told", chat_template=tmp_path / "bad.jinja")
+        build_server("told", chat_template=tmp_path / "bad.jinja")
 
 
 def test_a_named_parser_of_thinking_needs_its_token() -> None:
-    from whorl.serve.parsers import tells_thinking
+    from whorl.serve.parsers import separates_thinking
 
     tokenizer = byte_tokenizer()
-    assert tells_thinking("qwen3", tokenizer)
-    assert not tells_thinking("off", tokenizer)
+    assert separates_thinking("qwen3", tokenizer)
+    assert not separates_thinking("off", tokenizer)
     state = tokenizer.state()
     bare = Tokenizer.from_state(state | {"backend": state["backend"].replace("</think>", "</thonk>")})
-    assert not tells_thinking("auto", bare)
+    assert not separates_thinking("auto", bare)
     with pytest.raises(ValueError, match="needs a token </think>"):
-        tells_thinking("think", bare)
+        separates_thinking("think", bare)

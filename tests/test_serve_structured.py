@@ -77,8 +77,8 @@ def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"structured_outputs": {}}, None, "exactly one of json, json_object, regex, choice, grammar is given, not 0"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "is given, not 2"),
+        ({"structured_outputs": {}}, None, "give exactly one of json, json_object, regex, choice, grammar, not 0"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "grammar, not 2"),
         ({"structured_outputs": {"regex": "a"}, "guided_choice": ["b"]}, None, "guided_choice exclude each other"),
         ({"structured_outputs": {"structural_tag": "x"}}, None, "structural_tag: is not a parameter"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "the regex cannot be followed"),

@@ -148,7 +148,7 @@ def alone(folder: Path) -> LLM:
 
 def generated(llm: LLM, prompt: str, items: Sequence[MediaItem]) -> list[int]:
     assert llm.tokenizer is not None
-    ids = llm.tokenizer.encode(expand(prompt, [Place.of(item, TOY.MERGE) for item in items]))
+    ids = llm.tokenizer.encode(expand(prompt, [Place.for_item(item, TOY.MERGE) for item in items]))
     (out,) = llm.generate([ids], GREEDY, media=[list(items)], progress=False)
     return out.token_ids
 
@@ -214,7 +214,7 @@ def test_frames_of_a_video(served: Served, theirs: Theirs, alone: LLM, processor
     answer = ask(served, video(FRAMES), ASKED)
     item = processor.frames(FRAMES).item()
     prompt = theirs.prompt({"type": "video"}, ASKED)
-    ids = theirs.tokenizer(expand(prompt, [Place.of(item, TOY.MERGE)]), add_special_tokens=False)["input_ids"]
+    ids = theirs.tokenizer(expand(prompt, [Place.for_item(item, TOY.MERGE)]), add_special_tokens=False)["input_ids"]
     config = theirs.model.config
     expected = theirs.greedy(**hf_inputs([(ids, [item])], config.image_token_id, config.video_token_id))
     assert said(answer) == spelled(served, expected)

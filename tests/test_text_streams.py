@@ -33,10 +33,10 @@ def invoke(*arguments: str, text: bytes | None = None) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "text", "what"),
     [
-        (["generate"], LATIN, "standard input is not UTF-8 text: byte 0xe9 behind 3 characters"),
+        (["generate"], LATIN, "standard input is not UTF-8 text: byte 0xe9 after 3 characters"),
         (["generate", "-f", "-"], LATIN, "standard input is not UTF-8 text: byte 0xe9"),
         (["generate", "-f", "FILE"], None, "FILE: is not UTF-8 text"),
-        (["generate", "-p", ESCAPED], None, "--prompt is not UTF-8 text: byte 0xe9 behind 3 characters"),
+        (["generate", "-p", ESCAPED], None, "--prompt is not UTF-8 text: byte 0xe9 after 3 characters"),
         (["generate", "-p", "x", "--chat", "--system", ESCAPED], None, "--system is not UTF-8 text: byte 0xe9"),
         (["chat", "--system", ESCAPED], b"hi\n", "--system is not UTF-8 text: byte 0xe9"),
     ],
@@ -51,7 +51,7 @@ def test_refused_with_a_line(llm: Scripted, tmp_path: Path, arguments: Any, text
 def test_a_chat_goes_on_and_remembers(llm: Scripted) -> None:
     block = b'"""\n' + LATIN + b'\nplain\n"""\n'
     done = invoke("chat", text=b"I am Bob.\n" + LATIN + b"\n/system " + LATIN + b"\n" + block + b"Who am I?\n")
-    refusal = "whorl: not sent: it is not UTF-8 text: byte 0xe9 behind {} characters\n"
+    refusal = "whorl: not sent: it is not UTF-8 text: byte 0xe9 after {} characters\n"
     assert done.exit_code == 0
     assert done.stdout == "one\n" + refusal.format(3) + refusal.format(11) + refusal.format(3) + "two\n"
     (_, second) = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.asked)
@@ -86,9 +86,7 @@ app()
 
 def test_as_text() -> None:
     assert as_text("caf\u00e9 \U0001f600", "it") == "caf\u00e9 \U0001f600"
-    with pytest.raises(
-        ValueError, match=r"it is not UTF-8 text: half a surrogate pair \(U\+D800\) behind 1 characters"
-    ):
+    with pytest.raises(ValueError, match=r"it is not UTF-8 text: half a surrogate pair \(U\+D800\) after 1 characters"):
         as_text("a\ud800", "it")
     assert as_argument(None, "it") is None
     assert as_argument("caf\u00e9", "it") == "caf\u00e9"

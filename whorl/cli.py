@@ -109,10 +109,10 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **given: 
     """given: fields of `Options`, whose `check` refuses what does not go together."""
     need_torch()
     need_engine(command)
-    from whorl.chat.command import Options, prepare
+    from whorl.chat.command import Options, build_session
 
     with asking():
-        work = prepare(Options(model=_which(command, model, model_dir), **given))
+        work = build_session(Options(model=_which(command, model, model_dir), **given))
     sys.exit(work())
 
 
@@ -279,13 +279,13 @@ def serve(
         drafting.check()
         chosen = _which("serve", model, model_dir)
         if cluster.on is None:
-            run = openai.prepare(chosen, engine, drafting=drafting, report=report, **server.settings())
+            run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
         else:
             from whorl.cluster import command
 
             if report:
                 stop("serve: --report is of one engine; with --on ray leave it out")
-            run = command.prepare(chosen, engine, cluster, drafting=drafting, **server.settings())
+            run = command.build_server(chosen, engine, cluster, drafting=drafting, **server.settings())
     sys.exit(run())
 
 

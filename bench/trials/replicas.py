@@ -58,13 +58,13 @@ def make(settings: Any) -> Any:
 
 
 def serve(port: int, replicas: int, routing: Any) -> int:
-    from whorl.cluster.command import prepare
+    from whorl.cluster.command import build_server
     from whorl.cluster.options import ClusterOptions
     from whorl.engine.settings import EngineSettings
 
     options = ClusterOptions(on="ray", replicas=replicas, routing=routing)
     # Ray finds what a script defines by value; its name elsewhere would be __main__.
-    return prepare("random", EngineSettings(device="cpu"), options, port=port, make=functools.partial(make))()
+    return build_server("random", EngineSettings(device="cpu"), options, port=port, make=functools.partial(make))()
 
 
 def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dict[str, Any]:

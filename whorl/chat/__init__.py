@@ -1,1 +1,1 @@
-"""Chat and completion in a terminal: `whorl chat` and `whorl generate`. Built on `whorl.engine`."""
+"""Chat and completion in a terminal, over `whorl.engine`: `whorl chat` and `whorl generate`."""

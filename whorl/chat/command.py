@@ -1,4 +1,4 @@
-"""`whorl generate` and `whorl chat`: options to an engine, then one answer or a conversation."""
+"""`whorl generate` and `whorl chat`: load an engine from the options, then give one answer or hold a conversation."""
 
 import json
 import logging
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from .attachments import Attachment, Attachments
     from .conversation import Conversation
-    from .many import Asked
+    from .many import PromptAnswers
 
-DEFAULT_TOKENS = 256  # of `whorl generate`: a base model may never stop by itself
+DEFAULT_TOKENS = 256  # max_tokens of `whorl generate`: a base model may never stop by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The command line of `whorl generate`; `whorl chat` is one of them."""
+    """The options of `whorl generate`; `whorl chat` is the same with --chat and --interactive."""
 
     model: str | None = None
     prompt: str | None = None
@@ -41,55 +41,58 @@ class Options:
     as_json: bool = False
 
     def check(self) -> None:
-        """What contradicts itself or cannot be done is refused before anything is loaded."""
+        """Raise ValueError for options that contradict each other, before anything is loaded."""
         self.drafting.check()
         chat = self.chat
         has_prompt = self.prompt is not None or self.answers.prompts is not None
         if not has_prompt and not chat.interactive:
             raise ValueError(
-                "nothing to complete: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive, or pipe "
+                "there is no prompt: give --prompt TEXT, --prompt-file FILE, --prompts FILE or --interactive, or pipe "
                 "a text in"
             )
         self._check_answers()
         if self.prompt is not None and chat.interactive:
-            raise ValueError("--prompt and --interactive: say one of them")
+            raise ValueError("give only one of --prompt and --interactive")
         if not chat.chat and (chat.system is not None or chat.think is not None):
-            raise ValueError("--system, --think and --no-think are written by the chat template: add --chat")
+            raise ValueError("--system, --think and --no-think need the chat template: add --chat")
         if not chat.chat and (self.media.images or self.media.videos):
-            raise ValueError("--image and --video are written by the chat template: add --chat")
+            raise ValueError("--image and --video need the chat template: add --chat")
         if chat.reset and not chat.interactive:
-            raise ValueError("--reset is about a conversation: add --interactive")
+            raise ValueError("--reset needs a conversation: add --interactive")
         if self.as_json and chat.interactive:
             raise ValueError("--json is for one answer, not for --interactive")
 
     def _check_answers(self) -> None:
         answers = self.answers
         if answers.prompts is not None and self.prompt is not None:
-            raise ValueError("--prompt and --prompts: say one of them")
+            raise ValueError("give only one of --prompt and --prompts")
         if self.chat.interactive and (answers.are_many or answers.schema is not None):
             raise ValueError("--prompts, --samples and --schema are not for --interactive")
         if answers.prompts is not None and (self.media.images or self.media.videos):
             raise ValueError("--image and --video go with one prompt, not with --prompts")
 
 
-def prepare(options: Options) -> Callable[[], int]:
-    """Load the model and take the prompt in, refusing with ValueError what cannot be done. The rest is the work: it
-    gives the exit code, 0, or 130 after Ctrl-C."""
+def build_session(options: Options) -> Callable[[], int]:
+    """Load the model, queue the prompt, and return a function that generates and returns the exit code.
+
+    The exit code is 0, 1 when a prompt got no answer, or 130 after Ctrl-C. Raises ValueError for options and inputs
+    that cannot be honoured.
+    """
     from .attachments import Attachments
     from .conversation import Conversation
     from .loop import Chat
-    from .schema import allow_by, read_schema
+    from .schema import grammar_masks, read_schema
     from .terminal import Screen
 
     options.check()
-    asked = _read_asked(options)
+    prompts = _read_prompts(options)
     schema = None if options.answers.schema is None else read_schema(options.answers.schema)
     attachments = Attachments(options.model)
-    attached = _attached(options.media, attachments)  # before minutes of loading
+    attached = _attached(options.media, attachments)  # a bad file is reported before the model loads
     chat = options.chat
     system = as_argument(chat.system, "--system")
     prepare_streams()
-    # What the engine warns about, such as a model that repeats itself.
+    # Shows the engine's warnings, such as a model that repeats itself.
     logging.basicConfig(format="[warn] %(message)s", level=logging.WARNING)
     llm = load(options)
     if options.report:
@@ -103,14 +106,14 @@ def prepare(options: Options) -> Callable[[], int]:
         is_chat=chat.chat,
         has_memory=chat.interactive and not chat.reset,
         enable_thinking=chat.think,
-        allow=None if schema is None else allow_by(schema, llm),
+        allow=None if schema is None else grammar_masks(schema, llm),
     )
     fit = options.sampling.max_tokens is None
-    if asked:
+    if prompts:
         from . import many
 
-        many.queue(conversation, asked, params, fit=fit, attached=attached)
-        return lambda: many.run(conversation, asked)
+        many.queue(conversation, prompts, params, fit=fit, attached=attached)
+        return lambda: many.run(conversation, prompts)
     if options.prompt is not None:
         seq = conversation.ask(options.prompt, params, fit=fit, attached=attached)
         return lambda: _answer_once(options, conversation, seq)
@@ -130,14 +133,14 @@ def prepare(options: Options) -> Callable[[], int]:
     ).run
 
 
-def _read_asked(options: Options) -> "list[Asked]":
-    """The prompts whose answers are JSON lines; none where there is one answer."""
+def _read_prompts(options: Options) -> "list[PromptAnswers]":
+    """Return the prompts whose answers are printed as JSON lines; empty if there is just one answer."""
     from . import many
 
     if options.answers.prompts is not None:
         return many.read_prompts(options.answers.prompts)
     assert options.prompt is not None or options.answers.samples == 1
-    return [many.Asked(options.prompt)] if options.answers.samples > 1 and options.prompt is not None else []
+    return [many.PromptAnswers(options.prompt)] if options.answers.samples > 1 and options.prompt is not None else []
 
 
 def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachment]":
@@ -146,6 +149,7 @@ def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachme
 
 
 def load(options: Options) -> "LLM":
+    """Load the model with the engine's and the drafting options."""
     from whorl.engine.llm import LLM
 
     drafting = options.drafting
@@ -154,19 +158,19 @@ def load(options: Options) -> "LLM":
 
 
 def sampling(options: Options, llm: "LLM") -> "SamplingParams":
-    """What was asked, else what the model's generation_config.json advises, else greedy."""
+    """Return the sampling parameters: the options, else the model's generation_config.json, else greedy."""
     from whorl.engine.sequence import SamplingParams
     from whorl.engine.tokenizer import Tokenizer
 
-    advised: dict[str, Any] = {"temperature": 0.0}
+    fields: dict[str, Any] = {"temperature": 0.0}
     if isinstance(llm.tokenizer, Tokenizer):
-        advised |= llm.tokenizer.sampling
-    asked, chat = options.sampling, options.chat
-    numbers = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given = {name: value for name, value in numbers.items() if value is not None}
-    named = {"stop": asked.stop, "n": options.answers.samples}
-    max_tokens = asked.max_tokens or (None if chat.interactive and chat.chat else DEFAULT_TOKENS)
-    return SamplingParams(max_tokens=max_tokens, seed=asked.seed or None, **(advised | given | named))
+        fields |= llm.tokenizer.sampling
+    sampling_options, chat = options.sampling, options.chat
+    numbers = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    fields |= {name: value for name, value in numbers.items() if value is not None}
+    fields |= {"stop": sampling_options.stop, "n": options.answers.samples}
+    max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else DEFAULT_TOKENS)
+    return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, **fields)
 
 
 def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence") -> int:
@@ -193,12 +197,13 @@ def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence"
 
 
 def read_prompt(prompt: str | None, file: str | None, *, or_pipe: bool = False) -> str | None:
-    """--prompt, or what is in --prompt-file, to the letter; `-` is standard input.
+    """Return the text of --prompt, or of the file --prompt-file, unchanged; the file `-` is standard input.
 
-    or_pipe: without either, what is piped in, without the line break that `echo` ends it with.
+    or_pipe: without either, read standard input if it is a pipe, without the line break that `echo` adds at its end.
+    Raises ValueError when both are given or the file cannot be read.
     """
     if prompt is not None and file is not None:
-        raise ValueError("--prompt and --prompt-file: say one of them")
+        raise ValueError("give only one of --prompt and --prompt-file")
     if prompt is None and file is None and or_pipe and sys.stdin is not None and not sys.stdin.isatty():
         return read_stdin().removesuffix("\n") or None
     if file is None:

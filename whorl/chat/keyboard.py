@@ -1,4 +1,4 @@
-"""Messages from the keyboard: history that stays from run to run, and a paste of several lines as one message."""
+"""Reads messages from the keyboard: with a history that persists, and with pasted lines as one message."""
 
 import json
 import os
@@ -8,31 +8,34 @@ from contextlib import suppress
 from pathlib import Path
 
 STATE_FOLDER = "WHORL_STATE_DIR"
-_MOST_LINES = 1000  # that are kept
+_MOST_LINES = 1000  # of the history
 
 
 def history_file() -> Path | None:
-    """Where messages are kept: in WHORL_STATE_DIR, which may be empty: then nowhere; else in whorl in XDG_STATE_HOME or
-    in ~/.local/state."""
-    if (named := os.environ.get(STATE_FOLDER)) is not None:
-        return Path(named).expanduser() / "chat_history" if named else None
-    above = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(above).expanduser() / "whorl" / "chat_history"
+    """Return the file of the history; None: there is no history.
+
+    It is in WHORL_STATE_DIR; an empty WHORL_STATE_DIR means no history. If that is not set, it is in the folder whorl
+    of XDG_STATE_HOME or of ~/.local/state.
+    """
+    if (folder := os.environ.get(STATE_FOLDER)) is not None:
+        return Path(folder).expanduser() / "chat_history" if folder else None
+    parent = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(parent).expanduser() / "whorl" / "chat_history"
 
 
 class Keyboard:
-    """Lines, from a terminal with readline, or from a pipe, without a prompt.
+    """Reads lines from a terminal with readline, or from a pipe, without a prompt.
 
-    A message of several lines is one JSON string in the file, as every message is: readline's own files end an entry
-    at each line break.
+    Every message is one JSON string in the history file, so that it may have several lines: readline's own files end
+    an entry at each line break.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self._is_terminal = sys.stdin.isatty()
         self._file = file if self._is_terminal else None
-        self._pastes = True
+        self._has_bracketed_paste = True
         if self._is_terminal:
-            self._prepare()
+            self._set_up_readline()
 
     def read(self, prompt: str) -> str:
         if not self._is_terminal:
@@ -40,62 +43,62 @@ class Keyboard:
                 raise EOFError
             return line.rstrip("\n")
         line = input(prompt)
-        if not self._pastes:
-            line = "\n".join([line, *_pending()])
+        if not self._has_bracketed_paste:
+            line = "\n".join([line, *_pending_lines()])
         if line.strip():
-            self._keep(line)
+            self._add_to_history(line)
         return line
 
-    def _prepare(self) -> None:
+    def _set_up_readline(self) -> None:
         import readline
 
-        # Where readline knows the marks that terminals put around a paste, it takes all of it into the line.
-        self._pastes = "libedit" not in (readline.__doc__ or "")
-        if self._pastes:
+        # With bracketed paste, readline puts all pasted lines into one. libedit does not have it.
+        self._has_bracketed_paste = "libedit" not in (readline.__doc__ or "")
+        if self._has_bracketed_paste:
             readline.parse_and_bind("set enable-bracketed-paste on")
         readline.clear_history()
         for line in self._earlier():
             readline.add_history(line)
 
     def _earlier(self) -> list[str]:
-        """Messages of earlier runs; the file is shortened where it has become long."""
+        """Return the messages of earlier runs, and shorten the file if it is long."""
         if self._file is None:
             return []
         try:
-            kept = self._file.read_text(encoding="utf-8").splitlines()
+            entries = self._file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             return []
-        if len(kept) > 2 * _MOST_LINES:
-            kept = kept[-_MOST_LINES:]
-            self._write("".join(f"{line}\n" for line in kept), os.O_TRUNC)
+        if len(entries) > 2 * _MOST_LINES:
+            entries = entries[-_MOST_LINES:]
+            self._write("".join(f"{line}\n" for line in entries), os.O_TRUNC)
         lines: list[str] = []
-        for line in kept[-_MOST_LINES:]:
-            with suppress(json.JSONDecodeError):  # a line that was cut off, as by a full disk
-                if isinstance(found := json.loads(line), str):
-                    lines.append(found)
+        for line in entries[-_MOST_LINES:]:
+            with suppress(json.JSONDecodeError):  # a line may be incomplete, for example after a full disk
+                if isinstance(message := json.loads(line), str):
+                    lines.append(message)
         return lines
 
-    def _keep(self, line: str) -> None:
-        """What cannot be kept is lost with this run, and the chat goes on."""
-        with suppress(UnicodeEncodeError):  # bytes that are no text
+    def _add_to_history(self, line: str) -> None:
+        """Append a message to the file; one that is not valid text is left out."""
+        with suppress(UnicodeEncodeError):
             line.encode()
             self._write(f"{json.dumps(line)}\n", os.O_APPEND)
 
-    def _write(self, text: str, how: int) -> None:
-        """For nobody else to read."""
+    def _write(self, text: str, mode: int) -> None:
+        """Write to a file that only the user can read; if that fails, print a warning and keep no history."""
         if self._file is None:
             return
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | how, 0o600), "w", encoding="utf-8") as file:
+            with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | mode, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            print(f"whorl: the chat's history is not kept: {self._file}: {error.strerror}", file=sys.stderr)
+            print(f"whorl: the chat's history is not saved: {self._file}: {error.strerror}", file=sys.stderr)
             self._file = None
 
 
-def _pending() -> list[str]:
-    """Lines that have come together with the last one: a paste, where readline is one that does not tell."""
+def _pending_lines() -> list[str]:
+    """Read the lines that arrived together with the last one: a paste, if readline has no bracketed paste."""
     lines = []
     while select.select([sys.stdin], [], [], 0.02)[0] and (line := sys.stdin.readline()):
         lines.append(line.rstrip("\n"))

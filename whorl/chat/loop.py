@@ -1,4 +1,4 @@
-"""The loop of a chat: read a message, stream the answer, remember both. Ctrl-C stops an answer, Ctrl-D the chat."""
+"""The chat loop: read a message, stream the answer, remember both. Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 import sys
 from collections.abc import Callable
@@ -16,13 +16,17 @@ from .terminal import Answer, Screen, describe, describe_limit, stream
 from .text_streams import as_text
 
 _BLOCK = '"""'
-_ROOM = 256  # tokens that an answer should have, where the context is so large
+_ROOM = 256  # tokens that should be free for an answer, if the context is large enough
 WhenFull = Literal["ask", "drop", "stop"]
 _WHEN_FULL: tuple[WhenFull, ...] = ("ask", "drop", "stop")
 
 
 class Chat:
-    """The loop. Lines that start with / are commands."""
+    """The chat loop. Lines that start with / are commands.
+
+    read: reads a line after showing a prompt; None: from the keyboard. attached: files for the first message.
+    when_full: what to do when the conversation no longer fits into the context: ask, drop the oldest turns, or stop.
+    """
 
     def __init__(
         self,
@@ -39,22 +43,22 @@ class Chat:
         self.conversation, self.params = conversation, params
         self._attachments, self._attached = attachments or Attachments(None), list(attached)
         self._screen, self._is_streaming, self._when_full = screen or Screen(), is_streaming, when_full
-        # A question to somebody who is not there would take the next line of a pipe for its answer.
+        # Without a terminal nobody can answer a question: the next line of the pipe would be taken as the answer.
         self._can_ask = self._screen.is_terminal and (read is not None or sys.stdin.isatty())
         self._read = read or Keyboard(history_file()).read
         self._last: Sequence | None = None
-        self._num_again = 0  # how often the last message was answered again
+        self._num_regenerated = 0  # how often the last message was answered again
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/reset": (self._reset, "forget the conversation"),
             "/regenerate": (self._regenerate, "answer the last message again"),
-            "/set": (self._set, "NAME VALUE: how the next answers are sampled; without: how they are"),
-            "/system": (self._system, "TEXT: set the system message, and forget the conversation; without TEXT: none"),
-            "/think": (self._think, "on, off or auto: whether the model thinks first, if it can"),
+            "/set": (self._set, "NAME VALUE: change how answers are sampled; without arguments: show it"),
+            "/system": (self._system, "TEXT: set the system message, forget the conversation; without TEXT: none"),
+            "/think": (self._think, "on, off or auto: whether a reasoning model thinks before it answers"),
             "/image": (lambda file: self._attach("image", file), "FILE: a picture that goes with the next message"),
             "/video": (lambda file: self._attach("video", file), "FILE: a video, or a folder of its frames, likewise"),
-            "/save": (self._save, "FILE: write the conversation to a new file: .json, or text"),
-            "/load": (self._load, "FILE: go on with a conversation that was saved as .json"),
-            "/stats": (self._stats, "what the last answer took"),
+            "/save": (self._save, "FILE: write the conversation to a new file: .json, or else text"),
+            "/load": (self._load, "FILE: continue a conversation that was saved as .json"),
+            "/stats": (self._stats, "tokens and speed of the last answer"),
             "/help": (self._help, "this list"),
             "/exit": (self._exit, "end the chat, as Ctrl-D does"),
         }
@@ -63,7 +67,7 @@ class Chat:
         while True:
             try:
                 line = as_text(self._read_message(), "not sent: it")
-                if line.startswith("/") and "\n" not in line:  # several lines are a message, a path in the first or not
+                if line.startswith("/") and "\n" not in line:  # several lines are always a message
                     self._command(line)
                 elif line.strip():
                     self.answer(line)
@@ -76,60 +80,61 @@ class Chat:
                 self._screen.note(f"whorl: {error}")
 
     def answer(self, text: str) -> None:
+        """Answer a message and remember both."""
         self._make_room(text)
-        self._num_again = 0
+        self._num_regenerated = 0
         self._answer(text, self._attached, self.params)
         self._attached = []
 
     def _answer(self, text: str, attached: List[Attachment], params: SamplingParams) -> None:
         seq = self.conversation.ask(text, params, fit=True, attached=attached)
-        shown = Answer(self._screen, self.conversation)
-        late: list[str] = []
-        stream(self.conversation.llm, seq, shown.add if self._is_streaming else late.append)
-        shown.add("".join(late))
-        shown.finish()
+        answer = Answer(self._screen, self.conversation)
+        pending: list[str] = []
+        stream(self.conversation.llm, seq, answer.add if self._is_streaming else pending.append)
+        answer.add("".join(pending))
+        answer.finish()
         self.conversation.record(seq)
         self._last = seq
         if seq.finish_reason is FinishReason.ABORT:
             self._screen.note("[stopped]")
         elif seq.finish_reason is FinishReason.LENGTH:
             is_full = len(seq.token_ids) >= self.conversation.llm.max_model_len
-            why = f": the context of {self.conversation.llm.max_model_len} tokens is full" if is_full else ""
-            self._screen.note(f"[cut off after {seq.num_outputs} tokens{why}]")
+            reason = f": the context of {self.conversation.llm.max_model_len} tokens is full" if is_full else ""
+            self._screen.note(f"[cut off after {seq.num_outputs} tokens{reason}]")
 
     def _make_room(self, text: str) -> None:
-        """Where the conversation has grown too long for its context, drop the oldest turns, or refuse the message."""
+        """If the conversation no longer fits into the context, drop the oldest turns, or refuse with ValueError."""
         limit = self.conversation.llm.max_model_len
         room = min(self.params.max_tokens or _ROOM, _ROOM, limit // 8)
         if not (turns := self.conversation.overflow(text, self._attached, room)):
             return
-        what = f"the conversation no longer fits into the context of {limit} tokens"
+        problem = f"the conversation no longer fits into the context of {limit} tokens"
         oldest = "the oldest turn" if turns == 1 else f"the oldest {turns} turns"
         drops = self._when_full == "drop"
         if self._when_full == "ask" and self._can_ask:
-            self._screen.note(f"({what})")
+            self._screen.note(f"({problem})")
             drops = self._read(f"Drop {oldest} and go on? [y/N] ").strip().lower() in ("y", "yes")
         if not drops:
             raise ValueError(
-                f"not sent: {what}. /set when_full drop forgets {oldest} and goes on, from now on without asking; "
-                "/reset forgets all; /save FILE keeps it"
+                f"not sent: {problem}. /set when_full drop drops {oldest} and goes on, from now on without asking; "
+                "/reset forgets the conversation; /save FILE saves it"
             )
         self.conversation.drop(turns)
-        self._screen.note(f"({oldest} dropped: {what})")
+        self._screen.note(f"({oldest} dropped: {problem})")
 
     def _regenerate(self, argument: str) -> None:
         conversation, params = self.conversation, self.params
-        before = list(conversation.messages)
-        text, attached = conversation.take_back()
-        self._num_again += 1
+        messages = list(conversation.messages)
+        text, attached = conversation.remove_last_turn()
+        self._num_regenerated += 1
         if params.temperature == 0:
-            self._screen.note("(temperature is 0, so the answer is the same: /set temperature 0.7 for others)")
+            self._screen.note("(temperature is 0, so the answer is the same: /set temperature 0.7 for a different one)")
         elif params.seed is not None:
-            params = replace(params, seed=params.seed + self._num_again)
+            params = replace(params, seed=params.seed + self._num_regenerated)
         try:
             self._answer(text, attached, params)
         except ValueError:
-            conversation.give_back(before, attached)
+            conversation.put_back(messages, attached)
             raise
 
     def _set(self, argument: str) -> None:
@@ -152,11 +157,11 @@ class Chat:
         count = saved.load(self.conversation, argument)
         self._attached = []
         is_open = bool(self.conversation.messages) and self.conversation.messages[-1]["role"] == "user"
-        more = "; the last has no answer: /regenerate answers it" if is_open else ""
-        self._screen.note(f"({count} messages read{more})")
+        hint = "; the last one has no answer: /regenerate answers it" if is_open else ""
+        self._screen.note(f"({count} messages read{hint})")
 
     def _read_message(self) -> str:
-        """A line, or the lines between two lines of three quotes."""
+        """Read a line, or the lines between two lines of three quotes."""
         line = self._read("> ")
         if line.strip() != _BLOCK:
             return line
@@ -195,9 +200,9 @@ class Chat:
             raise ValueError(f"/{kind}: expected a file name")
         if not self.conversation.is_chat:
             raise ValueError(f"/{kind} needs a chat template: start with --chat")
-        found = self._attachments.read(kind, file)
-        self._attached.append(found)
-        self._screen.note(f"({found.name}, {found.num_tokens} tokens, goes with the next message)")
+        attachment = self._attachments.read(kind, file)
+        self._attached.append(attachment)
+        self._screen.note(f"({attachment.name}, {attachment.num_tokens} tokens, goes with the next message)")
 
     def _save(self, argument: str) -> None:
         if not argument:
@@ -217,7 +222,7 @@ class Chat:
         for name, (_, text) in self._commands.items():
             self._screen.note(f"{name:12} {text}")
         self._screen.note(
-            f"Several lines: paste them, or put a line of {_BLOCK} before and behind. Ctrl-C stops an answer."
+            f"Several lines: paste them, or put a line of {_BLOCK} before and after. Ctrl-C stops an answer."
         )
 
     def _exit(self, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""Many answers at once: prompts of a file, or several answers to each, as JSON lines."""
+"""Batched generation: many prompts from a file, or several answers to each prompt, printed as JSON lines."""
 
 import json
 import sys
@@ -18,28 +18,31 @@ from .text_streams import as_text, read_stdin
 
 
 @dataclass(slots=True)
-class Asked:
-    """A prompt, what its line says beside it, and its answers; or why there are none."""
+class PromptAnswers:
+    """A prompt, the other fields of its line, and its answers; or the error, if it was refused."""
 
     prompt: str
-    given: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     answers: list[Sequence] = field(default_factory=list)
     error: str | None = None
 
 
-def read_prompts(file: str) -> list[Asked]:
-    """Lines with text in them; of a .jsonl file what its JSON holds. ValueError names the line that is wrong."""
+def read_prompts(file: str) -> list[PromptAnswers]:
+    """Read a prompt from each line that is not blank; the lines of a .jsonl file are JSON.
+
+    file: `-` is standard input. Raises ValueError, which names the invalid line.
+    """
     lines = read_stdin() if file == "-" else _text(file)
     is_json = file.endswith(".jsonl")
-    numbered = enumerate(lines.split("\n"), 1)  # only line breaks end a line
-    found = [
-        _asked(line, f"--prompts {file}, line {number}") if is_json else Asked(line.removesuffix("\r"))
+    numbered = enumerate(lines.split("\n"), 1)  # not splitlines(), which splits at other characters too
+    prompts = [
+        _parse_line(line, f"--prompts {file}, line {number}") if is_json else PromptAnswers(line.removesuffix("\r"))
         for number, line in numbered
         if line.strip()
     ]
-    if not found:
+    if not prompts:
         raise ValueError(f"--prompts {file}: has no prompts")
-    return found
+    return prompts
 
 
 def _text(file: str) -> str:
@@ -51,41 +54,41 @@ def _text(file: str) -> str:
         raise ValueError(f"--prompts {file}: is not UTF-8 text: {error}") from error
 
 
-def _asked(line: str, where: str) -> Asked:
+def _parse_line(line: str, where: str) -> PromptAnswers:
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: is not JSON: {error}") from None
-    given = found if isinstance(found, dict) else {"prompt": found}
-    if not isinstance(given.get("prompt"), str):
+    fields = parsed if isinstance(parsed, dict) else {"prompt": parsed}
+    if not isinstance(fields.get("prompt"), str):
         raise ValueError(f"{where}: expected a JSON string, or an object with a string prompt")
-    return Asked(as_text(given["prompt"], where), given if isinstance(found, dict) else {})
+    return PromptAnswers(as_text(fields["prompt"], where), fields if isinstance(parsed, dict) else {})
 
 
 def queue(
     conversation: Conversation,
-    asked: List[Asked],
+    prompts: List[PromptAnswers],
     params: SamplingParams,
     *,
     fit: bool,
     attached: List[Attachment] = (),
 ) -> None:
-    """Each prompt by itself; one that the engine refuses keeps the reason."""
-    for each in asked:
+    """Queue each prompt by itself; a prompt that the engine refuses keeps the error."""
+    for prompt in prompts:
         try:
-            each.answers = conversation.queue(each.prompt, params, fit=fit, attached=attached)
+            prompt.answers = conversation.queue(prompt.prompt, params, fit=fit, attached=attached)
         except ValueError as error:
-            each.error = str(error)
+            prompt.error = str(error)
 
 
-def run(conversation: Conversation, asked: List[Asked]) -> int:
-    """Write the answers in the order of the prompts, each as soon as it and those before it are there.
+def run(conversation: Conversation, prompts: List[PromptAnswers]) -> int:
+    """Write the answers in the order of the prompts, each as soon as it and those before it are finished.
 
-    Exit code: 0; 1 where a prompt has no answer; 130 after Ctrl-C, behind what was finished.
+    Returns the exit code: 0; 1 if a prompt has no answer; 130 after Ctrl-C, when the finished answers are written.
     """
-    llm, out = conversation.llm, sys.stdout  # kept: a progress bar puts itself in its place
-    sequences = [seq for each in asked for seq in each.answers]
-    rows = _rows(asked)
+    llm, out = conversation.llm, sys.stdout  # saved here, as the progress bar replaces sys.stdout
+    sequences = [seq for prompt in prompts for seq in prompt.answers]
+    rows = _rows(prompts)
     waiting = next(rows, None)
     is_shown = sys.stderr.isatty() and not out.isatty()
     try:
@@ -101,49 +104,49 @@ def run(conversation: Conversation, asked: List[Asked]) -> int:
         for seq in sequences:
             llm.abort(seq)
     while waiting is not None:
-        if _is_over(waiting[1]) and _finish(waiting[1]) is not FinishReason.ABORT:
+        if _is_over(waiting[1]) and _finish_reason(waiting[1]) is not FinishReason.ABORT:
             _write(out, *waiting)
         waiting = next(rows, None)
     if any(seq.finish_reason is FinishReason.ABORT for seq in sequences):
         return 130
-    has_failed = any(each.error is not None for each in asked) or any(seq.error is not None for seq in sequences)
-    return 1 if has_failed else 0
+    errors = [*(prompt.error for prompt in prompts), *(seq.error for seq in sequences)]
+    return 1 if any(error is not None for error in errors) else 0
 
 
 _Row = tuple[dict[str, Any], "Sequence | str"]
 
 
-def _rows(asked: List[Asked]) -> Iterator[_Row]:
-    """What is known of each answer beforehand, and the answer, or why there is none."""
-    for index, each in enumerate(asked):
-        about = {**each.given, "index": index, "prompt": each.prompt}
-        if each.error is not None:
-            yield about, each.error
-        for sample, seq in enumerate(each.answers):
-            yield (about | {"sample": sample} if len(each.answers) > 1 else about), seq
+def _rows(prompts: List[PromptAnswers]) -> Iterator[_Row]:
+    """Yield, for each answer, the fields of its prompt, and its sequence or the error."""
+    for index, prompt in enumerate(prompts):
+        fields = {**prompt.fields, "index": index, "prompt": prompt.prompt}
+        if prompt.error is not None:
+            yield fields, prompt.error
+        for sample, seq in enumerate(prompt.answers):
+            yield (fields | {"sample": sample} if len(prompt.answers) > 1 else fields), seq
 
 
 def _is_over(answer: "Sequence | str") -> bool:
     return isinstance(answer, str) or answer.is_finished
 
 
-def _finish(answer: "Sequence | str") -> FinishReason | None:
+def _finish_reason(answer: "Sequence | str") -> FinishReason | None:
     return None if isinstance(answer, str) else answer.finish_reason
 
 
-def _write(out: TextIO, about: dict[str, Any], answer: "Sequence | str") -> None:
+def _write(out: TextIO, fields: dict[str, Any], answer: "Sequence | str") -> None:
     if isinstance(answer, str):
-        row = about | {"error": answer}
+        row = fields | {"error": answer}
     elif answer.error is not None:
-        row = about | {"error": str(answer.error)}
+        row = fields | {"error": str(answer.error)}
     else:
-        row = about | document(answer)
+        row = fields | document(answer)
     out.write(f"{json.dumps(row)}\n")
     out.flush()
 
 
 def document(seq: Sequence) -> dict[str, Any]:
-    """What an answer is and took."""
+    """Return an answer and its statistics as a JSON object."""
     timings = seq.timings
     return {
         "text": seq.text.value,

@@ -1,4 +1,4 @@
-"""How far a long prompt is, in a terminal; gone when the answer begins."""
+"""The progress bar of a long prompt's prefill in a terminal; it disappears when the answer begins."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class PromptProgress:
-    """A bar on standard error, from the first step that leaves some of the prompt."""
+    """Shows a bar on standard error if the first step does not finish the prompt."""
 
     def __init__(self, seq: Sequence) -> None:
         self._seq = seq
         self._bar: Progress | None = None
 
     def update(self) -> None:
-        """After each step."""
+        """Show the progress; call it after each step."""
         if self._seq.num_outputs or self._seq.is_finished or not sys.stderr.isatty():
             self.close()
             return
@@ -40,7 +40,7 @@ class PromptProgress:
             console=Console(file=sys.stderr),
             auto_refresh=False,
             transient=True,
-            redirect_stdout=False,  # the answer's text goes its own way
+            redirect_stdout=False,  # the answer is written to stdout directly
             redirect_stderr=False,
         )
         bar.add_task("", total=self._seq.prompt_len)

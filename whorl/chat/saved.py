@@ -1,4 +1,4 @@
-"""Conversations in files: `/save` and `/load`."""
+"""Saves conversations to files and loads them: `/save` and `/load`."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,10 @@ _ROLES = ("user", "assistant")
 
 
 def save(conversation: Conversation, name: str) -> tuple[Path, int]:
-    """Write the messages to a new file, as JSON if its name ends in .json, else as text; where, and how many."""
+    """Write the messages to a new file, as JSON if its name ends in .json, else as text.
+
+    Returns the path and the number of messages. Raises ValueError when the file exists or cannot be written.
+    """
     system = [{"role": "system", "content": conversation.system}] if conversation.system else []
     messages = [*system, *conversation.messages]
     path = Path(name).expanduser()
@@ -22,23 +25,26 @@ def save(conversation: Conversation, name: str) -> tuple[Path, int]:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"{text}\n")
     except FileExistsError:
-        raise ValueError(f"/save {path}: is there already; choose another name") from None
+        raise ValueError(f"/save {path}: the file exists already; choose another name") from None
     except OSError as error:
         raise ValueError(f"/save {path}: {error.strerror}") from error
     return path, len(messages)
 
 
 def load(conversation: Conversation, name: str) -> int:
-    """Go on from the messages of a .json file that `save` has written; how many. ValueError: nothing has changed."""
+    """Replace the conversation by the messages of a .json file that `save` has written; return how many there are.
+
+    Raises ValueError, and leaves the conversation unchanged, when the file is not valid.
+    """
     path = Path(name).expanduser()
     where = f"/load {path}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{where}: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{where}: is not the JSON that /save FILE.json writes: {error}") from None
-    messages = _checked(found, where)
+    messages = _check_messages(content, where)
     has_system = bool(messages) and messages[0]["role"] == "system"
     system = messages.pop(0)["content"] if has_system else None
     for number, message in enumerate(messages):
@@ -50,12 +56,12 @@ def load(conversation: Conversation, name: str) -> int:
     return len(messages)
 
 
-def _checked(found: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(found, list):
-        raise ValueError(f"{where}: expected a list of messages, found {type(found).__name__}")
-    for number, message in enumerate(found, 1):
+def _check_messages(content: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: expected a list of messages, found {type(content).__name__}")
+    for number, message in enumerate(content, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f"{where}: message {number} has no role and content")
         if not isinstance(message["content"], str):
             raise ValueError(f"{where}: message {number} has pictures or videos, which are not kept in the file")
-    return [{"role": message["role"], "content": message["content"]} for message in found]
+    return [{"role": message["role"], "content": message["content"]} for message in content]

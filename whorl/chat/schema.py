@@ -1,4 +1,4 @@
-"""Answers that are JSON of a schema: `whorl generate --schema`."""
+"""Answers constrained by a JSON schema: `whorl generate --schema`."""
 
 import importlib.util
 import json
@@ -11,30 +11,33 @@ if TYPE_CHECKING:
     from whorl.engine.llm import LLM
 
 
-def read_schema(given: str) -> dict[str, Any]:
-    """The schema itself, which begins with a brace, or a file's name."""
+def read_schema(schema: str) -> dict[str, Any]:
+    """Read --schema: the schema itself, which begins with a brace, or the name of a file. Raises ValueError."""
     if importlib.util.find_spec("llguidance") is None:
         raise ValueError("--schema needs llguidance: pip install 'whorl[serve]'")
-    text, where = given, "--schema"
-    if not given.lstrip().startswith("{"):
-        where = f"--schema {given}"
+    text, where = schema, "--schema"
+    if not schema.lstrip().startswith("{"):
+        where = f"--schema {schema}"
         try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
+            text = Path(schema).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: is not UTF-8 text: {error}") from error
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: is {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{where}: is {type(parsed).__name__}, expected a JSON object")
+    return parsed
 
 
-def allow_by(schema: dict[str, Any], llm: "LLM") -> "Callable[[str], Allow]":
-    """Given a prompt's text, which tokens may follow. ValueError: the schema cannot be followed."""
+def grammar_masks(schema: dict[str, Any], llm: "LLM") -> "Callable[[str], Allow]":
+    """Return a function from a prompt's text to the `SamplingParams.allow` that enforces the schema.
+
+    Raises ValueError when the schema cannot be enforced.
+    """
     from whorl.engine.grammar_masks import compiled, native_tokenizer, schema_grammar
     from whorl.engine.reply_parser import END_THINK, THINK
     from whorl.engine.tokenizer import Tokenizer
@@ -48,5 +51,5 @@ def allow_by(schema: dict[str, Any], llm: "LLM") -> "Callable[[str], Allow]":
         is_thinking = may_think and prompt.rstrip().endswith(THINK)
         return compiled(grammar, "the JSON schema", native, tokenizer, size, is_thinking=is_thinking)
 
-    allow("")  # what is wrong with it is said before the first prompt
+    allow("")  # reports an invalid schema before the first prompt
     return allow

@@ -1,4 +1,4 @@
-"""`/set NAME VALUE`: how the next answers are sampled."""
+"""`/set NAME VALUE`: changes the sampling parameters of the next answers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,29 +20,30 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "presence_penalty": (float, "a number; 0: none"),
     "frequency_penalty": (float, "a number; 0: none"),
     "max_tokens": (_optional, "a whole number, or none: as many as fit"),
-    "seed": (_optional, "a whole number, or none: another one each time"),
+    "seed": (_optional, "a whole number, or none: a new one each time"),
     "stop": (lambda text: (text,) if text != "none" else (), "a text that ends an answer, or none"),
 }
 
 
 def change(params: SamplingParams, argument: str) -> SamplingParams:
-    """ValueError says what is known, or what was expected."""
+    """Return the parameters with one changed, as `/set` was given it; raise ValueError for unknown names and values."""
     name, _, value = argument.partition(" ")
     name = name.lstrip("-").replace("-", "_")
     if name not in _KINDS:
         raise ValueError(f"/set {name}: is not known. Has: {', '.join(_KINDS)}, when_full")
     kind, expected = _KINDS[name]
     try:
-        made = kind(value.strip())
+        parsed = kind(value.strip())
     except ValueError:
         raise ValueError(f"/set {name} {value}: expected {expected}") from None
     try:
-        return replace(params, **{name: made})
+        return replace(params, **{name: parsed})
     except ValueError as error:
         raise ValueError(f"/set {name}: {str(error).removeprefix('SamplingParams: ')}") from None
 
 
 def describe(params: SamplingParams) -> list[str]:
+    """Return a line for each parameter that `/set` can change."""
     return [f"{name:18} {_shown(getattr(params, name))}" for name in _KINDS]
 
 

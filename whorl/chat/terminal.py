@@ -1,4 +1,4 @@
-"""Answers in a terminal: text piece by piece, thinking set off from it, Ctrl-C, and what an answer took."""
+"""Shows answers in a terminal: streamed text, reasoning in another style, Ctrl-C, and the statistics of an answer."""
 
 import os
 import signal
@@ -16,12 +16,12 @@ from whorl.engine.sequence import Sequence
 from .conversation import Conversation
 from .prompt_progress import PromptProgress
 
-# A model may write what steers a terminal; only line breaks and tabs get through.
+# A model may write control characters that change the terminal; only line breaks and tabs are passed through.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Screen:
-    """Writes pieces of text at once; thinking is dim where the output is a terminal."""
+    """Writes text and flushes it at once; reasoning is dim if the output is a terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
@@ -38,7 +38,7 @@ class Screen:
         self.out.flush()
 
     def note(self, text: str) -> None:
-        """A remark of the program, on a line of its own."""
+        """Write a remark of the program on its own line."""
         self.end_line()
         self.write(f"{text}\n", dim=True)
 
@@ -48,13 +48,13 @@ class Screen:
 
 
 class Answer:
-    """Shows an answer on the screen as it comes; what was thought is set off from what is said."""
+    """Shows a streamed answer on the screen, with reasoning separated from content."""
 
     def __init__(self, screen: Screen, conversation: Conversation) -> None:
         may_think = conversation.tokenizer.token_id(END_THINK) is not None
-        is_thinking = may_think and conversation.prompt.rstrip().endswith(THINK)  # some templates open it themselves
+        is_thinking = may_think and conversation.prompt.rstrip().endswith(THINK)  # some templates write the opening tag
         self._parser = ReplyParser(may_think=may_think, is_thinking=is_thinking)
-        self._screen, self._has_thought = screen, False
+        self._screen, self._is_after_reasoning = screen, False
 
     def add(self, text: str) -> None:
         self._show(self._parser.add(text))
@@ -65,9 +65,9 @@ class Answer:
 
     def _show(self, parts: Parts) -> None:
         self._screen.write(parts.reasoning, dim=True)
-        self._has_thought |= bool(parts.reasoning)
-        if parts.content and self._has_thought:
-            self._has_thought = False
+        self._is_after_reasoning |= bool(parts.reasoning)
+        if parts.content and self._is_after_reasoning:
+            self._is_after_reasoning = False
             self._screen.end_line()
             self._screen.write("\n")
         self._screen.write(parts.content)
@@ -75,39 +75,39 @@ class Answer:
 
 @contextmanager
 def stop_request() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, to be looked at between steps: an exception inside one would leave the engine half done.
+    """Yield an event that Ctrl-C sets, to be checked between steps; a second Ctrl-C raises KeyboardInterrupt at once.
 
-    A second Ctrl-C interrupts at once.
+    An exception inside a step would leave the engine in an inconsistent state.
     """
-    asked = threading.Event()
+    stop = threading.Event()
 
-    def ask(signum: int, frame: object) -> None:
-        if asked.is_set():
+    def on_interrupt(signum: int, frame: object) -> None:
+        if stop.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        stop.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop
         return
-    before = signal.signal(signal.SIGINT, ask)
+    previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield asked
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def stream(llm: LLM, seq: Sequence, show: Callable[[str], None]) -> None:
-    """Run a sequence to its end, or to Ctrl-C, and show its text piece by piece."""
+    """Run a sequence to its end, or to Ctrl-C, and pass its text to `show` as each step generates it."""
     progress = PromptProgress(seq)
     try:
-        with stop_request() as asked:
+        with stop_request() as stop:
             while not seq.is_finished:
                 deltas = llm.step()
                 progress.update()
                 for delta in deltas:
                     if delta.sequence is seq:
                         show(delta.text)
-                if asked.is_set():
+                if stop.is_set():
                     llm.abort(seq)
     finally:
         progress.close()
@@ -116,7 +116,7 @@ def stream(llm: LLM, seq: Sequence, show: Callable[[str], None]) -> None:
 
 
 def describe(seq: Sequence) -> str:
-    """What an answer took, in a line."""
+    """Return the statistics of an answer in one line."""
     timings = seq.timings
     first, speed = timings.time_to_first_token, timings.tokens_per_second
     parts = [
@@ -131,7 +131,10 @@ def describe(seq: Sequence) -> str:
 
 
 def describe_limit(llm: LLM, seq: Sequence) -> str | None:
-    """How an answer's speed compares with what reading the weights and the cache once a token would allow."""
+    """Compare an answer's speed with the roofline, at which each token reads the weights and the KV cache once.
+
+    None when there is no speed or the model's roofline is unknown.
+    """
     model, speed = llm.model, seq.timings.tokens_per_second
     cache: dict[str, Any] = {"context": len(seq.token_ids), "kv_cache_dtype": llm.settings.kv_cache_dtype}
     if not speed or (share := roofline.share(model, speed, **cache)) is None:

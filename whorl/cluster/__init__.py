@@ -1,1 +1,1 @@
-"""Several engines behind one address: `whorl serve --replicas N --on ray`."""
+"""Several replicas of an engine behind one HTTP endpoint: `whorl serve --replicas N --on ray`."""

@@ -1,4 +1,4 @@
-"""A request on its way to a replica, and what comes back: the messages of ASGI, and one of ours behind them."""
+"""A request that the endpoint forwards to a replica, and what comes back: ASGI messages, then a message `END`."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -7,16 +7,28 @@ from typing import Any, Protocol
 Message = dict[str, Any]
 END = "whorl.end"  # the type of the last message: {"type": END, "tokens": what the request's key is charged with}
 Headers = Sequence[tuple[bytes, bytes]]
-# The endpoint has looked at where a request comes from, and a replica is not asked by browsers.
-_ANSWERED_FOR = (b"origin", b"host", b"x-request-id", b"content-length", b"transfer-encoding", b"connection", b"expect")
+# Headers that are not forwarded: the endpoint has checked the origin, and no browser talks to a replica.
+_NOT_FORWARDED = (
+    b"origin",
+    b"host",
+    b"x-request-id",
+    b"content-length",
+    b"transfer-encoding",
+    b"connection",
+    b"expect",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """number: of this attempt, which nothing else has. blocks: of `prompt_blocks`. request: its number to clients."""
+class ForwardedRequest:
+    """An HTTP request for a replica.
 
-    number: str
-    request: str
+    attempt_id: unique to this attempt. request_id: the id that clients see, the same for all attempts. blocks: from
+    `prompt_blocks`.
+    """
+
+    attempt_id: str
+    request_id: str
     method: str
     path: str
     query: bytes
@@ -25,12 +37,13 @@ class Asked:
     client: tuple[str, int]
     blocks: tuple[bytes, ...] = ()
 
-    def again(self, number: str) -> "Asked":
-        return replace(self, number=number)
+    def retry(self, attempt_id: str) -> "ForwardedRequest":
+        """Return the same request for another attempt."""
+        return replace(self, attempt_id=attempt_id)
 
     def scope(self) -> dict[str, Any]:
-        """As a server would hand it to an application."""
-        given = [(b"host", b"replica"), (b"x-request-id", self.request.encode()), *self.headers]
+        """Return the ASGI scope of the request."""
+        headers = [(b"host", b"replica"), (b"x-request-id", self.request_id.encode()), *self.headers]
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -41,32 +54,33 @@ class Asked:
             "raw_path": self.path.encode(),
             "query_string": self.query,
             "root_path": "",
-            "headers": given,
+            "headers": headers,
             "client": self.client,
             "server": ("replica", 0),
         }
 
 
-def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """What a replica is told of a request's headers."""
+def forwarded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request that are forwarded to a replica."""
     return [
         (name.lower(), value)
         for name, value in headers
-        if name.lower() not in _ANSWERED_FOR and not name.lower().startswith(b"sec-fetch-")
+        if name.lower() not in _NOT_FORWARDED and not name.lower().startswith(b"sec-fetch-")
     ]
 
 
 class ReplicaLost(RuntimeError):
-    """A replica went away with a request of ours."""
+    """A replica died while it had the request."""
 
 
 class Replicas(Protocol):
-    """What answers requests. `ask` ends with `END`; closed before, it ends the request there, too."""
+    """The replicas that answer requests."""
 
-    def ask(self, asked: Asked) -> AsyncGenerator[Message, None]: ...
+    def ask(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        """Yield a replica's messages, the last of which is `END`. Closing the generator aborts the request."""
 
     async def health(self) -> dict[str, int]:
-        """How many replicas there are in each state, such as RUNNING."""
+        """Return how many replicas are in each state, such as RUNNING."""
 
     async def metrics(self) -> list[tuple[str, str]]:
-        """Names of replicas, and what each counts, in Prometheus's text format."""
+        """Return the name of each replica and its metrics in Prometheus's text format."""

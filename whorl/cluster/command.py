@@ -1,6 +1,6 @@
-"""`whorl serve --on ray`: replicas are started, then this process answers for them until SIGTERM or Ctrl-C.
+"""`whorl serve --on ray`: starts the replicas, then serves their endpoint in this process until SIGTERM or Ctrl-C.
 
-SIGHUP replaces every replica by one that loads the model's files anew.
+SIGHUP replaces every replica by one that loads the model's files again.
 """
 
 import functools
@@ -19,7 +19,7 @@ from whorl.serve.address import check_address
 
 from .options import ClusterOptions
 from .ray_cluster import RayCluster, need_ray
-from .replica import settings_of_replicas
+from .replica import replica_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("whorl.serve")
 
 
-def prepare(
+def build_server(
     model: str | Path | None,
     engine: EngineSettings,
     options: ClusterOptions,
@@ -42,12 +42,16 @@ def prepare(
     make: "Callable[[ServerSettings], FastAPI] | None" = None,
     **settings: Any,
 ) -> Callable[[], int]:
-    """As `openai.prepare`, over replicas. make: the application of one replica; None: that of `model`."""
+    """Check the options and return a function that serves replicas and returns the exit code.
+
+    Arguments: as `openai.build_server`. make: builds the application of one replica; None: that of `model`. Raises
+    ValueError for options that cannot be honoured.
+    """
     need_ray()
     chosen = openai.settings_for(model, host=host, **settings)
     check_address(host, port)
-    inner = settings_of_replicas(chosen)
-    load = make or functools.partial(openai.loaded, model, engine, drafting or DraftOptions())
+    inner = replica_settings(chosen)
+    load = make or functools.partial(openai.load_app, model, engine, drafting or DraftOptions())
     cluster = RayCluster(functools.partial(load, inner), engine=engine, options=options, settings=chosen)
     return lambda: _serve(cluster, chosen, options, host, port)
 
@@ -57,14 +61,15 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
     from whorl.serve.hosts import is_loopback
     from whorl.serve.http_server import HttpServer
     from whorl.serve.log_limit import limit_logs
-    from whorl.serve.request_log import number_logs
+    from whorl.serve.request_log import add_request_ids
 
     from .endpoint import Endpoint
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")
     if not is_loopback(host) and not settings.keys:
         _LOG.warning(
-            "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
+            "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
+            host,
         )
     _LOG.info("starting replicas of %s: %d", settings.names[0], options.start_with)
     try:
@@ -72,7 +77,7 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
         endpoint: Any = Endpoint(cluster, settings, cluster.routing)
         server = HttpServer(endpoint, access_log=False, lifespan="off")
         limit_logs()
-        number_logs()
+        add_request_ids()
         listeners = listen(host, port)
         root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
         _LOG.info("ready: serving %s at %s/v1, with a page to talk to it at %s/", settings.names[0], root, root)
@@ -85,12 +90,12 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
 
 @contextmanager
 def _replacing_on_hangup(cluster: RayCluster) -> "Iterator[None]":
-    """One replacement at a time; a signal that comes during one is for the next."""
-    asked, is_over = threading.Event(), threading.Event()
+    """Replace the replicas on SIGHUP, one replacement at a time; a signal during one starts the next."""
+    has_signal, is_over = threading.Event(), threading.Event()
 
     def work() -> None:
-        while asked.wait() and not is_over.is_set():
-            asked.clear()
+        while has_signal.wait() and not is_over.is_set():
+            has_signal.clear()
             try:
                 cluster.replace()
             except Exception:
@@ -98,10 +103,10 @@ def _replacing_on_hangup(cluster: RayCluster) -> "Iterator[None]":
 
     thread = threading.Thread(target=work, name="whorl-replace", daemon=True)
     thread.start()
-    before = signal.signal(signal.SIGHUP, lambda *_: asked.set())
+    previous = signal.signal(signal.SIGHUP, lambda *_: has_signal.set())
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous)
         is_over.set()
-        asked.set()
+        has_signal.set()

@@ -1,7 +1,7 @@
-"""The beginning of a request's prompt as a chain of digests, from its body alone: what two prompts have in common.
+"""Hashes the beginning of a request's prompt into a chain of digests, which shows how much two prompts share.
 
-A digest stands for a block of characters and all before it. The engine's cache counts in tokens and knows better; this
-is what can be known before a tokenizer has seen the prompt, and it errs by less than a block.
+A digest stands for a block of characters and everything before it, like the prefix cache's hashes of token blocks. It
+needs only the request's body, no tokenizer, and is wrong by less than a block.
 """
 
 import hashlib
@@ -10,44 +10,47 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 BLOCK = 256  # characters, about 64 tokens of English
-MOST_BLOCKS = 4096  # of one prompt; what is behind them does not change where it goes
+MOST_BLOCKS = 4096  # of one prompt; the text after them does not influence the routing
 _BYTES = 8
-# In the order in which templates write them.
+# Fields of a request's body, in the order in which chat templates write them.
 _BEFORE, _TURNS = ("tools", "system", "instructions"), ("messages", "input", "prompt", "token_ids")
 
 
 def prompt_blocks(body: bytes, salt: str = "") -> tuple[bytes, ...]:
-    """Of a request's body; () where there is no prompt in it. salt: whose cache it may find its prompt in."""
+    """Return the digests of a request's body; () if it has no prompt.
+
+    salt: prompts share a prefix cache, and so digests, only with the same salt.
+    """
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):  # the replica says what is wrong with it
+        request = json.loads(body)
+    except (ValueError, RecursionError):  # the replica reports the error
         return ()
-    if not isinstance(asked, dict):
+    if not isinstance(request, dict):
         return ()
-    own_salt = asked.get("cache_salt")
-    return tuple(_chain(_text(asked), f"{salt} {own_salt or ''}"))
+    cache_salt = request.get("cache_salt")
+    return tuple(_chain(_text(request), f"{salt} {cache_salt or ''}"))
 
 
-def _text(asked: Mapping[str, Any]) -> str:
-    """Such that a conversation that goes on begins with what it was before."""
-    parts = [_written(asked[name]) for name in _BEFORE if asked.get(name) is not None]
+def _text(request: Mapping[str, Any]) -> str:
+    """Return the prompt as text, such that a longer conversation begins with the text of the shorter one."""
+    parts = [_as_text(request[name]) for name in _BEFORE if request.get(name) is not None]
     for name in _TURNS:
-        turns = asked.get(name)
+        turns = request.get(name)
         if isinstance(turns, list):
-            parts += [_written(each) for each in turns[: MOST_BLOCKS * BLOCK]]
+            parts += [_as_text(turn) for turn in turns[: MOST_BLOCKS * BLOCK]]
         elif isinstance(turns, str):
             parts.append(turns)
     return "\n".join(parts)
 
 
-def _written(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _chain(text: str, salt: str) -> Iterator[bytes]:
-    """Whole blocks alone: the end of a prompt is where the next turn differs."""
-    before = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
-    for at in range(0, min(len(text) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
-        block = text[at : at + BLOCK].encode("utf-8", "surrogatepass")
-        before = hashlib.blake2b(before + block, digest_size=_BYTES).digest()
-        yield before
+    """Yield the digests of full blocks only: the incomplete last block is where the next turn differs."""
+    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
+    for start in range(0, min(len(text) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
+        block = text[start : start + BLOCK].encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(digest + block, digest_size=_BYTES).digest()
+        yield digest

@@ -1,5 +1,4 @@
-"""Replicas as a deployment of Ray Serve: started, asked, replaced. Ray starts, watches and restarts them; how many
-there are and where they run is its business."""
+"""Runs the replicas as a deployment of Ray Serve, which starts, watches, places, scales and restarts them."""
 
 import asyncio
 import importlib.util
@@ -12,7 +11,7 @@ from whorl.engine.settings import EngineSettings
 from whorl.serve.engine_thread import QueueFull
 from whorl.serve.settings import ServerSettings
 
-from .asked import Asked, Message, ReplicaLost
+from .asked import ForwardedRequest, Message, ReplicaLost
 from .options import ClusterOptions
 from .prompt_blocks import BLOCK
 from .replica import Replica
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("whorl.serve")
 APPLICATION, DEPLOYMENT = "whorl", "Replica"
-_CHARACTERS = 4  # of a token, about
-_LOADS = 3  # attempts to load a model before it is given up
-_HEALTH_SECONDS = 5.0  # between questions to a replica
-_ANSWER_SECONDS = 10.0  # for what every replica is asked at once
-# What Ray calls the devices of a kind.
+_CHARACTERS = 4  # of a token, on average
+_LOADS = 3  # attempts to load the model in a replica
+_HEALTH_SECONDS = 5.0  # between health checks of a replica
+_ANSWER_SECONDS = 10.0  # for calls to all replicas
+# Ray's resource names for kinds of devices.
 _RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 
 
 def need_ray() -> None:
+    """Raise ValueError when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError("serve: --on ray needs ray, which is not installed: pip install 'whorl[ray]'")
 
@@ -45,55 +45,59 @@ def _ray_serve() -> Any:
 
 
 def actor_options(engine: EngineSettings, options: ClusterOptions, resources: Mapping[str, float]) -> dict[str, Any]:
-    """What a replica takes of a node, as Ray counts it. resources: of the whole cluster."""
+    """Return the resources that a replica needs on its node, as Ray counts them. resources: of the whole cluster."""
     ranks = engine.tp or 1
     known = [name for name in _RESOURCES.values() if resources.get(name)]
     name = next(iter(known), None) if engine.device is None else _RESOURCES.get(engine.device)
     if name is None:
         return {"num_cpus": options.replica_cpus or ranks}
-    taken = {"num_gpus": ranks} if name == "GPU" else {"resources": {name: ranks}}
-    return {"num_cpus": options.replica_cpus or 1, **taken}
+    devices = {"num_gpus": ranks} if name == "GPU" else {"resources": {name: ranks}}
+    return {"num_cpus": options.replica_cpus or 1, **devices}
 
 
 def deployment_options(engine: EngineSettings, options: ClusterOptions, settings: ServerSettings) -> dict[str, Any]:
-    """Of Ray Serve's deployment, but for what a replica takes of a node and the router."""
+    """Return the options of Ray Serve's deployment, except for the replica's resources and the router."""
     at_once = engine.max_num_seqs
-    found: dict[str, Any] = {
-        "max_ongoing_requests": 2 * at_once,  # as many again, so that a step never waits for the next request
+    deployment: dict[str, Any] = {
+        "max_ongoing_requests": 2 * at_once,  # twice the batch, so that a finished sequence is replaced at once
         "max_queued_requests": settings.max_queue,
-        # One that is replaced finishes what it has.
+        # A replica that is being replaced finishes its requests.
         "graceful_shutdown_timeout_s": settings.timeout,
         "max_constructor_retry_count": _LOADS,
         "health_check_period_s": _HEALTH_SECONDS,
         "health_check_timeout_s": settings.stall_seconds,
     }
     if options.min_replicas is None:
-        return found | {"num_replicas": options.start_with}
+        return deployment | {"num_replicas": options.start_with}
     scaling = {
         "min_replicas": options.min_replicas,
         "max_replicas": options.max_replicas,
         "initial_replicas": options.start_with,
         "target_ongoing_requests": max(1, at_once * 3 // 4),
     }
-    return found | {"autoscaling_config": scaling}
+    return deployment | {"autoscaling_config": scaling}
 
 
 class RayReplica(Replica):
-    """In a process of Ray's."""
+    """A replica in a process of Ray."""
 
     def __init__(self, make: "Callable[[], FastAPI]", weights: int) -> None:
-        _keep_port_to_this_machine()
+        _bind_grpc_port_to_loopback()
         super().__init__(make, weights)
 
     async def named_metrics(self) -> tuple[str, str]:
+        """Return the replica's name and its metrics."""
         from ray.serve import get_replica_context
 
         return str(get_replica_context().replica_id.unique_id), await self.metrics()
 
 
-def _keep_port_to_this_machine() -> None:
-    """Ray Serve opens a port in every replica, for calls from one deployment to another: to all networks, and without
-    asking who calls. Nobody calls ours."""
+def _bind_grpc_port_to_loopback() -> None:
+    """Restrict the gRPC port that Ray Serve opens in every replica to this machine.
+
+    The port is for calls between deployments. Ray opens it on all networks and without authentication; nothing here
+    uses it.
+    """
     from ray.serve._private import replica
 
     add_port = replica.add_port_to_grpc_server
@@ -101,7 +105,10 @@ def _keep_port_to_this_machine() -> None:
 
 
 class RayCluster:
-    """`asked.Replicas`, on Ray. make: the application of one replica; it travels to where replicas run."""
+    """Implements `asked.Replicas` on Ray.
+
+    make: builds the application of one replica; Ray pickles it and calls it in the replica's process.
+    """
 
     def __init__(
         self,
@@ -116,14 +123,14 @@ class RayCluster:
         self._make, self._engine, self._options, self._settings = make, engine, options, settings
         self._handle: Any = None
 
-    # ---- its life, from any thread but the event loop's
+    # ---- starting, replacing and stopping: called from any thread but the event loop's
 
     def start(self) -> None:
-        """A new cluster, or part of a running one; returns when every replica takes requests."""
+        """Start a cluster or join a running one, and deploy; returns when every replica takes requests."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._options.ray_address is None:
-            # Its own ports, too, are then on the loopback interface alone, on any system. Read when Ray is imported,
-            # which nothing may have done before.
+            # Makes Ray bind its own ports to the loopback interface, on any system. Ray reads it when it is imported,
+            # so nothing may have imported Ray before.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -133,7 +140,7 @@ class RayCluster:
             cores = most * actor_options(self._engine, self._options, {}).get("num_cpus", 1)
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, cores),  # replicas on one machine share its cores
+                num_cpus=max(os.cpu_count() or 1, cores),  # replicas on one machine may share its cores
                 include_dashboard=self._options.ray_dashboard,
                 dashboard_host="127.0.0.1",
                 logging_level=logging.WARNING,
@@ -141,16 +148,16 @@ class RayCluster:
         else:
             ray.init(address=self._options.ray_address, logging_level=logging.WARNING)
         share(APPLICATION, self.routing)
-        quiet = {"log_level": "WARNING", "enable_access_log": False}
-        serve.start(proxy_location="Disabled", logging_config=quiet)  # the endpoint is ours
+        logging_config = {"log_level": "WARNING", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=logging_config)  # our endpoint replaces Ray's proxy
         self._deploy()
         tokens = self._handle.broadcast("cached_tokens").results(timeout_s=_ANSWER_SECONDS)
         self.routing.held_blocks = max(1, min(tokens) * _CHARACTERS // BLOCK)
 
     def replace(self, make: "Callable[[], FastAPI] | None" = None) -> None:
-        """Every replica by a new one, a few at a time, each when the one before takes requests.
+        """Replace every replica by a new one, a few at a time, waiting until the new ones take requests.
 
-        One that goes takes no more requests and finishes those it has.
+        An old replica takes no more requests and finishes those it has. make: of the new replicas; None: as before.
         """
         self._make = make or self._make
         _LOG.info("replacing the replicas: weights %d", self.num_deployed + 1)
@@ -158,11 +165,11 @@ class RayCluster:
         _LOG.info("the replicas have been replaced: weights %d", self.num_deployed)
 
     def stop(self) -> None:
-        """Of a cluster that was there before only our replicas go."""
+        """Stop the cluster; from a cluster that was running before, only remove our replicas."""
         import ray
         from ray import serve
 
-        if not ray.is_initialized():  # it never began
+        if not ray.is_initialized():  # `start` failed before it reached Ray
             return
         if self._options.ray_address is None:
             serve.shutdown()
@@ -179,11 +186,11 @@ class RayCluster:
         router = RequestRouterConfig(
             request_router_class="whorl.cluster.ray_router.PolicyRouter", request_router_kwargs={"name": APPLICATION}
         )
-        taken = actor_options(self._engine, self._options, ray.cluster_resources())
+        resources = actor_options(self._engine, self._options, ray.cluster_resources())
         deployment = serve.deployment(
             RayReplica,
             name=DEPLOYMENT,
-            ray_actor_options=taken,
+            ray_actor_options=resources,
             request_router_config=router,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
             **deployment_options(self._engine, self._options, self._settings),
@@ -193,16 +200,16 @@ class RayCluster:
 
     # ---- on the event loop
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Message, None]:
+    async def ask(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import BackPressureError
 
-        response = self._handle.options(stream=True, method_name="answer").remote(asked)
+        response = self._handle.options(stream=True, method_name="answer").remote(request)
         try:
             async for message in response:
                 yield message
         except RayActorError as error:
-            name = self.routing.where(asked.number) or "that is not known"
+            name = self.routing.replica_of(request.attempt_id) or "(unknown)"
             raise ReplicaLost(f"replica {name} was lost") from error
         except BackPressureError as error:
             raise QueueFull(f"{self._settings.max_queue} requests wait already") from error
@@ -219,8 +226,8 @@ class RayCluster:
         return {str(getattr(state, "value", state)): count for state, count in states.items()}
 
     async def metrics(self) -> list[tuple[str, str]]:
-        """Of those that answer in time."""
+        """Return the metrics of the replicas that answer in time."""
         results = self._handle.broadcast("named_metrics").results_async(
             timeout_s=_ANSWER_SECONDS, return_exceptions=True
         )
-        return [found for found in await results if isinstance(found, tuple)]
+        return [result for result in await results if isinstance(result, tuple)]

@@ -1,11 +1,12 @@
-"""Which replica a request goes to: the one that has least to do before it, what it would have to read of the prompt
-included. No Ray here: whoever routes tells this of replicas and requests, and asks it.
+"""The routing policy: a request goes to the replica with the least work, including the prefill of its prompt there.
 
-    cost of a replica = blocks of the prompt that it has not seen lately
-                      + for each request there: `request_cost`, and until its first token the blocks it had to read
+This module does not use Ray. The router reports replicas and requests to it and asks it for the order of replicas.
 
-So a request follows its prompt's beginning until the queue there is longer than reading it anew elsewhere. Costs that
-are equal go to the replica that holds least, then by name: the same history gives the same choices.
+    cost of a replica = blocks of the prompt that it has not seen recently
+                      + for each of its requests: `request_cost`, and until its first token the blocks to prefill
+
+So a request goes where its prefix is cached until the queue there costs more than a prefill elsewhere. Ties go to the
+replica with the fewest cached blocks, then by name, so that the same history gives the same choices.
 """
 
 import threading
@@ -21,29 +22,31 @@ HELD_BLOCKS = 65536
 
 @dataclass(slots=True)
 class _Request:
+    """A request in progress. blocks: of its prompt; blocks_seen: those that its replica had seen before."""
+
     blocks: int
     blocks_seen: int
     has_begun: bool = False
 
     @property
-    def blocks_to_read(self) -> int:
+    def blocks_to_prefill(self) -> int:
         return 0 if self.has_begun else self.blocks - self.blocks_seen
 
 
 @dataclass(slots=True)
 class _Replica:
-    """seen: digests of blocks and when they were last asked for, the longest ago first. requests: by number."""
+    """A live replica. seen: when each digest was last used, the oldest first. requests: by attempt id."""
 
     seen: "OrderedDict[bytes, float]" = field(default_factory=OrderedDict)
     requests: dict[str, _Request] = field(default_factory=dict)
 
     def load(self, request_cost: float) -> float:
-        return sum(request_cost + each.blocks_to_read for each in self.requests.values())
+        return sum(request_cost + request.blocks_to_prefill for request in self.requests.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of requests whose answer began: the blocks of their prompts, and those of them that their replica had seen."""
+    """Counters of requests whose answer began: prompt blocks, and those of them that their replica had seen."""
 
     requests: int = 0
     blocks: int = 0
@@ -51,11 +54,10 @@ class Counts:
 
 
 class Routing:
-    """May be told and asked from any thread.
+    """The routing policy and its state. Thread-safe.
 
-    request_cost: of a request in progress to those that come, in blocks. held_blocks: that a replica's cache has room
-    for; stale_seconds: how long a block that nobody asks for is taken to be there. in_turn: each replica after the
-    other, whatever it holds.
+    request_cost: the cost of a request in progress, in blocks. held_blocks: how many blocks a replica's cache has room
+    for. stale_seconds: after this time without use a block is assumed to be evicted. in_turn: round robin instead.
     """
 
     def __init__(
@@ -75,16 +77,16 @@ class Routing:
         self._num_turns = 0
         self.counts = Counts()
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Those that are alive. One that is new has seen nothing; what a lost one held is forgotten."""
+    def set_replicas(self, names: Iterable[str]) -> None:
+        """Set the live replicas. A new one starts without blocks; the state of one that is gone is forgotten."""
         with self._lock:
-            before, self._replicas = self._replicas, {}
+            previous, self._replicas = self._replicas, {}
             for name in sorted(set(names)):
-                self._replicas[name] = before.get(name) or _Replica()
-            self._where = {number: name for number, name in self._where.items() if name in self._replicas}
+                self._replicas[name] = previous.get(name) or _Replica()
+            self._where = {attempt: name for attempt, name in self._where.items() if name in self._replicas}
 
     def order(self, blocks: Sequence[bytes]) -> list[str]:
-        """The replicas, best first."""
+        """Return the replicas for a prompt, best first."""
         with self._lock:
             if not self.in_turn:
                 return sorted(self._replicas, key=lambda name: self._cost(name, blocks))
@@ -93,17 +95,17 @@ class Routing:
             self._num_turns += 1
             return names[first:] + names[:first]
 
-    def sent(self, number: str, name: str, blocks: Sequence[bytes]) -> None:
-        """The request is there now; said again of another replica, it has moved."""
+    def assign(self, attempt_id: str, name: str, blocks: Sequence[bytes]) -> None:
+        """Record that a request goes to this replica; a second call with another replica moves it."""
         with self._lock:
-            if self._where.get(number) == name:
+            if self._where.get(attempt_id) == name:
                 return
-            self._take(number)
+            self._remove(attempt_id)
             replica = self._replicas.get(name)
             if replica is None:
                 return
-            self._where[number] = name
-            replica.requests[number] = _Request(len(blocks), self._num_seen(replica, blocks))
+            self._where[attempt_id] = name
+            replica.requests[attempt_id] = _Request(len(blocks), self._num_seen(replica, blocks))
             now = self._clock()
             for block in blocks:
                 replica.seen[block] = now
@@ -111,36 +113,37 @@ class Routing:
             while len(replica.seen) > self.held_blocks:
                 replica.seen.popitem(last=False)
 
-    def begun(self, number: str) -> None:
-        """Its first token is there: its prompt has been read."""
+    def mark_begun(self, attempt_id: str) -> None:
+        """Record the first token of a request: its prompt is prefilled."""
         with self._lock:
-            name = self._where.get(number)
-            request = None if name is None else self._replicas[name].requests[number]
+            name = self._where.get(attempt_id)
+            request = None if name is None else self._replicas[name].requests[attempt_id]
             if request is None or request.has_begun:
                 return
             request.has_begun = True
-            old = self.counts
-            blocks, seen = old.blocks + request.blocks, old.blocks_seen + request.blocks_seen
-            self.counts = Counts(old.requests + 1, blocks, seen)
+            counts = self.counts
+            blocks, seen = counts.blocks + request.blocks, counts.blocks_seen + request.blocks_seen
+            self.counts = Counts(counts.requests + 1, blocks, seen)
 
-    def ended(self, number: str) -> None:
+    def finish(self, attempt_id: str) -> None:
+        """Record the end of a request."""
         with self._lock:
-            self._take(number)
+            self._remove(attempt_id)
 
-    def where(self, number: str) -> str | None:
-        """The replica that has a request in progress."""
+    def replica_of(self, attempt_id: str) -> str | None:
+        """Return the replica of a request in progress."""
         with self._lock:
-            return self._where.get(number)
+            return self._where.get(attempt_id)
 
     def num_running(self) -> dict[str, int]:
-        """By replica."""
+        """Return the number of requests in progress of each replica."""
         with self._lock:
             return {name: len(replica.requests) for name, replica in self._replicas.items()}
 
-    def _take(self, number: str) -> None:
-        name = self._where.pop(number, None)
+    def _remove(self, attempt_id: str) -> None:
+        name = self._where.pop(attempt_id, None)
         if name is not None:
-            self._replicas[name].requests.pop(number, None)
+            self._replicas[name].requests.pop(attempt_id, None)
 
     def _cost(self, name: str, blocks: Sequence[bytes]) -> tuple[float, int, str]:
         replica = self._replicas[name]
@@ -148,11 +151,11 @@ class Routing:
         return missing + replica.load(self.request_cost), len(replica.seen), name
 
     def _num_seen(self, replica: _Replica, blocks: Sequence[bytes]) -> int:
-        """From the beginning: a block behind one that is gone cannot be used."""
+        """Count the leading blocks that the replica has: a block after a missing one cannot be reused."""
         oldest = self._clock() - self.stale_seconds
-        for at, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             if replica.seen.get(block, float("-inf")) < oldest:
-                return at
+                return index
         return len(blocks)
 
 
@@ -160,10 +163,13 @@ _SHARED: dict[str, Routing] = {}
 
 
 def share(name: str, routing: Routing) -> None:
-    """Who routes in this process finds it by its name. The endpoint tells it what Ray does not: when an answer begins
-    and when it is over."""
+    """Register a policy under a name, so that the router in this process finds it.
+
+    The endpoint tells the same object what Ray does not tell the router: when an answer begins and when it is over.
+    """
     _SHARED[name] = routing
 
 
 def shared(name: str) -> Routing:
+    """Return the policy that was registered under a name, or a new one."""
     return _SHARED.setdefault(name, Routing())

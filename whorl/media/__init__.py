@@ -1,7 +1,7 @@
-"""Pictures and videos, from bytes that a stranger sent to what a vision tower takes.
+"""Reads pictures and videos that clients send, up to the patches that a vision tower takes.
 
-`sources` has the bytes (of data: URIs, files, allowed hosts), `processor` makes `MediaItem`s of them, decoding in a
-process of its own (`decoder`, `child`), and `places` makes room for them in the prompt. No torch here.
+`sources` reads the bytes (from data: URIs, files and allowed hosts), `processor` turns them into `MediaItem`s, decoding
+in a separate process (`decoder`, `child`), and `places` reserves their tokens in the prompt. Does not import torch.
 """
 
 from .errors import MediaError

@@ -1,14 +1,14 @@
-"""Which addresses of the network a server may fetch from: those of the whole internet, none of its own network."""
+"""Which network addresses a server may fetch from: public ones only, none of its own network."""
 
 import ipaddress
 
-_UNICAST = ipaddress.IPv6Network("2000::/3")  # mapped, compatible and translated addresses are all outside
-_TUNNELS = [ipaddress.IPv6Network(text) for text in ("2002::/16", "2001::/32")]  # 6to4, Teredo: they hold another one
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # excludes IPv4-mapped, IPv4-compatible and translated addresses
+_TUNNELS = [ipaddress.IPv6Network(text) for text in ("2002::/16", "2001::/32")]  # 6to4, Teredo: they embed an IPv4 one
 
 
 def is_public(text: str) -> bool:
-    """Whether it is an ordinary address of the internet: not private, of this machine, of the link or of a group, nor
-    one that stands for another."""
+    """Return whether a text is a public unicast address: not private, loopback, link-local, multicast or reserved, and
+    not one that embeds another address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

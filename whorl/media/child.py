@@ -1,7 +1,8 @@
-"""The process that decodes. It has the bytes of one picture or video at a time, and nothing else: no environment, no
-file and no socket that it could open, and what it may take of CPU time and memory is limited.
+"""The process that decodes pictures and videos in a sandbox.
 
-`decoder` starts it and talks to it: a length, JSON and its bytes, both ways.
+It gets the bytes of one picture or video at a time and nothing else: no environment, and it cannot open files or
+sockets. Its CPU time and memory are limited. `decoder` starts it and talks to it over pipes: a length, JSON, and bytes,
+in both directions.
 """
 
 import contextlib
@@ -26,11 +27,12 @@ from .options import ImageOptions, VideoOptions
 from .sizes import image_size
 
 _HEAD = struct.Struct("<Q")
-_STREAMS = 3  # standard input, output and errors: all that may be open
+_STREAMS = 3  # stdin, stdout and stderr: the only file descriptors that may be open
 _START_SECONDS = 60
 
 
 def write(stream: IO[bytes], value: Any, *payloads: Any) -> None:
+    """Send a value as JSON after its length, then the payloads' bytes."""
     data = json.dumps(value).encode()
     stream.write(_HEAD.pack(len(data)))
     stream.write(data)
@@ -40,30 +42,33 @@ def write(stream: IO[bytes], value: Any, *payloads: Any) -> None:
 
 
 def read(stream: IO[bytes], most: int = 1 << 20) -> Any:
-    """EOFError where the other side has gone."""
-    (size,) = _HEAD.unpack(exactly(stream, _HEAD.size))
+    """Receive a value as `write` sends it; raise EOFError when the other side is gone or sends more than `most`."""
+    (size,) = _HEAD.unpack(read_exactly(stream, _HEAD.size))
     if size > most:
         raise EOFError
-    return json.loads(exactly(stream, size))
+    return json.loads(read_exactly(stream, size))
 
 
-def exactly(stream: IO[bytes], size: int) -> bytes:
+def read_exactly(stream: IO[bytes], size: int) -> bytes:
+    """Read so many bytes; raise EOFError when there are fewer."""
     data = stream.read(size)
     if len(data) < size:
         raise EOFError
     return data
 
 
-def image_options(given: Mapping[str, Any]) -> ImageOptions:
-    return ImageOptions(**(dict(given) | {name: tuple(given[name]) for name in ("mean", "std")}))
+def image_options(fields: Mapping[str, Any]) -> ImageOptions:
+    """Build the options from the JSON of a job."""
+    return ImageOptions(**(dict(fields) | {name: tuple(fields[name]) for name in ("mean", "std")}))
 
 
-def video_options(given: Mapping[str, Any]) -> VideoOptions:
-    return VideoOptions(**(dict(given) | {"frames": image_options(given["frames"])}))
+def video_options(fields: Mapping[str, Any]) -> VideoOptions:
+    """Build the options from the JSON of a job."""
+    return VideoOptions(**(dict(fields) | {"frames": image_options(fields["frames"])}))
 
 
 def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-    """[F, H, W, 3], and of a video which frames they are."""
+    """Decode a job; returns the pixels [F, H, W, 3], and for a video file the frames' indices and the fps."""
     from .pictures import open_picture, resized, to_rgb
     from .videos import read_frames, read_video
 
@@ -79,11 +84,11 @@ def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8
     return frames, {"indices": indices, "fps": fps}
 
 
-def answer(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], Any]:
-    """What is said, and pixels. What went wrong inside a decoder goes into the log, never to who sent the bytes."""
+def run_job(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], Any]:
+    """Run a job; returns the JSON of the answer and the pixels. `detail` is for the log, not for the client."""
     try:
-        values, about = decode(job, parts)
-        return about | {"shape": values.shape[:3]}, np.ascontiguousarray(values).data.cast("B")
+        values, result = decode(job, parts)
+        return result | {"shape": values.shape[:3]}, np.ascontiguousarray(values).data.cast("B")
     except DecodeError as error:
         return {"code": error.code, "numbers": error.numbers, "detail": error.detail}, b""
     except MemoryError:
@@ -93,7 +98,7 @@ def answer(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], 
 
 
 class Fence:
-    """Limits of this process, by the system: what goes over them ends the process or fails."""
+    """Resource limits of this process, which the kernel enforces: exceeding them fails or kills the process."""
 
     def __init__(self) -> None:
         import resource
@@ -102,38 +107,38 @@ class Fence:
         self._set(resource.RLIMIT_CORE, 0)
 
     def allow_seconds(self, seconds: float) -> None:
-        """Of CPU time, from now on."""
+        """Allow this much CPU time from now on."""
         usage = self._resource.getrusage(self._resource.RUSAGE_SELF)
         limit = int(usage.ru_utime + usage.ru_stime + seconds) + 1
         self._set(self._resource.RLIMIT_CPU, limit, is_final=False)
 
     def close(self, memory: int) -> None:
-        """Nothing is opened or started from here on; memory: bytes beside what is in use."""
+        """Forbid to open files and start processes from now on. memory: bytes allowed beyond what is in use."""
         table = Path("/proc/self/statm")
-        if table.exists():  # other systems do not keep this limit
+        if table.exists():  # only Linux enforces this limit
             used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             self._set(self._resource.RLIMIT_AS, used + memory)
         self._set(self._resource.RLIMIT_FSIZE, 0)
         self._set(self._resource.RLIMIT_NPROC, 0)
         self._set(self._resource.RLIMIT_NOFILE, _STREAMS)
 
-    def _set(self, what: int, value: int, *, is_final: bool = True) -> None:
-        hard = self._resource.getrlimit(what)[1]
+    def _set(self, limit: int, value: int, *, is_final: bool = True) -> None:
+        hard = self._resource.getrlimit(limit)[1]
         value = value if hard < 0 else min(value, hard)
-        self._resource.setrlimit(what, (value, value if is_final else hard))
+        self._resource.setrlimit(limit, (value, value if is_final else hard))
 
 
 def _warm_up() -> None:
-    """Import what decoding imports late: afterwards no file can be opened."""
+    """Import everything that decoding imports lazily, as no file can be opened afterwards."""
     from PIL import Image
 
     from . import pictures
 
     importlib.import_module(f"{__package__}.videos")
     for kind in pictures.FORMATS:
-        buffer, turned = io.BytesIO(), Image.Exif()
-        turned[0x0112] = 6
-        Image.new("RGB", (2, 3)).save(buffer, kind, exif=turned)
+        buffer, exif = io.BytesIO(), Image.Exif()
+        exif[0x0112] = 6  # an orientation, so that the code that rotates is loaded too
+        Image.new("RGB", (2, 3)).save(buffer, kind, exif=exif)
         pictures.to_rgb(pictures.open_picture(buffer.getvalue(), 6))
     with contextlib.suppress(DecodeError):
         pictures.open_picture(b"nothing", 1)
@@ -146,6 +151,7 @@ def _warm_up() -> None:
 
 
 def main() -> None:
+    """Run jobs until the server closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -161,9 +167,9 @@ def main() -> None:
         write(sink, {"ready": True})
         while True:
             job = read(source)
-            parts = [exactly(source, size) for size in job["sizes"]]
+            parts = [read_exactly(source, size) for size in job["sizes"]]
             fence.allow_seconds(setup["seconds"])
-            write(sink, *answer(job, parts))
+            write(sink, *run_job(job, parts))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Decoding in processes of their own: what a stranger's bytes do to a decoder ends with its process.
+"""Decodes in separate processes, so that malicious bytes can harm only the process that decodes them.
 
-`child` is the other side. What it says is not trusted: sentences are made here, of numbers; shapes are compared with
-what was asked for; what a decoder has to say goes into the log.
+`child` is the other side, and its answers are not trusted: error messages are built here from codes and numbers, shapes
+are checked against the request, and texts of a decoder go only to the log.
 """
 
 import contextlib
@@ -22,23 +22,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .child import exactly, read, write
+from .child import read, read_exactly, write
 from .errors import DecodeError, MediaError
 from .limits import WALL, Limits
 from .options import ImageOptions, VideoOptions
 from .sizes import MAX_RATIO
 
 _LOG = logging.getLogger("whorl.media")
-_START_SECONDS = 60.0  # by the clock, for a new process
-_KEPT = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment: to find libraries by
+_START_SECONDS = 60.0  # wall-clock time to start a process
+_PASSED_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, to find libraries
 
 
 def need_pillow() -> None:
+    """Raise ValueError when Pillow is not installed."""
     if importlib.util.find_spec("PIL") is None:
         raise ValueError("pictures need Pillow: pip install 'whorl[vision]'")
 
 
 def need_av() -> None:
+    """Raise MediaError when PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
         raise MediaError(
             "video files need PyAV: pip install 'whorl[video]'; without it a video can be sent as a list of pictures"
@@ -46,12 +48,12 @@ def need_av() -> None:
 
 
 class Decoder:
-    """One process, started for the first job and kept for the next; a new one where it had to be ended."""
+    """One decoding process, started for the first job and reused for the next ones; replaced if it had to be killed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # of starting and ending
+        self._lock = threading.Lock()  # held while the process is started or taken out of use
         self._is_closed = False
 
     @property
@@ -59,22 +61,22 @@ class Decoder:
         return None if self._process is None else self._process.pid
 
     def image(self, data: bytes, options: ImageOptions) -> NDArray[np.uint8]:
-        """[1, H, W, 3]"""
-        return _checked(self._ask("image", [data], options, options)[0], 1)
+        """Decode and resize a picture; returns [1, H, W, 3]. Raises MediaError, as the other methods do."""
+        return _check_count(self._ask("image", [data], options, options)[0], 1)
 
     def frames(self, parts: Sequence[bytes], options: VideoOptions) -> NDArray[np.uint8]:
-        """[F, H, W, 3] of pictures that are a video's frames."""
-        return _checked(self._ask("frames", parts, options, options.frames)[0], len(parts))
+        """Decode and resize pictures that are the frames of a video; returns [F, H, W, 3]."""
+        return _check_count(self._ask("frames", parts, options, options.frames)[0], len(parts))
 
     def video(self, data: bytes, options: VideoOptions) -> tuple[NDArray[np.uint8], list[int], float]:
-        """Frames as `frames` gives them, which of the video's they are, and how many it has in a second."""
+        """Decode a video file; returns the sampled frames [F, H, W, 3], their indices, and the video's fps."""
         need_av()
-        values, about = self._ask("video", [data], options, options.frames)
-        indices, fps = about.get("indices"), about.get("fps")
+        values, result = self._ask("video", [data], options, options.frames)
+        indices, fps = result.get("indices"), result.get("fps")
         is_list = isinstance(indices, list) and all(isinstance(i, int) and i >= 0 for i in indices)
         if not is_list or not indices or not isinstance(fps, float) or not 0 < fps < math.inf:
             raise DecodeError("broken")
-        return _checked(values, len(indices)), indices, fps
+        return _check_count(values, len(indices)), indices, fps
 
     def _ask(
         self, kind: str, parts: Sequence[bytes], options: Any, sizes: ImageOptions
@@ -82,38 +84,38 @@ class Decoder:
         limits = self._limits
         job: dict[str, Any] = {"kind": kind, "sizes": [len(part) for part in parts], "options": asdict(options)}
         job |= {"max_pixels": limits.max_pixels, "max_frames": limits.max_frames}
-        process = self._started()
+        process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with _killed_after(process, WALL * limits.decode_seconds) as has_ended:
+            with _killed_after(process, WALL * limits.decode_seconds) as was_killed:
                 write(process.stdin, job, *parts)
-                about = read(process.stdout)
-                if "shape" not in about:
-                    raise self._refusal(about)
-                shape = _shape(about["shape"], sizes)
-                data = exactly(process.stdout, math.prod(shape) * 3)
+                result = read(process.stdout)
+                if "shape" not in result:
+                    raise self._refusal(result)
+                shape = _shape(result["shape"], sizes)
+                data = read_exactly(process.stdout, math.prod(shape) * 3)
         except (EOFError, OSError, UnicodeError, ValueError) as error:
             if isinstance(error, MediaError):
                 raise
             self.end()
-            raise self._death(process.returncode, is_late=has_ended.is_set()) from error
-        return np.frombuffer(data, np.uint8).reshape(*shape, 3), about
+            raise self._death(process.returncode, is_late=was_killed.is_set()) from error
+        return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
 
-    def _refusal(self, about: dict[str, Any]) -> MediaError:
-        code = about.get("code")
-        if code == "memory":  # what is left of it is in pieces
+    def _refusal(self, result: dict[str, Any]) -> MediaError:
+        code = result.get("code")
+        if code == "memory":  # after a failed allocation the process may be in a bad state
             self.end()
-        if about.get("detail"):
-            _LOG.warning("not decoded (%s): %s", ascii(code), ascii(str(about["detail"]))[:300])
+        if result.get("detail"):
+            _LOG.warning("not decoded (%s): %s", ascii(code), ascii(str(result["detail"]))[:300])
         try:
-            return DecodeError(str(code), *(int(number) for number in about["numbers"]))
-        except (KeyError, IndexError, TypeError, ValueError):  # no sentence of ours
+            return DecodeError(str(code), *(int(number) for number in result["numbers"]))
+        except (KeyError, IndexError, TypeError, ValueError):  # the code or its numbers are not ours
             self.end()
             return DecodeError("broken")
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        """The process, which is new where the last one has ended."""
+    def _ensure_started(self) -> "subprocess.Popen[bytes]":
+        """Return the running process; start a new one if the last one has ended."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("media: the decoders are closed")
@@ -124,17 +126,18 @@ class Decoder:
         assert process.stdin is not None
         assert process.stdout is not None
         setup = {"seconds": self._limits.decode_seconds, "memory": self._limits.decode_memory}
-        found: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         with _killed_after(process, _START_SECONDS), contextlib.suppress(EOFError, OSError, ValueError):
             write(process.stdin, setup)
-            found = read(process.stdout)
-        if not found.get("ready"):
+            answer = read(process.stdout)
+        if not answer.get("ready"):
             self.end()
-            why = found.get("failed") or f"exit code {process.returncode}"
-            raise RuntimeError(f"media: the decoder's process did not start: {why}")
+            reason = answer.get("failed") or f"exit code {process.returncode}"
+            raise RuntimeError(f"media: the decoder's process did not start: {reason}")
         return process
 
     def end(self) -> None:
+        """Kill the process and wait for its end; the next job starts a new one."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -143,17 +146,18 @@ class Decoder:
         process.wait()
         for stream in (process.stdin, process.stdout):
             assert stream is not None
-            with contextlib.suppress(OSError):  # what was not written goes nowhere
+            with contextlib.suppress(OSError):  # closing flushes, and the process no longer reads
                 stream.close()
 
     def close(self) -> None:
-        """For good: a job that is running ends with an error."""
+        """Kill the process for good: a running job ends with an error, and no new process is started."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
     def _death(self, code: int, *, is_late: bool) -> Exception:
+        """Return the error that explains the process's exit code."""
         if self._is_closed:
             return RuntimeError("media: the decoders are closed")
         _LOG.warning("a decoder ended with code %s%s", code, ", it took too long" if is_late else "")
@@ -162,19 +166,19 @@ class Decoder:
         return DecodeError("broken")
 
 
-def _shape(found: Any, options: ImageOptions) -> tuple[int, ...]:
-    """Frames, height and width; EOFError where they are none that was asked for: the process is not to be trusted."""
-    is_shape = isinstance(found, list) and len(found) == 3 and all(isinstance(n, int) and n > 0 for n in found)
-    if not is_shape or found[1] % options.factor or found[2] % options.factor:
+def _shape(shape: Any, options: ImageOptions) -> tuple[int, ...]:
+    """Check frames, height and width of a result; EOFError if they cannot be right: the process is not trusted."""
+    is_shape = isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) and n > 0 for n in shape)
+    if not is_shape or shape[1] % options.factor or shape[2] % options.factor:
         raise EOFError
-    # Over the limit goes only what is small or narrow, whose sides are rounded up.
-    most = max(options.max_pixels, options.min_pixels * 4, options.factor**2 * MAX_RATIO * 4 * found[0])
-    if math.prod(found) > most:
+    # Only small or narrow pictures, whose sides are rounded up, may exceed max_pixels.
+    most = max(options.max_pixels, options.min_pixels * 4, options.factor**2 * MAX_RATIO * 4 * shape[0])
+    if math.prod(shape) > most:
         raise EOFError
-    return tuple(found)
+    return tuple(shape)
 
 
-def _checked(values: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+def _check_count(values: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
     if len(values) != count:
         raise DecodeError("broken")
     return values
@@ -182,49 +186,55 @@ def _checked(values: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
 
 @contextlib.contextmanager
 def _killed_after(process: "subprocess.Popen[bytes]", seconds: float) -> Iterator[threading.Event]:
-    """Ends whatever waits for the process, reading or writing. The event is set if it came to that."""
-    has_ended = threading.Event()
+    """Kill the process after so many seconds, which ends any read or write that waits for it.
+
+    Yields an event that is set if the process was killed.
+    """
+    was_killed = threading.Event()
 
     def kill() -> None:
-        has_ended.set()
+        was_killed.set()
         process.kill()
 
     timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()
     try:
-        yield has_ended
+        yield was_killed
     finally:
         timer.cancel()
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    """With next to nothing of this process's environment, which may hold secrets, and in a session of its own, so that
-    Ctrl-C ends the requests first."""
-    places = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-    settings = {"PYTHONPATH": os.pathsep.join(places), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    """Start a decoding process.
+
+    It gets almost none of this process's environment, which may contain secrets, and its own session, so that Ctrl-C
+    reaches the server alone and requests end first.
+    """
+    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", f"{__package__}.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in _KEPT if name in os.environ} | settings,
+        env={name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ} | variables,
         start_new_session=True,
     )
 
 
 class Decoders:
-    """Several, for several threads."""
+    """A pool of decoders for several threads."""
 
     def __init__(self, limits: Limits, size: int = 2) -> None:
         self._all = [Decoder(limits) for _ in range(size)]
-        self._free: queue.LifoQueue[Decoder] = queue.LifoQueue()  # the one used last is warm
-        for each in reversed(self._all):
-            self._free.put(each)
+        self._free: queue.LifoQueue[Decoder] = queue.LifoQueue()  # the decoder used last is warm
+        for decoder in reversed(self._all):
+            self._free.put(decoder)
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[Decoder]:
-        """Waits for one that is free."""
+    def acquire(self) -> Iterator[Decoder]:
+        """Wait for a free decoder, and give it back at the end."""
         decoder = self._free.get()
         try:
             yield decoder
@@ -232,7 +242,7 @@ class Decoders:
             self._free.put(decoder)
 
     def close(self) -> None:
-        for each in self._all:
-            each.close()
-        for each in self._all:
-            each.end()
+        for decoder in self._all:
+            decoder.close()
+        for decoder in self._all:
+            decoder.end()

@@ -1,4 +1,4 @@
-"""What is said of a picture or video that is not taken. Nothing in it comes from a decoder."""
+"""Errors for pictures and videos that are refused. No text of a decoder gets into their messages."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ Kind = Literal["invalid", "too_large", "too_costly", "not_fetched"]
 
 
 class MediaError(ValueError):
-    """The message is for whoever sent it. kind: of what is wrong."""
+    """A picture or video is refused. The message is for the client that sent it; kind: the kind of the error."""
 
     def __init__(self, message: str, kind: Kind = "invalid") -> None:
         super().__init__(message)
@@ -20,16 +20,17 @@ _SENTENCES: dict[str, tuple[str, Kind]] = {
     "ratio": ("it has {} x {} pixels: one side is more than {} times the other", "invalid"),
     "few_frames": ("the video has {} frame; at least {} are needed", "invalid"),
     "sizes_differ": ("the frames of the video differ in size", "invalid"),
-    "pixels": ("it declares {} x {} pixels; up to {} are taken", "too_large"),
+    "pixels": ("it declares {} x {} pixels; up to {} are allowed", "too_large"),
     "frames": ("it has more than {} frames", "too_large"),
     "memory": ("decoding it takes more memory than is allowed", "too_costly"),
 }
 
 
 class DecodeError(MediaError):
-    """code: of one of the sentences above; numbers: what goes into it. detail: for the log.
+    """A picture or video cannot be decoded.
 
-    So one process tells another what is wrong, and every word that a client reads is ours.
+    code: the key of one of the sentences above; numbers: its arguments; detail: for the log only. The decoder's process
+    sends only the code and the numbers, so that it cannot choose the words that a client reads.
     """
 
     def __init__(self, code: str, *numbers: int, detail: str = "") -> None:

@@ -1,7 +1,7 @@
-"""Pictures and videos from the web: from hosts that are named, at public addresses, without redirects, within limits.
+"""Fetches pictures and videos by HTTP: only from allowed hosts at public addresses, without redirects, within limits.
 
-The URL is taken apart once, by a pattern that knows no user names, no backslashes and no escapes in the host; its host
-is resolved once, and the connection goes to the address that was looked at. Proxies of the environment are not used.
+The URL is parsed once, by a pattern without user names, backslashes and escapes in the host. The host is resolved once,
+and the connection goes to the address that was checked. Proxies from the environment are not used.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?", re.I | re.A)
 _PORTS = {"http": 80, "https": 443}
 _PIECE = 64 << 10
 _MAX_URL = 8192
-_SENT = {"Accept": "image/png, image/jpeg, image/webp, video/mp4, video/webm", "Accept-Encoding": "identity"}
-_SENT |= {"User-Agent": "whorl", "Connection": "close"}
+_HEADERS = {"Accept": "image/png, image/jpeg, image/webp, video/mp4, video/webm", "Accept-Encoding": "identity"}
+_HEADERS |= {"User-Agent": "whorl", "Connection": "close"}
 NOT_FETCHED = "it could not be fetched"
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -36,7 +36,7 @@ Connect = Callable[[str, int, float], socket.socket]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL, taken apart. Nobody looks at its text again."""
+    """A parsed URL. The text is not parsed a second time, so that two parsers cannot disagree."""
 
     scheme: str
     host: str
@@ -44,11 +44,12 @@ class Target:
     path: str
 
     @classmethod
-    def of(cls, url: str) -> "Target":
+    def parse(cls, url: str) -> "Target":
+        """Parse a URL; raise MediaError when it is not allowed."""
         match = _URL.fullmatch(url) if len(url) <= _MAX_URL else None
         port = 0 if match is None else int(match["port"] or _PORTS[match["scheme"].lower()])
         if match is None or "\\" in url or not 0 < port < 65536:
-            raise MediaError("its URL is not taken: expected http(s)://HOST/PATH in ASCII, without a user name")
+            raise MediaError("its URL is not allowed: expected http(s)://HOST/PATH in ASCII, without a user name")
         scheme, host = match["scheme"].lower(), match["host"].lower().removesuffix(".")
         path = (match["path"] or "/").partition("#")[0]
         return cls(scheme, host, port, path if path.startswith("/") else f"/{path}")
@@ -59,7 +60,7 @@ class Target:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Every address that the system has for it."""
+    """Return every address of a host."""
     return [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]  # type: ignore[misc]
 
 
@@ -68,7 +69,11 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
 
 
 class HttpSource:
-    """hosts: names, each with a port where it is not the scheme's own. Raises ValueError for what is no name."""
+    """Fetches from allowed hosts.
+
+    hosts: names, each with a port unless it is the scheme's default. Raises ValueError for an invalid name. resolve,
+    connect, context: replaced by tests.
+    """
 
     def __init__(
         self,
@@ -79,13 +84,13 @@ class HttpSource:
         context: ssl.SSLContext | None = None,
     ) -> None:
         if bad := [host for host in hosts if not _HOST.fullmatch(host)]:
-            raise ValueError(f"media_hosts: {bad[0]!r} is no name of a host, or of a host and a port")
+            raise ValueError(f"media_hosts: {bad[0]!r} is not HOST or HOST:PORT")
         self._hosts = frozenset(host.lower() for host in hosts)
         self._resolve, self._connect, self._context = resolve, connect, context
 
     def fetch(self, url: str, *, max_bytes: int, deadline: float) -> bytes:
-        """deadline: on `time.monotonic`'s clock, for all of it."""
-        target = Target.of(url)
+        """Fetch a URL. deadline: for the whole fetch, on `time.monotonic`'s clock. Raises MediaError."""
+        target = Target.parse(url)
         self._check_host(target)
         try:
             address = self._address(target)
@@ -108,42 +113,42 @@ class HttpSource:
             raise MediaError(f"this server does not fetch from {target.host_header}")
 
     def _address(self, target: Target) -> str:
-        """The one to connect to; every address that the name has must be public."""
-        found = self._resolve(target.host, target.port)
-        if bad := [address for address in found if not is_public(address)]:
+        """Return the address to connect to; raise MediaError unless every address of the host is public."""
+        addresses = self._resolve(target.host, target.port)
+        if bad := [address for address in addresses if not is_public(address)]:
             _LOG.warning("not fetched from %s: its address %s is not public", target.host, bad[0])
             raise MediaError(f"{target.host} is not at a public address", "not_fetched")
-        if not found:
+        if not addresses:
             raise OSError("no address")
-        return found[0]
+        return addresses[0]
 
     @contextlib.contextmanager
     def _connection(self, target: Target, address: str, deadline: float) -> Iterator[http.client.HTTPConnection]:
-        """It is shut at the deadline, whatever is going on then: each read by itself might be quick enough."""
-        with self._connect(address, target.port, _left(deadline)) as raw, raw.dup() as handle:
-            # A handle of its own, as wrapping in TLS takes that of `raw`.
-            timer = threading.Timer(_left(deadline), _shut, (handle,))
+        """Connect; a timer shuts the connection down at the deadline, as a timeout limits only each single read."""
+        with self._connect(address, target.port, _seconds_left(deadline)) as raw, raw.dup() as handle:
+            # The timer needs its own handle, as wrapping in TLS takes over that of `raw`.
+            timer = threading.Timer(_seconds_left(deadline), _shut, (handle,))
             timer.daemon = True
             timer.start()
             connection = http.client.HTTPConnection(target.host, target.port)
             try:
-                raw.settimeout(_left(deadline))
-                connection.sock = self._secured(raw, target)
+                raw.settimeout(_seconds_left(deadline))
+                connection.sock = self._wrap_tls(raw, target)
                 yield connection
-                _left(deadline)  # what was shut may look like the end of the body
+                _seconds_left(deadline)  # a connection that was shut down may look like the end of the body
             finally:
                 timer.cancel()
                 connection.close()
 
-    def _secured(self, raw: socket.socket, target: Target) -> socket.socket:
+    def _wrap_tls(self, raw: socket.socket, target: Target) -> socket.socket:
         if target.scheme == "http":
             return raw
         context = self._context or ssl.create_default_context()
         return context.wrap_socket(raw, server_hostname=target.host)
 
 
-def _left(deadline: float) -> float:
-    """Seconds; TimeoutError where there are none."""
+def _seconds_left(deadline: float) -> float:
+    """Return the seconds until the deadline; raise TimeoutError when it has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -156,7 +161,7 @@ def _shut(raw: socket.socket) -> None:
 
 
 def _body(connection: http.client.HTTPConnection, target: Target, max_bytes: int) -> bytes:
-    connection.request("GET", target.path, headers=_SENT | {"Host": target.host_header})
+    connection.request("GET", target.path, headers=_HEADERS | {"Host": target.host_header})
     response = connection.getresponse()
     if 300 <= response.status < 400:
         raise MediaError(f"{target.host} redirects, which this server does not follow", "not_fetched")
@@ -165,7 +170,7 @@ def _body(connection: http.client.HTTPConnection, target: Target, max_bytes: int
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise MediaError(f"{NOT_FETCHED}: {target.host} sends it compressed", "not_fetched")
     data = bytearray()
-    # Counted as it comes: what the header says of the length may be anything.
+    # Counts the bytes as they arrive: the Content-Length header may be wrong.
     while piece := response.read(min(_PIECE, max_bytes + 1 - len(data))):
         data += piece
         if len(data) > max_bytes:

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MediaItem:
-    """Patches and what belongs to them. Two items with one digest have equal patches.
+    """The patches of a picture or video. Two items with the same digest have equal patches.
 
     patches: [P, V] fp32. P runs over temporal patches, then merge blocks (row, column), then the rows and columns
         inside a block; V over channels, frames of the temporal patch, rows and columns of pixels.
     grid: temporal patches, rows and columns, counted in patches: their product is P.
-    digest: of the original bytes and of everything else that changes pixels.
+    digest: hash of the original bytes and of everything else that influences the pixels.
     seconds: of a video, the time of each temporal patch.
     """
 

@@ -1,16 +1,17 @@
-"""How much a stranger's picture or video may take."""
+"""Limits on the pictures and videos that clients send."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Sizes in bytes, times in seconds.
+    """Limits on media. Sizes are in bytes, times in seconds. Raises ValueError for a limit that is not positive.
 
-    max_bytes: of one picture or video as it is sent. max_pixels: width times height that a file declares, looked at
-    before anything is decoded. max_frames: that a video is made of, or a list of them. max_items: of one request.
-    decode_seconds: of CPU time for one picture or video, and `WALL` times as many by the clock. decode_memory: beside
-    what a decoder takes when idle. fetch_seconds: for all that one request has fetched.
+    max_bytes: size of one picture or video as it is sent. max_pixels: width times height that a file declares, checked
+    before anything is decoded. max_frames: frames of a video file or of a list of pictures. max_items: pictures and
+    videos of one request. decode_seconds: CPU time for one picture or video; the wall-clock limit is `WALL` times that.
+    decode_memory: memory for decoding, beyond what an idle decoder uses. fetch_seconds: wall-clock time to fetch all
+    media of one request.
     """
 
     max_bytes: int = 32 << 20
@@ -27,4 +28,4 @@ class Limits:
                 raise ValueError(f"media: {name} is {getattr(self, name)}, expected more than 0")
 
 
-WALL = 4  # how many times its CPU time a decoder may take by the clock, on a machine with other things to do
+WALL = 4  # wall-clock limit of decoding, as a multiple of its CPU time: the machine may be busy

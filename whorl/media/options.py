@@ -1,8 +1,8 @@
-"""What a model's folder says about its pictures and videos: sizes, patches, colours, sampling of frames.
+"""Reads the preprocessing options in a model's folder: sizes, patches, colours, sampling of frames.
 
-Three files may say it: `processor_config.json` (under `image_processor` and `video_processor`), which goes first as in
-transformers, then `preprocessor_config.json` and `video_preprocessor_config.json`. What changes the number of tokens
-has no default: a file that is overlooked must not give other limits in silence.
+They are in `processor_config.json` (under `image_processor` and `video_processor`), which has precedence as in
+transformers, or in `preprocessor_config.json` and `video_preprocessor_config.json`. Options that change the number of
+tokens have no default, so that a missing file cannot silently change the limits.
 """
 
 import json
@@ -20,9 +20,11 @@ _FILTERS = range(6)  # Pillow's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions:
-    """min_pixels, max_pixels: areas that a picture is brought between; of a video, of all its frames together.
+    """Preprocessing of pictures, or of the frames of a video. Raises ValueError for invalid values.
 
-    resample: Pillow's number of the filter.
+    min_pixels, max_pixels: the limits between which a picture's area is resized; for a video, the area of all frames
+    together. mean, std: of each channel. rescale: factor from levels to numbers. resample: Pillow's number of the
+    filter.
     """
 
     patch_size: int
@@ -53,15 +55,16 @@ class ImageOptions:
 
     @property
     def factor(self) -> int:
-        """Pixels of a side of what becomes one token."""
+        """The side of the square of pixels that becomes one token."""
         return self.patch_size * self.merge_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoOptions:
-    """frames: how each one is brought to patches. fps: frames that are taken of a second.
+    """Preprocessing of videos. Raises ValueError for invalid values.
 
-    cap_pixels_per_frame, max_video_tokens: transformers' names: whether a frame has a limit of its own, in tokens.
+    frames: preprocessing of each frame. fps: how many frames are sampled from a second. cap_pixels_per_frame,
+    max_video_tokens: transformers' names: whether each frame has its own limit, and that limit in tokens.
     """
 
     frames: ImageOptions
@@ -80,14 +83,17 @@ class VideoOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """video: None where the model's folder says nothing of videos."""
+    """Preprocessing of a model's media. video: None: the model takes no videos."""
 
     image: ImageOptions
     video: VideoOptions | None = None
 
 
 def read_options(folder: str | Path) -> Options | None:
-    """None where the model in the folder takes no pictures. ValueError names the file that cannot be followed."""
+    """Read the options of the model in a folder; None if it takes no pictures.
+
+    Raises ValueError, which names the file that is missing or invalid.
+    """
     folder = Path(folder)
     tower = _read(folder / "config.json").get("vision_config")
     if tower is None:
@@ -107,57 +113,59 @@ def read_options(folder: str | Path) -> Options | None:
 
 
 def _section(folder: Path, both: Mapping[str, Any], name: str, file: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Where it was found, and what is there."""
+    """Return the section's place, for messages, and its content; None if there is none."""
     if isinstance(both.get(name), dict):
         return f"{folder / _BOTH}: {name}", both[name]
-    found = _read(folder / file)
-    return (str(folder / file), found) if found else None
+    content = _read(folder / file)
+    return (str(folder / file), content) if content else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object with names and values, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected an object with names and values, found {type(content).__name__}")
+    return content
 
 
-def _image_options(where: str, given: Mapping[str, Any]) -> ImageOptions:
-    if off := [name for name in _STEPS if given.get(name) is False]:
+def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
+    if off := [name for name in _STEPS if section.get(name) is False]:
         raise ValueError(f"{where}: {off[0]} is false, and this processor always does it")
-    size = given.get("size") or {}
+    size = section.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(f"{where}: size is {size!r}, expected shortest_edge and longest_edge")
-    found: dict[str, Any] = {
-        "patch_size": given.get("patch_size"),
-        "min_pixels": given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
-        "max_pixels": given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
-        "mean": given.get("image_mean"),
-        "std": given.get("image_std"),
+    values: dict[str, Any] = {
+        "patch_size": section.get("patch_size"),
+        "min_pixels": section.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
+        "max_pixels": section.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
+        "mean": section.get("image_mean"),
+        "std": section.get("image_std"),
     }
-    if missing := [name for name, value in found.items() if value is None]:
-        raise ValueError(f"{where}: says nothing of {', '.join(missing)}")
+    if missing := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{where}: {', '.join(missing)} is missing")
     for ours in ("mean", "std"):
-        found[ours] = tuple(found[ours]) if isinstance(found[ours], list) else (found[ours],) * 3
-    others = {"merge_size": "merge_size", "temporal_patch_size": "temporal_patch_size"}
-    others |= {"rescale": "rescale_factor", "resample": "resample"}
-    found |= {ours: given[name] for ours, name in others.items() if given.get(name) is not None}
-    return _made(ImageOptions, where, found)
+        values[ours] = tuple(values[ours]) if isinstance(values[ours], list) else (values[ours],) * 3
+    optional = {"merge_size": "merge_size", "temporal_patch_size": "temporal_patch_size"}
+    optional |= {"rescale": "rescale_factor", "resample": "resample"}
+    values |= {ours: section[name] for ours, name in optional.items() if section.get(name) is not None}
+    return _build(ImageOptions, where, values)
 
 
-def _video_options(where: str, given: Mapping[str, Any]) -> VideoOptions:
-    if given.get("num_frames") is not None or given.get("do_sample_frames") is False:
-        raise ValueError(f"{where}: frames are sampled by fps; num_frames and do_sample_frames = false are not known")
+def _video_options(where: str, section: Mapping[str, Any]) -> VideoOptions:
+    if section.get("num_frames") is not None or section.get("do_sample_frames") is False:
+        raise ValueError(
+            f"{where}: frames are sampled by fps; num_frames and do_sample_frames = false are not supported"
+        )
     names = ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens")
-    found = {name: given[name] for name in names if given.get(name) is not None}
-    return _made(VideoOptions, where, {"frames": _image_options(where, given), **found})
+    values = {name: section[name] for name in names if section.get(name) is not None}
+    return _build(VideoOptions, where, {"frames": _image_options(where, section), **values})
 
 
-def _made(kind: type[Any], where: str, values: dict[str, Any]) -> Any:
+def _build(kind: type[Any], where: str, values: dict[str, Any]) -> Any:
     try:
         return kind(**values)
     except (ValueError, TypeError) as error:
@@ -165,11 +173,11 @@ def _made(kind: type[Any], where: str, values: dict[str, Any]) -> Any:
 
 
 def _check_tower(folder: Path, options: ImageOptions, tower: Mapping[str, Any]) -> None:
-    """The tower's product has as many inputs as a patch has numbers."""
+    """Raise ValueError unless the patches have the size that the vision tower's first layer takes."""
     for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
         if tower.get(theirs) is not None and tower[theirs] != getattr(options, ours):
-            found = f"{ours} is {getattr(options, ours)} in the processor's file"
-            raise ValueError(f"{folder}: {found}, {theirs} in vision_config {tower[theirs]}")
+            actual = f"{ours} is {getattr(options, ours)} in the processor's file"
+            raise ValueError(f"{folder}: {actual}, expected {tower[theirs]}, which is {theirs} in vision_config")
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -1,9 +1,9 @@
-"""Pictures to pixels, by Pillow. Runs in the child process that `decoder` starts, and nowhere else.
+"""Decodes pictures to pixels with Pillow. Runs only in the child process that `decoder` starts.
 
-Transparency is laid on white, as transformers' Pillow processor does. Two things are ours: a picture is turned as its
-EXIF orientation says before anything looks at its size, which transformers leaves to the code that loads pictures, and
-16-bit grey is brought to 8 bits by its high byte, as Pillow does with 16-bit colour. Pillow's own conversion cuts it at
-255, which makes it white.
+Transparent pixels are composited on white, as transformers' Pillow processor does. Two things differ from transformers:
+a picture is rotated by its EXIF orientation before its size is used, which transformers leaves to the code that loads
+pictures; and 16-bit grey is reduced to 8 bits by taking the high byte, as Pillow does for 16-bit colour. Pillow's own
+conversion of grey clips at 255, which makes almost every pixel white.
 """
 
 import io
@@ -18,8 +18,11 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def open_picture(data: bytes, max_pixels: int) -> Image.Image:
-    """The first frame, decoded; what the header declares is looked at before."""
-    Image.MAX_IMAGE_PIXELS = None  # the limit below is stricter, and gives no warnings
+    """Decode the first frame, after checking the size that the header declares.
+
+    Raises DecodeError when the format is not one of `FORMATS` or the picture has more than max_pixels pixels.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # the limit below is stricter, and Pillow's would print warnings
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.UnidentifiedImageError as error:
@@ -31,28 +34,29 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Upright, opaque, 8 bits a channel."""
+    """Convert to RGB: upright, opaque, 8 bits per channel."""
     if image.mode.startswith("I;16") or image.mode == "I":
         image = _from_16_bits(image)
-    turned = ImageOps.exif_transpose(image)
-    if "A" not in turned.getbands() and turned.info.get("transparency") is None:
-        return turned.convert("RGB")
-    clear = turned.convert("RGBA")
-    white = Image.new("RGBA", clear.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, clear).convert("RGB")
+    upright = ImageOps.exif_transpose(image)
+    if "A" not in upright.getbands() and upright.info.get("transparency") is None:
+        return upright.convert("RGB")
+    transparent = upright.convert("RGBA")
+    white = Image.new("RGBA", transparent.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, transparent).convert("RGB")
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
     values = np.array(image)
     grey = Image.fromarray((values >> 8).astype(np.uint8))
-    clear = image.info.get("transparency")
-    found = grey
-    if clear is not None:
-        found = Image.merge("LA", (grey, Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8))))
-    found.info = {name: value for name, value in image.info.items() if name != "transparency"}
-    return found
+    transparent_level = image.info.get("transparency")
+    converted = grey
+    if transparent_level is not None:
+        alpha = Image.fromarray(np.where(values == transparent_level, 0, 255).astype(np.uint8))
+        converted = Image.merge("LA", (grey, alpha))
+    converted.info = {name: value for name, value in image.info.items() if name != "transparency"}
+    return converted
 
 
 def resized(image: Image.Image, size: tuple[int, int], resample: int) -> NDArray[np.uint8]:
-    """[H, W, 3]. size: height and width."""
+    """Resize a picture; returns [H, W, 3] uint8. size: height and width; resample: Pillow's number of the filter."""
     return np.asarray(image.resize((size[1], size[0]), resample=Image.Resampling(resample)))

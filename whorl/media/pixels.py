@@ -1,4 +1,4 @@
-"""Pixels of a picture or video at their final size, their name, and the patches that a tower takes."""
+"""The pixels of a picture or video at their final size, their digest, and the patches that a vision tower takes."""
 
 import functools
 import hashlib
@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from .item import MediaItem
 from .options import ImageOptions
 
-REVISION = 1  # of the code that makes pixels: to be raised with every change of what comes out
+REVISION = 1  # of the code that computes pixels; increase it with every change of the results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pixels:
-    """values: [F, H, W, 3] uint8, resized; one frame of a picture. seconds: of each temporal patch of a video."""
+    """A decoded and resized picture or video.
+
+    values: [F, H, W, 3] uint8; a picture has one frame. seconds: the time of each temporal patch of a video.
+    """
 
     kind: Literal["image", "video"]
     values: NDArray[np.uint8]
@@ -36,26 +39,27 @@ class Pixels:
 
     @property
     def num_tokens(self) -> int:
-        """That stand for it in a prompt; the times of a video, which are text, are not among them."""
+        """Number of tokens in the prompt, not counting the times of a video, which are text."""
         time, rows, columns = self.grid
         return time * rows * columns // self.options.merge_size**2
 
     def item(self) -> MediaItem:
+        """Compute the patches."""
         return MediaItem(
             kind=self.kind, patches=self._patches(), grid=self.grid, digest=self.digest, seconds=self.seconds
         )
 
     def _patches(self) -> NDArray[np.float32]:
-        """[P, V]: see `MediaItem`. A frame that has none beside it in its temporal patch stands there twice."""
+        """Return [P, V], see `MediaItem`. The last frame is repeated to fill its temporal patch."""
         options, (time, rows, columns) = self.options, self.grid
         merge, size, depth = options.merge_size, options.patch_size, options.temporal_patch_size
         frames = self.values
         if missing := time * depth - len(frames):
             frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
-        cut = frames.reshape(time, depth, rows // merge, merge, size, columns // merge, merge, size, 3)
-        # Time, block row, block column, row, column; then channel, frame, and pixels.
-        ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        table = _levels(options.mean, options.std, options.rescale)
+        split = frames.reshape(time, depth, rows // merge, merge, size, columns // merge, merge, size, 3)
+        # The order is time, block row, block column, row, column; then channel, frame, and pixels.
+        ordered = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        table = _level_table(options.mean, options.std, options.rescale)
         out = np.empty(ordered.shape, np.float32)
         for channel in range(3):
             out[:, :, :, :, :, channel] = table[channel][ordered[:, :, :, :, :, channel]]
@@ -63,29 +67,31 @@ class Pixels:
 
 
 @functools.lru_cache(maxsize=16)
-def _levels(mean: tuple[float, ...], std: tuple[float, ...], rescale: float) -> NDArray[np.float32]:
-    """[3, 256]: what each level of each channel becomes. Rounded where transformers rounds: after the product, which is
-    in fp64, after the difference and after the quotient."""
+def _level_table(mean: tuple[float, ...], std: tuple[float, ...], rescale: float) -> NDArray[np.float32]:
+    """Return [3, 256] fp32: the number for each level of each channel.
+
+    Rounded where transformers rounds: after the product, which is in fp64, after the difference and after the quotient.
+    """
     scaled = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
     return (scaled[None] - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
 
 
 def digest(kind: str, parts: Sequence[bytes], options: Any, **more: Any) -> bytes:
-    """Names the pixels: of the bytes as they came and of everything else that decides what becomes of them.
+    """Return a hash of the original bytes and of everything else that influences the pixels.
 
-    parts: each goes in with its length, so that no two lists run together. options: a dataclass.
+    parts: each is hashed with its length, so that different lists cannot collide. options: a dataclass.
     """
-    about = {"kind": kind, "options": asdict(options), "more": more, "revision": REVISION, "libraries": _libraries()}
-    name = hashlib.sha256()
-    for part in (json.dumps(about, sort_keys=True).encode(), *parts):
-        name.update(len(part).to_bytes(8, "little"))
-        name.update(part)
-    return name.digest()
+    header = {"kind": kind, "options": asdict(options), "more": more, "revision": REVISION, "libraries": _libraries()}
+    sha = hashlib.sha256()
+    for part in (json.dumps(header, sort_keys=True).encode(), *parts):
+        sha.update(len(part).to_bytes(8, "little"))
+        sha.update(part)
+    return sha.digest()
 
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Decoders and filters change between versions."""
+    """Return the versions of the libraries: decoders and filters change between versions."""
     return {name: _version(name) for name in ("pillow", "av", "numpy")}
 
 

@@ -1,8 +1,9 @@
-"""Where pictures and videos stand in a prompt: the chat template writes one token for each, which becomes as many as
-the model has features for it.
+"""Reserves the tokens of pictures and videos in a prompt.
 
-As in transformers' Qwen3VLProcessor only that token is replaced. What the template puts around it stays: around a
-video's times, too, with every pair of frames between marks of its own.
+The chat template writes one placeholder token for each picture or video; it is replaced by as many as the model has
+features for it. As in transformers' Qwen3VLProcessor, only the placeholder is replaced, and the tokens that the
+template puts around it stay. So the times of a video stand between these, with each temporal patch in its own start and
+end tokens.
 """
 
 import re
@@ -21,26 +22,30 @@ _NAMES = {"image": "pictures", "video": "videos"}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """num_tokens: of a picture, or of each temporal patch of a video. seconds: of those."""
+    """The tokens of one picture or video. num_tokens: of a picture, or of each temporal patch of a video. seconds: the
+    time of each temporal patch."""
 
     kind: Literal["image", "video"]
     num_tokens: int
     seconds: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, item: MediaItem, merge_size: int) -> "Place":
+    def for_item(cls, item: MediaItem, merge_size: int) -> "Place":
+        """Return the place of an item. merge_size: of the vision tower."""
         _, rows, columns = item.grid
         return cls(item.kind, rows * columns // merge_size**2, item.seconds)
 
     @classmethod
-    def from_json(cls, given: Sequence[Any]) -> "Place":
-        return cls(given[0], given[1], tuple(given[2]))
+    def from_json(cls, fields: Sequence[Any]) -> "Place":
+        """Return the place that `to_json` has written."""
+        return cls(fields[0], fields[1], tuple(fields[2]))
 
     def to_json(self) -> list[Any]:
         return [self.kind, self.num_tokens, self.seconds]
 
     @property
     def text(self) -> str:
+        """The text that replaces the placeholder."""
         pads = PADS[self.kind] * self.num_tokens
         if self.kind == "image":
             return pads
@@ -48,17 +53,17 @@ class Place:
 
 
 def expand(text: str, places: Sequence[Place]) -> str:
-    """The prompt with every place at its size. places: all pictures and videos, in the order of the prompt.
+    """Replace every placeholder in a prompt. places: all pictures and videos, in the order of the prompt.
 
-    MediaError: there are more or fewer marks in the text. A message that writes one out, or a template that does not
-    know of pictures, must not shift the others.
+    Raises MediaError when the text has more or fewer placeholders than there are places: a message that contains a
+    placeholder, or a template without pictures, must not shift the others.
     """
-    found = [next(kind for kind, pad in PADS.items() if pad == mark) for mark in _PAD.findall(text)]
+    kinds = [next(kind for kind, pad in PADS.items() if pad == mark) for mark in _PAD.findall(text)]
     for kind, name in _NAMES.items():
-        given, marked = sum(place.kind == kind for place in places), found.count(kind)
-        if given != marked:
-            what = f"the prompt has {marked} places for {name} ({PADS[kind]}), and there are {given} of them"
-            raise MediaError(f"{what}; the text of a message must not write that token, and the template must")
-    left = {kind: iter([place for place in places if place.kind == kind]) for kind in PADS}
-    kinds = iter(found)
-    return _PAD.sub(lambda _: next(left[next(kinds)]).text, text)
+        expected, actual = sum(place.kind == kind for place in places), kinds.count(kind)
+        if expected != actual:
+            problem = f"the prompt has {actual} places for {name} ({PADS[kind]}), and there are {expected} of them"
+            raise MediaError(f"{problem}; the text of a message must not write that token, and the template must")
+    remaining = {kind: iter([place for place in places if place.kind == kind]) for kind in PADS}
+    next_kind = iter(kinds)
+    return _PAD.sub(lambda _: next(remaining[next(next_kind)]).text, text)

@@ -1,4 +1,4 @@
-"""Bytes to `MediaItem`s: the one place where pictures and videos of every origin pass."""
+"""Turns the bytes of pictures and videos into `Pixels`; media from every source pass through here."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +11,17 @@ from .options import ImageOptions, Options, VideoOptions, read_options
 from .pixels import Pixels, digest
 from .sizes import frame_indices, patch_seconds
 
-LOW_DETAIL = 512 * 512  # pixels: what OpenAI makes of a picture with detail = "low"
+LOW_DETAIL = 512 * 512  # pixels: OpenAI's limit for a picture with detail = "low"
 
 
 class Processor:
-    """For one model. May be used by several threads; `close` ends its processes."""
+    """Decodes and resizes media for one model. Thread-safe; `close` ends its processes.
+
+    options: the model's preprocessing. num_processes: how many media are decoded at the same time. All methods that
+    decode raise MediaError for media that are refused.
+
+    Example: `item = Processor.from_folder(folder).image(Path("cat.png").read_bytes()).item()`.
+    """
 
     def __init__(self, options: Options, limits: Limits | None = None, *, num_processes: int = 2) -> None:
         self.options, self.limits = options, limits or Limits()
@@ -25,7 +31,10 @@ class Processor:
     def from_folder(
         cls, folder: str | Path, limits: Limits | None = None, *, num_processes: int = 2
     ) -> "Processor | None":
-        """None where the model takes no pictures. ValueError: it does, and what that needs is not there."""
+        """Build the processor of the model in a folder; None if the model takes no pictures.
+
+        Raises ValueError when the model's files are invalid or Pillow is not installed.
+        """
         options = read_options(folder) if Path(folder).is_dir() else None
         if options is None:
             return None
@@ -40,33 +49,34 @@ class Processor:
         self._decoders.close()
 
     def image(self, data: bytes, *, is_low: bool = False) -> Pixels:
-        """is_low: no larger than `LOW_DETAIL`."""
+        """Decode a picture. is_low: resize it to at most `LOW_DETAIL` pixels."""
         self._check_bytes(data)
         options = self._image_options(is_low)
-        with self._decoders.one() as decoder:
+        with self._decoders.acquire() as decoder:
             values = decoder.image(data, options)
         return Pixels(kind="image", values=values, options=options, digest=digest("image", [data], options))
 
     def video(self, data: bytes) -> Pixels:
+        """Decode a video file and sample its frames."""
         self._check_bytes(data)
         options = self._video_options()
-        with self._decoders.one() as decoder:
+        with self._decoders.acquire() as decoder:
             values, indices, fps = decoder.video(data, options)
         name = digest("video", [data], options, max_frames=self.limits.max_frames)
         seconds = patch_seconds(indices, fps, options.frames.temporal_patch_size)
         return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
 
     def frames(self, parts: Sequence[bytes], *, fps: float | None = None) -> Pixels:
-        """A video as a list of pictures. fps: None: they have been chosen already, at the model's own rate."""
+        """Decode a video that is a list of pictures. fps: their rate; None: they are sampled at the model's rate."""
         options = self._video_options()
         if len(parts) > self.limits.max_frames:
-            raise MediaError(f"it has {len(parts)} frames; up to {self.limits.max_frames} are taken", "too_large")
+            raise MediaError(f"it has {len(parts)} frames; up to {self.limits.max_frames} are allowed", "too_large")
         if fps is not None and not 0 < fps <= 1e6:
             raise MediaError(f"the video's fps is {fps:g}, expected more than 0")
         self._check_bytes(*parts)
         rate = options.fps if fps is None else fps
         indices = frame_indices(len(parts), rate, options)
-        with self._decoders.one() as decoder:
+        with self._decoders.acquire() as decoder:
             values = decoder.frames([parts[index] for index in indices], options)
         name = digest("frames", parts, options, fps=rate)
         seconds = patch_seconds(indices, rate, options.frames.temporal_patch_size)
@@ -77,7 +87,7 @@ class Processor:
         if not parts or not all(parts):
             raise MediaError("it is empty")
         if size > self.limits.max_bytes:
-            raise MediaError(f"it has {size} bytes; up to {self.limits.max_bytes} are taken", "too_large")
+            raise MediaError(f"it has {size} bytes; up to {self.limits.max_bytes} are allowed", "too_large")
 
     def _image_options(self, is_low: bool) -> ImageOptions:
         options = self.options.image

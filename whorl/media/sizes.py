@@ -1,7 +1,7 @@
-"""Sizes and times: what a picture is resized to, which frames of a video are taken, and when they are.
+"""Sizes and times: what a picture is resized to, which frames of a video are sampled, and their times.
 
-All of it equals transformers' (models/qwen2_vl and models/qwen3_vl), rounding included: Python's `round` takes halves
-to the even side.
+The results equal transformers' (models/qwen2_vl and models/qwen3_vl), rounding included: Python's `round` rounds halves
+to even.
 """
 
 import math
@@ -13,25 +13,31 @@ from .errors import DecodeError
 from .options import ImageOptions, VideoOptions
 
 MAX_RATIO = 200
-DEFAULT_FPS = 24.0  # of a file that does not say
+DEFAULT_FPS = 24.0  # of a video file that does not declare its rate
 
 
 def image_size(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
-    """Height and width that a picture is resized to: multiples of the factor, the area within the limits."""
+    """Return the height and width that a picture is resized to: multiples of the factor, the area within the limits.
+
+    Raises DecodeError when one side is more than `MAX_RATIO` times the other.
+    """
     _check_ratio(height, width)
     return _fit(height, width, 1, 1, options, options.max_pixels)
 
 
 def video_size(num_frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
-    """Of each frame; the limits are for all of them together."""
+    """Return the height and width of each frame; the limits on the area are for all frames together.
+
+    Raises DecodeError for too few frames and for sides that differ too much.
+    """
     frames = options.frames
     least, factor = frames.temporal_patch_size, frames.factor
     if num_frames < least:
         raise DecodeError("few_frames", num_frames, least)
     max_pixels = frames.max_pixels
     if options.cap_pixels_per_frame:
-        each = min(options.max_video_tokens * factor * factor, frames.max_pixels // num_frames)
-        max_pixels = max(each, int(frames.min_pixels * 1.05)) * num_frames
+        per_frame = min(options.max_video_tokens * factor * factor, frames.max_pixels // num_frames)
+        max_pixels = max(per_frame, int(frames.min_pixels * 1.05)) * num_frames
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -39,15 +45,18 @@ def video_size(num_frames: int, height: int, width: int, options: VideoOptions) 
     return _fit(height, width, num_frames, round(num_frames / least) * least, frames, max_pixels)
 
 
-def _fit(height: int, width: int, given: int, taken: int, options: ImageOptions, most: int) -> tuple[int, int]:
-    """given, taken: frames, before and after they are rounded to whole temporal patches."""
+def _fit(height: int, width: int, frames: int, rounded: int, options: ImageOptions, most: int) -> tuple[int, int]:
+    """Return the height and width for an area of at most `most` pixels.
+
+    frames, rounded: the number of frames, before and after it is rounded to whole temporal patches.
+    """
     factor = options.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if taken * rows * columns > most:
-        beta = math.sqrt((given * height * width) / most)
+    if rounded * rows * columns > most:
+        beta = math.sqrt((frames * height * width) / most)
         rows, columns = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
-    elif taken * rows * columns < options.min_pixels:
-        beta = math.sqrt(options.min_pixels / (given * height * width))
+    elif rounded * rows * columns < options.min_pixels:
+        beta = math.sqrt(options.min_pixels / (frames * height * width))
         rows, columns = (math.ceil(side * beta / factor) * factor for side in (height, width))
     return rows, columns
 
@@ -58,14 +67,17 @@ def _check_ratio(height: int, width: int) -> None:
 
 
 def frame_indices(total: int, fps: float, options: VideoOptions) -> list[int]:
-    """Which of a video's frames are taken. fps: of the video itself."""
+    """Return the indices of the frames to sample. total, fps: of the video itself."""
     count = min(max(int(total / fps * options.fps), options.min_frames), options.max_frames, total)
     return np.linspace(0, total - 1, count).round().astype(int).tolist()
 
 
 def patch_seconds(indices: Sequence[int], fps: float, temporal_patch_size: int) -> tuple[float, ...]:
-    """The time of each temporal patch: the mean of its first and last frame; the last frame fills an unfinished one."""
+    """Return the time of each temporal patch: the mean of the times of its first and last frame.
+
+    An incomplete last patch is filled up with the last frame.
+    """
     size = temporal_patch_size
-    full = [*indices, *[indices[-1]] * (-len(indices) % size)]
-    times = [index / fps for index in full]
+    padded = [*indices, *[indices[-1]] * (-len(indices) % size)]
+    times = [index / fps for index in padded]
     return tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size))

@@ -1,6 +1,7 @@
-"""Videos to frames, by PyAV. Runs in the child process that `decoder` starts, and nowhere else.
+"""Decodes videos to frames with PyAV. Runs only in the child process that `decoder` starts.
 
-Few containers and few codecs: FFmpeg knows hundreds, most of which nobody sends who means well.
+Only a few containers and codecs are allowed: FFmpeg has hundreds, and the others are attack surface that no ordinary
+client needs.
 """
 
 import io
@@ -22,13 +23,13 @@ _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d")
 def read_video(
     data: bytes, options: VideoOptions, *, max_pixels: int, max_frames: int
 ) -> tuple[NDArray[np.uint8], list[int], float]:
-    """[F, H, W, 3] of the frames that are taken, which they are, and how many the file has in a second."""
+    """Return the sampled frames [F, H, W, 3], their indices in the video, and the video's frames per second."""
     fps, total = _count(data, max_pixels, max_frames)
-    frames, indices, found = _take(data, fps, total, options, max_pixels)
-    if found < total:  # some packets show nothing: what there is to choose from is known now
-        if found == 0:
+    frames, indices, num_decoded = _sample(data, fps, total, options, max_pixels)
+    if num_decoded < total:  # some packets had no frame: sample again from the frames that there are
+        if num_decoded == 0:
             raise DecodeError("broken", detail="no frame")
-        frames, indices, _ = _take(data, fps, found, options, max_pixels)
+        frames, indices, _ = _sample(data, fps, num_decoded, options, max_pixels)
     return frames, indices, fps
 
 
@@ -38,7 +39,7 @@ def _open(data: bytes) -> Any:
     is_matroska, is_mp4 = data[:4] == b"\x1aE\xdf\xa3", data[4:8] == b"ftyp"
     if not is_matroska and not is_mp4:
         raise DecodeError("video_format")
-    # Named, so that no other demuxer looks at the bytes.
+    # The format is fixed, so that FFmpeg does not try other demuxers on the bytes.
     container = av.open(
         io.BytesIO(data),
         format="matroska" if is_matroska else "mp4",
@@ -50,7 +51,7 @@ def _open(data: bytes) -> Any:
 
 
 def _count(data: bytes, max_pixels: int, max_frames: int) -> tuple[float, int]:
-    """Frames a second and in all, without decoding any: the number in the header may be absent, or a lie."""
+    """Return the frames per second and the number of packets, without decoding: the header's count may be wrong."""
     with _open(data) as container:
         stream = container.streams.video[0]
         context = stream.codec_context
@@ -67,27 +68,30 @@ def _count(data: bytes, max_pixels: int, max_frames: int) -> tuple[float, int]:
     return fps if 0 < fps < float("inf") else DEFAULT_FPS, total
 
 
-def _take(
+def _sample(
     data: bytes, fps: float, total: int, options: VideoOptions, max_pixels: int
 ) -> tuple[NDArray[np.uint8], list[int], int]:
-    """The frames that are taken if the video has `total`, and how many there were up to the last of them."""
+    """Return the frames to sample from a video of `total` frames, their indices, and `total`.
+
+    If the video has fewer frames, return no frames, the indices, and the number of frames that it has.
+    """
     if total == 0:
         raise DecodeError("broken", detail="no packet")
     indices = frame_indices(total, fps, options)
-    wanted, found = set(indices), 0
+    selected, num_decoded = set(indices), 0
     out: list[NDArray[np.uint8]] = []
     size: tuple[int, int] | None = None
     for frame in _frames(data):
-        if frame.width * frame.height > max_pixels:  # a stream may change its size
+        if frame.width * frame.height > max_pixels:  # a stream may change its size midway
             raise DecodeError("pixels", frame.width, frame.height, max_pixels)
-        if found in wanted:
+        if num_decoded in selected:
             size = size or video_size(len(indices), frame.height, frame.width, options)
             image = Image.fromarray(frame.to_ndarray(format="rgb24"))
             out.append(resized(image, size, options.frames.resample))
-        found += 1
-        if found > indices[-1]:
+        num_decoded += 1
+        if num_decoded > indices[-1]:
             return np.stack(out), indices, total
-    return np.empty((0, 0, 0, 3), np.uint8), indices, found
+    return np.empty((0, 0, 0, 3), np.uint8), indices, num_decoded
 
 
 def _frames(data: bytes) -> Iterator[Any]:
@@ -98,7 +102,7 @@ def _frames(data: bytes) -> Iterator[Any]:
 
 
 def read_frames(parts: Sequence[bytes], options: VideoOptions, *, max_pixels: int) -> NDArray[np.uint8]:
-    """[F, H, W, 3] of frames that come as pictures."""
+    """Decode a video that is sent as a list of pictures; returns [F, H, W, 3]. Their sizes must be equal."""
     size: tuple[int, int] | None = None
     first: tuple[int, int] | None = None
     out = []

@@ -1,1 +1,1 @@
-"""What programs talk to: OpenAI's HTTP interface. Start reading in openai.py. Built on `whorl.engine`."""
+"""An HTTP server over `whorl.engine` with OpenAI's and Anthropic's interfaces. Start reading in openai.py."""

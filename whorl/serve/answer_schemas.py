@@ -1,5 +1,7 @@
-"""What clients are answered, for `/openapi.json`. Answers are made elsewhere, and are not held against this when they
-are sent: the tests do that."""
+"""Schemas of the server's answers, for `/openapi.json`.
+
+Answers are built elsewhere and are not validated when they are sent; the tests compare them with these schemas.
+"""
 
 from typing import Any, Literal
 
@@ -7,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """Every field is there unless it has a default, and there are no others."""
+    """An answer has every field that has no default, and no fields that are not declared."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,7 +1,7 @@
-"""Connections: how many there may be, and how long one may hold its place without asking for anything.
+"""Limits on connections: how many may be open, and how long one may stay open without a request.
 
-uvicorn ends a connection that is silent behind an answer. One that never asks, sends its headers letter by letter or
-does not read would stay for ever; and where files run out, nobody gets in any more.
+uvicorn closes a connection that stays silent after a response. It keeps for ever one that never sends a request, sends
+its headers byte by byte, or does not read; once these use up all file descriptors, no client can connect any more.
 """
 
 import asyncio
@@ -15,27 +15,27 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from .dialects import refusal
+from .dialects import error_response
 from .gate import ApiError
 
 _LOG = logging.getLogger("whorl.serve")
 _MOST = 4096
 _FEWEST = 8
-_RESERVED = 32  # files, for the model, logs and child processes
-_SPARE = 8  # connections beyond the limit: each reads its request, and is told
-_YOUNG = 1.0  # seconds; a connection this young is not taken for idle, its request may be on the way
-_CLOSING = 5.0  # seconds to take what is still unsent when a connection is closed
+_RESERVED = 32  # file descriptors for the model, logs and child processes
+_SPARE = 8  # connections beyond the limit, whose requests are answered with an error
+_YOUNG = 1.0  # seconds: the request of a younger connection may be on its way, so it is not closed as idle
+_CLOSING = 5.0  # seconds for the client to read the remaining bytes when a connection is closed
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections() -> int:
-    """As many as there are files left for, which `ulimit -n` says."""
+    """Return how many connections the limit on open files (`ulimit -n`) leaves room for."""
     try:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         num_open = len(os.listdir("/proc/self/fd"))
-    except (ImportError, OSError):  # another system: no limit is known
+    except (ImportError, OSError):  # not Linux: the limit is unknown
         return _MOST
     if limit == resource.RLIM_INFINITY:
         return _MOST
@@ -43,16 +43,20 @@ def most_connections() -> int:
 
 
 class Connections:
-    """Those of one server. most: at once; head_seconds: that one may take until its request begins."""
+    """The connections of one server.
+
+    most: how many may be open at once; None: `most_connections`. head_seconds: how long a connection may take until
+    its request's headers are complete.
+    """
 
     def __init__(self, *, most: int | None, head_seconds: float) -> None:
         self.most, self.head_seconds = most_connections() if most is None else most, head_seconds
         self._all: set[Any] = set()
-        self._idle: dict[Any, float] = {}  # since when; the longest first
+        self._idle: dict[Any, float] = {}  # since when each has been idle; the longest first
         self._closing: dict[Any, float] = {}
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """uvicorn's, which tells this object what happens."""
+        """Return uvicorn's HTTP protocol class, extended to report its events to this object."""
         connections = self
 
         class Watched(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -66,11 +70,11 @@ class Connections:
 
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
-                connections._note(self)
+                connections._update(self)
 
             def on_response_complete(self) -> None:
                 super().on_response_complete()
-                connections._note(self)
+                connections._update(self)
 
             def send_400_response(self, msg: str) -> None:
                 _answer(self.transport, ApiError(400, f"this is not HTTP: {msg}", code="invalid_http"))
@@ -78,24 +82,28 @@ class Connections:
         return Watched
 
     def sweep(self) -> None:
-        """Every second or so: close what has idled too long, and cut off what does not take its last bytes."""
-        now = _now()
-        for one in [one for one, since in self._idle.items() if now - since > self.head_seconds]:
-            self._close(one)
-        for one in list(self._all):
-            if one.transport.is_closing() and now - self._closing.setdefault(one, now) > _CLOSING:
-                one.transport.abort()
+        """Close connections that were idle too long, abort those that do not read their last bytes.
 
-    def _open(self, one: Any) -> None:
-        self._all.add(one)
-        self._idle[one] = _now()
+        Called about every half second.
+        """
+        now = _now()
+        for connection in [c for c, since in self._idle.items() if now - since > self.head_seconds]:
+            self._close(connection)
+        for connection in list(self._all):
+            if connection.transport.is_closing() and now - self._closing.setdefault(connection, now) > _CLOSING:
+                connection.transport.abort()
+
+    def _open(self, connection: Any) -> None:
+        self._all.add(connection)
+        self._idle[connection] = _now()
         if len(self._all) > self.most and not self._make_room():
             _LOG.warning("%d connections are open, as many as there may be: a client was refused", self.most)
-            one.app = _refuse
+            connection.app = _refuse
             if len(self._all) > self.most + _SPARE:
-                one.transport.abort()
+                connection.transport.abort()
 
     def _make_room(self) -> bool:
+        """Abort the connection that has been idle longest; False when that one is too young."""
         oldest, since = next(iter(self._idle.items()))
         if _now() - since < _YOUNG:
             return False
@@ -103,27 +111,27 @@ class Connections:
         self._forget(oldest)
         return True
 
-    def _note(self, one: Any) -> None:
-        """Idle is what has no request in progress: half a request's head is none."""
-        if one not in self._all:
+    def _update(self, connection: Any) -> None:
+        """Mark a connection as idle unless it has a request in progress; incomplete headers are not a request."""
+        if connection not in self._all:
             return
-        if one.cycle is not None and not one.cycle.response_complete:
-            self._idle.pop(one, None)
+        if connection.cycle is not None and not connection.cycle.response_complete:
+            self._idle.pop(connection, None)
         else:
-            self._idle.setdefault(one, _now())
+            self._idle.setdefault(connection, _now())
 
-    def _close(self, one: Any) -> None:
-        self._idle.pop(one, None)
-        if one.cycle is None:
+    def _close(self, connection: Any) -> None:
+        self._idle.pop(connection, None)
+        if connection.cycle is None:
             seconds = f"{self.head_seconds:g} seconds"
-            _answer(one.transport, ApiError(408, f"no whole request arrived within {seconds}", code="timeout"))
+            _answer(connection.transport, ApiError(408, f"no whole request arrived within {seconds}", code="timeout"))
         else:
-            one.transport.close()
+            connection.transport.close()
 
-    def _forget(self, one: Any) -> None:
-        self._all.discard(one)
-        self._idle.pop(one, None)
-        self._closing.pop(one, None)
+    def _forget(self, connection: Any) -> None:
+        self._all.discard(connection)
+        self._idle.pop(connection, None)
+        self._closing.pop(connection, None)
 
 
 def _now() -> float:
@@ -131,7 +139,7 @@ def _now() -> float:
 
 
 def _answer(transport: Any, error: ApiError) -> None:
-    """An error to a client whose request no application has seen."""
+    """Send an error to a client whose request has not reached the application."""
     body = json.dumps(error.body()).encode()
     reason = {400: "Bad Request", 408: "Request Timeout"}[error.status]
     head = f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -143,14 +151,14 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"Retry-After": "1", "Connection": "close"}
     message = "this server has as many connections as it may. Try again later."
     error = ApiError(503, message, code="too_many_connections", headers=headers)
-    await refusal(error, scope)(scope, receive, send)
+    await error_response(error, scope)(scope, receive, send)
 
 
 class Listener(socket.socket):
-    """A listening socket that turns connections away where files run out.
+    """A listening socket that turns connections away when file descriptors run out.
 
-    The event loop would ask again and again, thousands of times a second with a traceback each. One file is kept for
-    this: given up, it lets the connection be taken, and closed.
+    Without it the event loop retries accept() thousands of times a second and logs a traceback each time. This class
+    keeps one spare descriptor: closing that lets it accept the connection and close it at once.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -165,7 +173,7 @@ class Listener(socket.socket):
                 raise
             _LOG.error("a connection was turned away: %s", error.strerror)
             self._turn_away()
-            raise BlockingIOError from error  # nothing to accept: as if nobody had come
+            raise BlockingIOError from error  # the event loop then waits for the next connection
 
     def close(self) -> None:
         self._give_up_spare()
@@ -181,18 +189,18 @@ class Listener(socket.socket):
         try:
             super().accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY)
-        except OSError:  # another thread took the file: the next attempt has it back, or the client gives up
+        except OSError:  # another thread took the descriptor; the next call may get it back
             pass
 
 
 def listen(host: str, port: int) -> list[Listener]:
-    """On every address that the host's name has, all with the same port."""
-    found: list[Listener] = []
+    """Listen on every address that the host's name has, all with the same port."""
+    listeners: list[Listener] = []
     for family, kind, proto, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         listening = socket.socket(family, kind, proto)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind((address[0], found[0].getsockname()[1], *address[2:]) if found else address)
-        found.append(Listener(listening))
-    return found
+        listening.bind((address[0], listeners[0].getsockname()[1], *address[2:]) if listeners else address)
+        listeners.append(Listener(listening))
+    return listeners

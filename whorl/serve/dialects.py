@@ -1,4 +1,4 @@
-"""In what shape each family of addresses answers: the body of an error, the events of a stream and what ends it."""
+"""How each family of routes formats errors and streams: the body of an error, the events and the end of a stream."""
 
 import json
 from collections.abc import Mapping
@@ -10,47 +10,49 @@ from starlette.types import Scope
 if TYPE_CHECKING:
     from .gate import ApiError
 
-REQUEST_NUMBER = "whorl.request_number"  # in a request's scope, and in its answer's headers
+REQUEST_ID = "whorl.request_number"  # in a request's scope: its id, which the response's headers carry too
 
 
 class Dialect:
-    """OpenAI's: chat, completions and all addresses that say nothing else."""
+    """OpenAI's dialect: chat, completions and all routes without a dialect of their own."""
 
     done = "data: [DONE]\n\n"
-    number_header = "x-request-id"  # beside this one, which every answer has
+    id_header = "x-request-id"  # a header for the request id beside x-request-id, which every response has
 
     def event(self, chunk: Mapping[str, Any]) -> str:
         return f"data: {_json(chunk)}\n\n"
 
-    def body(self, error: "ApiError", number: str | None) -> dict[str, Any]:
+    def body(self, error: "ApiError", request_id: str | None) -> dict[str, Any]:
         return error.body()
 
-    def last_event(self, error: "ApiError", number: str | None) -> str:
-        """What a stream says that breaks off, and its end."""
-        return f"data: {_json(self.body(error, number))}\n\n{self.done}"
+    def last_event(self, error: "ApiError", request_id: str | None) -> str:
+        """Return the event that reports the error, and the end of the stream."""
+        return f"data: {_json(self.body(error, request_id))}\n\n{self.done}"
 
 
-class Named(Dialect):
-    """Events have names and nothing follows the last one."""
+class NamedEvents(Dialect):
+    """Events have names, and no marker follows the last one."""
 
     done = ""
 
     def event(self, chunk: Mapping[str, Any]) -> str:
         return f"event: {chunk['type']}\ndata: {_json(chunk)}\n\n"
 
-    def last_event(self, error: "ApiError", number: str | None) -> str:
-        return self.event(self.body(error, number))
+    def last_event(self, error: "ApiError", request_id: str | None) -> str:
+        return self.event(self.body(error, request_id))
 
 
-class Responses(Named):
-    """OpenAI's newer interface: an error without a stream is the older one's."""
+class Responses(NamedEvents):
+    """OpenAI's newer interface. Without a stream, its errors are those of the older one."""
 
-    def last_event(self, error: "ApiError", number: str | None) -> str:
+    def last_event(self, error: "ApiError", request_id: str | None) -> str:
         return self.event(error_event(error, 0))
 
 
-class Anthropic(Named):
-    number_header = "request-id"
+class Anthropic(NamedEvents):
+    """Anthropic's interface."""
+
+    id_header = "request-id"
     _TYPES: Mapping[int, str] = {
         401: "authentication_error",
         403: "permission_error",
@@ -60,33 +62,36 @@ class Anthropic(Named):
         503: "overloaded_error",
     }
 
-    def body(self, error: "ApiError", number: str | None) -> dict[str, Any]:
+    def body(self, error: "ApiError", request_id: str | None) -> dict[str, Any]:
         kind = self._TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         message = error.body()["error"]["message"]
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": number}
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-def error_event(error: "ApiError", number: int) -> dict[str, Any]:
-    """Of a response. OpenAI's client reads the fields beside the type, and raises where there is `error`."""
-    found = error.body()["error"]
-    about = {name: found[name] for name in ("code", "message", "param")}
-    return {"type": "error", **about, "sequence_number": number, "error": found}
+def error_event(error: "ApiError", sequence_number: int) -> dict[str, Any]:
+    """Return the `error` event of `/v1/responses`.
+
+    OpenAI's client reads the fields beside the type, and raises an exception when there is a field `error`.
+    """
+    body = error.body()["error"]
+    fields = {name: body[name] for name in ("code", "message", "param")}
+    return {"type": "error", **fields, "sequence_number": sequence_number, "error": body}
 
 
 _OPENAI, _RESPONSES, _ANTHROPIC = Dialect(), Responses(), Anthropic()
 
 
-def dialect_of(path: str) -> Dialect:
-    """Of an address."""
+def dialect_for(path: str) -> Dialect:
+    """Return the dialect of a path."""
     for family, dialect in (("/v1/responses", _RESPONSES), ("/v1/messages", _ANTHROPIC)):
         if path == family or path.startswith(f"{family}/"):
             return dialect
     return _OPENAI
 
 
-def refusal(error: "ApiError", scope: Scope) -> JSONResponse:
-    """The whole answer to a request that is refused."""
-    body = dialect_of(scope["path"]).body(error, scope.get(REQUEST_NUMBER))
+def error_response(error: "ApiError", scope: Scope) -> JSONResponse:
+    """Return the response that reports an error, in the dialect of the request's path."""
+    body = dialect_for(scope["path"]).body(error, scope.get(REQUEST_ID))
     return JSONResponse(body, error.status, headers=dict(error.headers or {}))
 
 

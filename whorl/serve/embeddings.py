@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: what a model that was made for it makes of a text, as one vector of length 1."""
+"""`/v1/embeddings`: one vector of length 1 for each text, from a model that was trained for embeddings."""
 
 import base64
 import json
@@ -27,15 +27,18 @@ _SOME = Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)
 
 
 def read_pooling(folder: Path) -> str | None:
-    """How a model makes one vector of many, in sentence-transformers' words; None: it was not made for that."""
+    """Return how a model pools its hidden states into one vector, in sentence-transformers' words.
+
+    None: the model is not an embedding model. Raises ValueError when its files cannot be read.
+    """
     modules, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
     if not modules.is_file() or not pooling.is_file():
         return None
     try:
-        found = json.loads(pooling.read_text(encoding="utf-8"))
-        # Newer files name it, older ones have a switch for each way.
-        named = found.get("pooling_mode")
-        names = [named] if named else [n.removeprefix("pooling_mode_") for n, is_on in found.items() if is_on is True]
+        config = json.loads(pooling.read_text(encoding="utf-8"))
+        # Newer files name the mode, older ones have a boolean for each mode.
+        mode = config.get("pooling_mode")
+        names = [mode] if mode else [n.removeprefix("pooling_mode_") for n, is_on in config.items() if is_on is True]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"serve: {pooling}: cannot be read: {error}") from error
     return ", ".join(sorted(str(name) for name in names if name != "include_prompt"))
@@ -52,7 +55,7 @@ class EmbeddingRequest(Strict):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="the first so many, for models that were trained for it"
+        None, description="keep only this many leading dimensions, for models that were trained for it"
     )
     add_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -60,50 +63,55 @@ class EmbeddingRequest(Strict):
 
     @property
     def prompts(self) -> CompletionRequest:
-        given = {"prompt": self.input, "add_special_tokens": self.add_special_tokens, "max_tokens": 1}
-        return CompletionRequest.model_validate(given)
+        """The completion request with the same prompts."""
+        fields = {"prompt": self.input, "add_special_tokens": self.add_special_tokens, "max_tokens": 1}
+        return CompletionRequest.model_validate(fields)
 
 
 class EmbeddingsApi:
-    """pooling: as `read_pooling` says."""
+    """The handler of `/v1/embeddings`. pooling: as `read_pooling` returns it."""
 
     def __init__(self, service: "Service", pooling: str | None) -> None:
         self._service, self._pooling = service, pooling
 
     async def create(self, request: EmbeddingRequest, http: Request) -> Response:
-        """A vector for each text."""
+        """Return a vector for each text."""
         self._check()
-        asked = request.prompts.model_copy(update={"model": request.model, "cache_salt": request.cache_salt})
+        completion = request.prompts.model_copy(update={"model": request.model, "cache_salt": request.cache_salt})
 
-        async def prepare(asked: CompletionRequest) -> Prepared:
-            found = await self._service.preparer.completion(asked)
-            return replace(found, params=replace(found.params, embed=True))
+        async def prepare(completion: CompletionRequest) -> Prepared:
+            prepared = await self._service.preparer.completion(completion)
+            return replace(prepared, params=replace(prepared.params, embed=True))
 
-        return await self._service.generate(asked, http, prepare, lambda run: EmbeddingReply(request, asked, run))
+        return await self._service.generate(
+            completion, http, prepare, lambda run: EmbeddingReply(request, completion, run)
+        )
 
     def _check(self) -> None:
         if self._pooling == LAST_TOKEN:
             return
         name = self._service.settings.names[0]
-        how = "was not made for embeddings: it has no 1_Pooling/config.json"
+        reason = "was not made for embeddings: it has no 1_Pooling/config.json"
         if self._pooling is not None:
-            how = f"makes embeddings by {self._pooling}, and this server knows {LAST_TOKEN} alone"
-        message = f"the model {name!r} {how}. Serve one such as Qwen/Qwen3-Embedding-0.6B"
+            reason = f"makes embeddings by {self._pooling}, and this server knows {LAST_TOKEN} alone"
+        message = f"the model {name!r} {reason}. Serve one such as Qwen/Qwen3-Embedding-0.6B"
         raise ApiError(400, message, param="model", code="not_an_embedding_model")
 
 
 class EmbeddingReply(Reply):
-    def __init__(self, request: EmbeddingRequest, asked: CompletionRequest, run: Run) -> None:
-        super().__init__(asked, run)
+    """Formats the embeddings of a request's prompts."""
+
+    def __init__(self, request: EmbeddingRequest, completion: CompletionRequest, run: Run) -> None:
+        super().__init__(completion, run)
         self._request, self._run = request, run
 
-    async def whole(self, deadline: float) -> dict[str, Any]:
+    async def complete(self, deadline: float) -> dict[str, Any]:
         async for _ in self.job.outputs(deadline):
             pass
         vectors = [self._vector(seq.embedding) for seq in self.job.sequences]
         num_tokens = sum(seq.prompt_len for seq in self.job.sequences)
         return {
-            "id": f"embd-{self._run.number}",
+            "id": f"embd-{self._run.request_id}",
             "object": "list",
             "model": self._run.model,
             "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
@@ -113,7 +121,7 @@ class EmbeddingReply(Reply):
     def _vector(self, hidden: "Tensor | None") -> list[float] | str:
         from torch.nn.functional import normalize
 
-        assert hidden is not None, "the engine keeps it where it is asked to"
+        assert hidden is not None, "the engine keeps the hidden state when params.embed is set"
         size = self._request.dimensions
         if size is not None and size > len(hidden):
             raise ApiError(400, f"dimensions is {size}; this model has {len(hidden)}", param="dimensions")

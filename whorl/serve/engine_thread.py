@@ -1,6 +1,6 @@
-"""The engine on a thread of its own: prompts come from the event loop, what each step added goes back to it.
+"""Runs the engine on a thread of its own: the event loop submits prompts, and receives what each step generated.
 
-Only this thread touches the engine. The event loop counts the requests, so a limit on them needs no lock.
+Only this thread touches the engine. Only the event loop counts waiting requests, so their limit needs no lock.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from .metrics import Metrics
 from .readiness import Readiness
 
 _LOG = logging.getLogger("whorl.serve")
-_STOP_SECONDS = 30.0  # a step that takes longer is stuck
+_STOP_SECONDS = 30.0  # how long `stop` waits for the current step: one that takes longer is stuck
 
 
 class Engine(Protocol):
-    """What the server needs of `whorl.engine.llm.LLM`."""
+    """The part of `whorl.engine.llm.LLM` that the server uses."""
 
     max_model_len: int
     vocab_size: int
@@ -42,12 +42,16 @@ class EngineError(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    pass
+    """Too many requests wait already; the client may try again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one of a request's sequences. num_drafted: of its tokens, the first ones."""
+    """The tokens that one step added to one sequence of a request.
+
+    index: of the sequence within its request. num_drafted: how many of the tokens, counted from the first, were
+    accepted drafts.
+    """
 
     index: int
     text: str
@@ -59,22 +63,28 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Job:
-    """The prompts of one request and the sequences made of them. media: of each prompt."""
+    """The prompts of one request and the sequences that the engine created for them.
+
+    media: the pictures and videos of each prompt. num_sequences: of the whole request, n for each prompt.
+    """
 
     prompts: List[List[int]]
     params: List[SamplingParams]
     media: List[List[MediaItem]]
-    size: int  # how many sequences
+    num_sequences: int
     loop: asyncio.AbstractEventLoop
     events: "asyncio.Queue[StepOutput | Exception]" = field(default_factory=asyncio.Queue)
     accepted: "asyncio.Future[None] | None" = None
     sequences: list[Sequence] = field(default_factory=list)
-    has_begun: bool = False
+    has_left_queue: bool = False
 
     async def outputs(self, deadline: float) -> AsyncIterator[StepOutput]:
-        """Until every sequence is finished; TimeoutError at the deadline, on the loop's clock."""
-        left = len(self.sequences)
-        while left:
+        """Yield the output of each step until every sequence is finished.
+
+        deadline: on the event loop's clock. Raises TimeoutError at the deadline, and the engine's error if it fails.
+        """
+        num_unfinished = len(self.sequences)
+        while num_unfinished:
             try:
                 async with asyncio.timeout_at(deadline):
                     event = await self.events.get()
@@ -82,13 +92,16 @@ class Job:
                 raise TimeoutError("the request took longer than this server allows") from None
             if isinstance(event, Exception):
                 raise event
-            left -= event.finish_reason is not None
+            num_unfinished -= event.finish_reason is not None
             yield event
 
 
 class EngineThread:
-    """Steps the engine while there is work. max_queue: sequences, of requests without a token yet. readiness: what
-    comes before the first request; None: nothing."""
+    """Steps the engine while it has sequences.
+
+    max_queue: how many sequences may wait, counting those of requests that have no token yet. readiness: the warm-up
+    that runs before the first request; None: no warm-up.
+    """
 
     def __init__(
         self, llm: Engine, metrics: Metrics, *, max_queue: int = 1024, readiness: Readiness | None = None
@@ -101,8 +114,8 @@ class EngineThread:
         self._owners: dict[Sequence, tuple[Job, int]] = {}
         self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
         self._is_stopping = False
-        self._refusal: str | None = None  # why nothing is taken any more
-        self._queued: set[Sequence] = set()  # not in a step yet
+        self._refusal: str | None = None  # why new requests are refused, once the engine failed or is stopping
+        self._queued: set[Sequence] = set()  # sequences that no step has computed yet
         self._num_waiting = 0
         self._step_started: float | None = None
 
@@ -112,7 +125,10 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what is left and end the thread. To wait for it takes no other thread, which might not be free."""
+        """Abort all requests and end the thread.
+
+        Polls, because a blocking join would need a second thread, and none may be free.
+        """
         self._is_stopping = True
         self._commands.put(lambda: None)
         end = time.monotonic() + _STOP_SECONDS
@@ -122,20 +138,23 @@ class EngineThread:
     async def submit(
         self, prompts: List[List[int]], params: List[SamplingParams], media: List[List[MediaItem]] | None = None
     ) -> Job:
-        """Queue all prompts or none. ValueError: the engine refuses one; QueueFull and EngineError: it is not the
-        request's fault. media: pictures and videos of each prompt; None: there are none."""
+        """Queue all prompts of a request, or none of them.
+
+        media: the pictures and videos of each prompt; None: the request has none. Raises ValueError when the engine
+        refuses a prompt, QueueFull and EngineError for reasons that are not the request's fault.
+        """
         self.check()
-        size = sum(each.n for each in params)
-        self.check_size(size)
-        if self._num_waiting + size > self.max_queue:
+        num_sequences = sum(sampling.n for sampling in params)
+        self.check_size(num_sequences)
+        if self._num_waiting + num_sequences > self.max_queue:
             raise QueueFull(f"{self._num_waiting} sequences wait already; up to {self.max_queue} may")
         loop = asyncio.get_running_loop()
-        behind = [()] * len(prompts) if media is None else media
-        job = Job(prompts, params, behind, size, loop, accepted=loop.create_future())
-        self._num_waiting += size
+        media = [()] * len(prompts) if media is None else media
+        job = Job(prompts, params, media, num_sequences, loop, accepted=loop.create_future())
+        self._num_waiting += num_sequences
         self._commands.put(lambda: self._add(job))
         try:
-            self.check()  # again: a thread that ended in between has not seen the command
+            self.check()  # a second time: a thread that ended since the first check will never take the command
             assert job.accepted is not None
             await job.accepted
         except BaseException:
@@ -144,29 +163,30 @@ class EngineThread:
         return job
 
     def check(self) -> None:
+        """Raise EngineError or WarmingUp when the engine cannot take requests now."""
         if self.failure is not None:
             raise EngineError(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         if self._is_stopping:
             raise EngineError("the server is shutting down")
         self.readiness.check()
 
-    def check_size(self, size: int) -> None:
-        """Of a request, in sequences: whether the queue could ever take it."""
-        if size > self.max_queue:
-            raise ValueError(f"{size} sequences in one request: the queue has room for {self.max_queue}")
+    def check_size(self, num_sequences: int) -> None:
+        """Raise ValueError when a request has more sequences than an empty queue could take."""
+        if num_sequences > self.max_queue:
+            raise ValueError(f"{num_sequences} sequences in one request: the queue has room for {self.max_queue}")
 
     def close(self, job: Job) -> None:
-        """The request is over, one way or another: its blocks are free soon after. May be called again."""
-        self._begin(job)
+        """End a request, finished or not; its KV blocks are freed soon after. Calling it again has no effect."""
+        self._leave_queue(job)
         self._commands.put(lambda: self._abort(job))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences, of requests without a token yet."""
+        """Number of sequences of requests that have no token yet."""
         return self._num_waiting
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Run it on the engine's thread; not at all where there is something to step by then."""
+        """Run `work` on the engine's thread; skip it if the engine has sequences to step by then."""
 
         def command() -> None:
             if not self._owners and self._refusal is None:
@@ -175,18 +195,18 @@ class EngineThread:
         self._commands.put(command)
 
     def stalled_for(self) -> float:
-        """Seconds that the current step has run; 0 between steps."""
+        """Seconds for which the current step has run; 0 between steps."""
         started = self._step_started
         return 0.0 if started is None else time.perf_counter() - started
 
-    def _begin(self, job: Job) -> None:
-        if not job.has_begun:
-            job.has_begun = True
-            self._num_waiting -= job.size
+    def _leave_queue(self, job: Job) -> None:
+        if not job.has_left_queue:
+            job.has_left_queue = True
+            self._num_waiting -= job.num_sequences
 
     def _deliver(self, outputs: list[tuple[Job, StepOutput | Exception]]) -> None:
         for job, output in outputs:
-            self._begin(job)
+            self._leave_queue(job)
             job.events.put_nowait(output)
 
     # ---- on the thread
@@ -200,18 +220,18 @@ class EngineThread:
                     started = self._step_started = time.perf_counter()
                     deltas = self.llm.step()
                     self._step_started = None
-                    self._note_admissions(started, deltas)
+                    self._record_admissions(started, deltas)
                     self._publish(deltas)
         except BaseException as error:
             _LOG.exception("the engine failed")
             self.failure = error
-            self._give_up(f"the engine failed: {type(error).__name__}: {error}")
+            self._refuse_all(f"the engine failed: {type(error).__name__}: {error}")
             self.on_failure()
         else:
-            self._give_up("the server is shutting down")
+            self._refuse_all("the server is shutting down")
 
     def _take_commands(self) -> None:
-        """Whatever has come in; waits for something when there is nothing to step."""
+        """Run all pending commands; block for the first one when there is nothing to step."""
         is_idle = not self._owners
         while True:
             try:
@@ -230,19 +250,20 @@ class EngineThread:
         try:
             for prompt, params, media in zip(job.prompts, job.params, job.media, strict=True):
                 job.sequences += self.llm.add(prompt, params, media=media)
-        except BaseException as error:  # of this request alone: nothing has run. A panic is no Exception
+        # The error concerns this request alone, as no step has run. A panic of a Rust library is not an Exception.
+        except BaseException as error:
             self._abort(job)
             self._call(job.loop, _settle, job.accepted, error)
             return
         finally:
-            job.media = ()  # the engine has what it needs: patches are large
+            job.media = ()  # the engine has copied what it needs, and patches are large
         for index, seq in enumerate(job.sequences):
             self._owners[seq] = job, index
             self._queued.add(seq)
         self._call(job.loop, _settle, job.accepted, None)
 
     def _abort(self, job: Job) -> None:
-        if self.failure is not None:  # its state is unknown
+        if self.failure is not None:  # the state of a failed engine is unknown, so it is not called any more
             return
         for seq in job.sequences:
             self._queued.discard(seq)
@@ -250,9 +271,9 @@ class EngineThread:
                 self.metrics.finished(seq, FinishReason.ABORT)
             self.llm.abort(seq)
 
-    def _note_admissions(self, started: float, deltas: List[Any]) -> None:
-        done = {delta.sequence for delta in deltas}
-        for seq in [seq for seq in self._queued if seq.block_table or seq in done]:
+    def _record_admissions(self, started: float, deltas: List[Any]) -> None:
+        stepped = {delta.sequence for delta in deltas}
+        for seq in [seq for seq in self._queued if seq.block_table or seq in stepped]:
             self._queued.remove(seq)
             self.metrics.admitted(seq, started)
 
@@ -279,8 +300,8 @@ class EngineThread:
         for loop, outputs in by_loop.items():
             self._call(loop, self._deliver, outputs)
 
-    def _give_up(self, reason: str) -> None:
-        """Tell everybody who still waits, and those whose command has not been taken yet."""
+    def _refuse_all(self, reason: str) -> None:
+        """Send an EngineError to all running requests and to those whose command is still in the queue."""
         self._refusal, self._step_started = reason, None
         jobs = {job for job, _ in self._owners.values()}
         for job in jobs:

@@ -1,4 +1,4 @@
-"""What every request passes first: its number, whence it comes, the key, the size of its body. And every error."""
+"""Middleware that every request passes first: request id, host, origin, API key, body size; and the API's errors."""
 
 import asyncio
 import hmac
@@ -17,28 +17,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whorl.engine.sequence import AllowError
 
-from .dialects import REQUEST_NUMBER, dialect_of, refusal
+from .dialects import REQUEST_ID, dialect_for, error_response
 from .engine_thread import EngineError, QueueFull
 from .hosts import refused_host, refused_origin
 from .readiness import WarmingUp
-from .request_log import NUMBER, log_request
+from .request_log import CURRENT_ID, log_request
 from .running import Running
 
 if TYPE_CHECKING:
     from .key_limits import KeyUse
 
 _LOG = logging.getLogger("whorl.serve")
-# Probes and scrapers have no key; the page is where people enter theirs.
+# Paths that need no API key: probes and scrapers have none, and the page is where people enter theirs.
 _OPEN = ("/health", "/metrics", "/")
-# What steers the program. Every other exception is answered, a panic of a library in Rust too, which is no Exception.
+# Exceptions that control the program and are never answered. Every other one becomes an error response, a panic of a
+# Rust library included, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-KEY_NUMBER = "whorl.key_number"  # in a request's scope: whose it is
-_LONGEST_WAIT = 30  # seconds, before a client asks again whether the server is ready
+KEY_INDEX = "whorl.key_number"  # in a request's scope: the index of its API key among the server's keys
+_LONGEST_WAIT = 30  # seconds: the largest Retry-After during the warm-up
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {429: "rate_limit_error", 503: "server_error"}
 
 
 class ApiError(Exception):
+    """An error that is answered with an HTTP status and OpenAI's error object.
+
+    param: the field of the request that is at fault; code: a machine-readable reason; headers: of the response.
+    """
+
     def __init__(
         self,
         status: int,
@@ -52,8 +58,8 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @classmethod
-    def of(cls, error: BaseException) -> "ApiError":
-        """What an error of the engine or of a check means to a client."""
+    def from_exception(cls, error: BaseException) -> "ApiError":
+        """Translate an exception of the engine or of a check into the error that the client receives."""
         if isinstance(error, cls):
             return error
         if isinstance(error, QueueFull):
@@ -75,15 +81,16 @@ class ApiError(Exception):
         return cls(500, f"{type(error).__name__}: see the server's log", code="internal_error")
 
     def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        # Half a surrogate pair may come in by JSON, and cannot go out.
+        # JSON input may contain half a surrogate pair, which cannot be encoded in the response.
         message = self.message.encode("utf-8", "replace").decode()
         param = self.param and self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 class Gate:
-    """ASGI middleware. The body is read here, whole: within its size and time, or not at all."""
+    """ASGI middleware that checks a request and reads its whole body, within limits on size and time."""
 
     def __init__(
         self,
@@ -98,7 +105,8 @@ class Gate:
         larger: Mapping[str, int] | None = None,
         uses: "Sequence[KeyUse]" = (),
     ) -> None:
-        """max_body: bytes. larger: by address, where more are taken. uses: of the keys, in order; (): unlimited."""
+        """max_body: in bytes. larger: paths with a larger limit, in bytes. uses: the rate limits of the keys, in their
+        order; (): no limits."""
         self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
         self._larger, self._uses, self._origins = larger or {}, uses, origins
         self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
@@ -108,15 +116,15 @@ class Gate:
             await self.app(scope, receive, send)
             return
         answer = _Answer(scope, send, self.body_seconds)
-        token = NUMBER.set(answer.number)
+        token = CURRENT_ID.set(answer.request_id)
         began = time.monotonic()
         try:
             await self._answer(scope, receive, answer)
         finally:
-            NUMBER.reset(token)
+            CURRENT_ID.reset(token)
             use = self._use(scope)
             name, seconds = None if use is None else use.key.name, time.monotonic() - began
-            log_request(scope, status=answer.status, seconds=seconds, number=answer.number, key_name=name)
+            log_request(scope, status=answer.status, seconds=seconds, request_id=answer.request_id, key_name=name)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         try:
@@ -124,26 +132,26 @@ class Gate:
                 self._check_host(scope)
                 self._check_origin(scope)
                 self._check_key(scope)
-                _check_kind(scope)
+                _check_content_type(scope)
                 use = self._use(scope) if scope["method"] == "POST" else None
                 with use.request() if use is not None else nullcontext():
                     body = await self._read(scope, receive)
                     await self.app(scope, _replay(body, receive), answer.send)
         except STEERING:
             raise
-        except ConnectionAbortedError as error:  # nobody to tell; the server closes what was not finished
+        except ConnectionAbortedError as error:  # the client is gone; the server closes the unfinished connection
             _LOG.warning("a request was given up: %s", error)
         except BaseException as error:
-            if answer.begun is None:
-                await refusal(ApiError.of(error), scope)(scope, receive, answer.send)
-            elif _is_stream(answer.begun):
-                await answer.end_stream(ApiError.of(error))
+            if answer.start is None:
+                await error_response(ApiError.from_exception(error), scope)(scope, receive, answer.send)
+            elif _is_stream(answer.start):
+                await answer.end_stream(ApiError.from_exception(error))
             else:
                 raise
 
     def _use(self, scope: Scope) -> "KeyUse | None":
-        number = scope.get(KEY_NUMBER)
-        return None if number is None or not self._uses else self._uses[number]
+        index = scope.get(KEY_INDEX)
+        return None if index is None or not self._uses else self._uses[index]
 
     def _check_host(self, scope: Scope) -> None:
         if reason := refused_host(scope, self._allowed_hosts):
@@ -154,20 +162,21 @@ class Gate:
             raise ApiError(403, reason, code="unknown_origin")
 
     def _check_key(self, scope: Scope) -> None:
-        # A browser asks without a key whether it may ask with one.
+        # A browser's CORS preflight (OPTIONS) carries no key.
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
         headers = Headers(scope=scope)
         kind, _, key = headers.get("authorization", "").partition(" ")
-        if not kind and (own := headers.get("x-api-key")):  # as Anthropic's clients send it
-            kind, key = "bearer", own
-        key = key.strip(" \t")  # nothing else: headers are read as Latin-1, where half a letter may look like a space
-        found = [hmac.compare_digest(key.encode("latin-1"), each) for each in self._keys]
-        if kind.lower() != "bearer" or not any(found):
-            what = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY, or X-Api-Key: KEY"
+        if not kind and (api_key := headers.get("x-api-key")):  # as Anthropic's clients send it
+            kind, key = "bearer", api_key
+        # Strip spaces and tabs only: headers are decoded as Latin-1, where a byte of a UTF-8 letter may be a space.
+        key = key.strip(" \t")
+        matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in self._keys]
+        if kind.lower() != "bearer" or not any(matches):
+            problem = "is wrong" if key else "is missing: send the header Authorization: Bearer KEY, or X-Api-Key: KEY"
             header = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, f"the API key {what}", code="invalid_api_key", headers=header)
-        scope[KEY_NUMBER] = found.index(True)
+            raise ApiError(401, f"the API key {problem}", code="invalid_api_key", headers=header)
+        scope[KEY_INDEX] = matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         announced = Headers(scope=scope).get("content-length", "")
@@ -190,25 +199,25 @@ class Gate:
 
 
 class _Answer:
-    """What goes out for one request, with its number in the headers."""
+    """Sends the response to one request, with the request id in its headers. start: its first message, once sent."""
 
     def __init__(self, scope: Scope, send: Send, seconds: float) -> None:
-        number = Headers(scope=scope).get("x-request-id", "")
-        is_fit = number.isascii() and number.isprintable() and 0 < len(number) <= 128
-        self.number: str = number if is_fit else uuid.uuid4().hex
-        scope[REQUEST_NUMBER] = self.number
-        self.begun: Message | None = None
-        self._dialect, self._send, self._seconds = dialect_of(scope["path"]), send, seconds
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        is_valid = client_id.isascii() and client_id.isprintable() and 0 < len(client_id) <= 128
+        self.request_id: str = client_id if is_valid else uuid.uuid4().hex
+        scope[REQUEST_ID] = self.request_id
+        self.start: Message | None = None
+        self._dialect, self._send, self._seconds = dialect_for(scope["path"]), send, seconds
 
     @property
     def status(self) -> int | None:
-        return None if self.begun is None else self.begun["status"]
+        return None if self.start is None else self.start["status"]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.begun = message
-            for name in ("x-request-id", self._dialect.number_header):
-                MutableHeaders(scope=message)[name] = self.number
+            self.start = message
+            for name in ("x-request-id", self._dialect.id_header):
+                MutableHeaders(scope=message)[name] = self.request_id
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
@@ -216,12 +225,12 @@ class _Answer:
             raise ConnectionAbortedError("the client does not take its answer") from None
 
     async def end_stream(self, error: ApiError) -> None:
-        event = self._dialect.last_event(error, self.number)
+        event = self._dialect.last_event(error, self.request_id)
         await self._send({"type": "http.response.body", "body": event.encode()})
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with refusals in this server's form."""
+    """Starlette's CORS middleware, with errors in OpenAI's form."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -233,30 +242,30 @@ class Cors(CORSMiddleware):
 
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise ApiError(413, f"the body has {size} bytes; up to {limit} are taken", code="body_too_large")
+        raise ApiError(413, f"the body has {size} bytes; up to {limit} are allowed", code="body_too_large")
 
 
-def _is_stream(begun: Message) -> bool:
-    return Headers(raw=begun["headers"]).get("content-type", "").startswith("text/event-stream")
+def _is_stream(start: Message) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
-def _check_kind(scope: Scope) -> None:
-    """A web page of anybody's may send a form or plain text to any address, but JSON only where it is let."""
-    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
-    if scope["method"] == "POST" and kind != "application/json":
-        found = f"is {kind}" if kind else "is missing"
-        raise ApiError(415, f"the header Content-Type {found}: send application/json", code="unsupported_media_type")
+def _check_content_type(scope: Scope) -> None:
+    """Refuse any POST but JSON: browsers let every web page send forms and plain text, JSON only where CORS allows."""
+    content_type = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if scope["method"] == "POST" and content_type != "application/json":
+        problem = f"is {content_type}" if content_type else "is missing"
+        raise ApiError(415, f"the header Content-Type {problem}: send application/json", code="unsupported_media_type")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then whatever follows: the end of the connection."""
-    is_given = False
+    """Return a `receive` that gives the body in one message, then what the client sends next: its disconnect."""
+    is_sent = False
 
     async def replayed() -> Message:
-        nonlocal is_given
-        if is_given:
+        nonlocal is_sent
+        if is_sent:
             return await receive()
-        is_given = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed

@@ -1,4 +1,4 @@
-"""Grammars that replies must follow, by llguidance: which tokens may come next."""
+"""Grammars that constrain replies: llguidance computes which tokens may come next."""
 
 import functools
 import hashlib
@@ -20,87 +20,90 @@ if TYPE_CHECKING:
     from .worker_pool import Worker
 
 MAX_GRAMMAR = 256 << 10  # characters; OpenAI's limit for the strings of a schema is 120,000
-_NUM_PROVEN = 256
+_NUM_PROVEN = 256  # how many verdicts on grammars are cached
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """As llguidance takes it. what, param: how errors call it, and the field of the request that it is from."""
+    """A grammar in llguidance's form. label: what errors call it; param: the field of the request that it is from."""
 
     text: str
-    what: str = "the JSON schema"
+    label: str = "the JSON schema"
     param: str = "response_format"
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer."""
+    """Checks and compiles grammars for one tokenizer."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._proven: OrderedDict[bytes, ApiError | None] = OrderedDict()  # None: it can be compiled
+        self._proven: OrderedDict[bytes, ApiError | None] = OrderedDict()  # None: it compiles
 
     def json_schema(self, schema: dict[str, Any], param: str = "response_format") -> Grammar:
+        """Return the grammar of a JSON schema."""
         return Grammar(schema_grammar(schema), param=param)
 
-    def constraint(self, asked: Constraint, worker: "Worker") -> Grammar:
+    def constraint(self, constraint: Constraint, worker: "Worker") -> Grammar:
+        """Return the grammar of `structured_outputs` or of a `guided_` field."""
         from llguidance import LLMatcher
 
-        if asked.kind == "json":
-            return self.json_schema(asked.value, asked.param)
-        if asked.kind == "json_object":
-            return self.json_schema({"type": "object"}, asked.param)
-        if asked.kind == "regex":
-            return Grammar(LLMatcher.grammar_from_regex(asked.value), "the regex", asked.param)
-        what = f"the {asked.kind}"
-        if asked.kind == "choice":
-            text = f"start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in asked.value)}"
+        if constraint.kind == "json":
+            return self.json_schema(constraint.value, constraint.param)
+        if constraint.kind == "json_object":
+            return self.json_schema({"type": "object"}, constraint.param)
+        if constraint.kind == "regex":
+            return Grammar(LLMatcher.grammar_from_regex(constraint.value), "the regex", constraint.param)
+        label = f"the {constraint.kind}"
+        if constraint.kind == "choice":
+            text = f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in constraint.value)}"
         else:
-            text = self._lark(asked, worker)
-        return Grammar(LLMatcher.grammar_from_lark(text), what, asked.param)
+            text = self._lark(constraint, worker)
+        return Grammar(LLMatcher.grammar_from_lark(text), label, constraint.param)
 
-    def _lark(self, asked: Constraint, worker: "Worker") -> str:
-        if len(asked.value) > MAX_GRAMMAR:
-            raise _too_long(len(asked.value), "the grammar", asked.param)
+    def _lark(self, constraint: Constraint, worker: "Worker") -> str:
+        if len(constraint.value) > MAX_GRAMMAR:
+            raise _too_long(len(constraint.value), "the grammar", constraint.param)
         try:
-            return str(worker.ask("lark", grammar=asked.value))
+            return str(worker.ask("lark", grammar=constraint.value))
         except ApiError as error:
-            raise ApiError(error.status, error.message, param=asked.param, code=error.code) from None
+            raise ApiError(error.status, error.message, param=constraint.param, code=error.code) from None
 
     def prove(self, grammar: Grammar, worker: "Worker") -> None:
-        """Raise ApiError unless the grammar has been compiled within the limits of a process that can be ended.
+        """Raise ApiError unless a worker process compiles the grammar within its limits.
 
-        A schema with a large `multipleOf` would otherwise be compiled for ever; nothing can end a thread.
+        A schema with a large `multipleOf` may compile for ever. A process can be killed then, a thread cannot.
         """
         if len(grammar.text) > MAX_GRAMMAR:
-            raise _too_long(len(grammar.text), grammar.what, grammar.param)
-        name = hashlib.sha256("\0".join((grammar.param, grammar.text)).encode("utf-8", "surrogatepass")).digest()
-        if name not in self._proven:
-            self._proven[name] = _refusal(grammar, worker)
-        self._proven.move_to_end(name)
+            raise _too_long(len(grammar.text), grammar.label, grammar.param)
+        digest = hashlib.sha256("\0".join((grammar.param, grammar.text)).encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._proven:
+            self._proven[digest] = _refusal(grammar, worker)
+        self._proven.move_to_end(digest)
         if len(self._proven) > _NUM_PROVEN:
             self._proven.popitem(last=False)
-        if (refusal := self._proven[name]) is not None:
+        if (refusal := self._proven[digest]) is not None:
             raise refusal
 
     def compile(self, grammar: Grammar, *, is_thinking: bool) -> Allow:
-        """is_thinking: the prompt has opened a think tag, so the grammar begins behind its end."""
+        """Compile a grammar. is_thinking: the prompt has opened a think tag, so the grammar starts after its end."""
         native, size = self._native, self._vocab_size
-        return compiled(grammar.text, grammar.what, native, self._tokenizer, size, is_thinking=is_thinking)
+        return compiled(grammar.text, grammar.label, native, self._tokenizer, size, is_thinking=is_thinking)
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":
         return native_tokenizer(self._tokenizer, self._vocab_size)
 
 
-def _too_long(size: int, what: str, param: str) -> ApiError:
-    return ApiError(400, f"{what} has {size} characters; up to {MAX_GRAMMAR} are taken", param=param)
+def _too_long(size: int, label: str, param: str) -> ApiError:
+    return ApiError(400, f"{label} has {size} characters; up to {MAX_GRAMMAR} are allowed", param=param)
 
 
 def _refusal(grammar: Grammar, worker: "Worker") -> ApiError | None:
+    """Return why a worker refuses the grammar; None if it compiles."""
     try:
-        worker.ask("prove", grammar=grammar.text, what=grammar.what)
+        worker.ask("prove", grammar=grammar.text, label=grammar.label)
     except ApiError as error:
-        is_known = error.message.startswith(grammar.what)
-        message = error.message if is_known else f"{grammar.what} cannot be compiled: {error.message}"
+        is_labelled = error.message.startswith(grammar.label)
+        message = error.message if is_labelled else f"{grammar.label} cannot be compiled: {error.message}"
         return ApiError(400, message, param=grammar.param, code=error.code)
     return None

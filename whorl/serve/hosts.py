@@ -1,8 +1,8 @@
-"""Which names a request may call the server by, and which web pages may make one.
+"""Checks of the headers Host, Origin and Sec-Fetch-Site: protection from foreign web pages.
 
-A web page of a stranger's may have its name point to this machine (DNS rebinding) and then ask as if it were from here.
-Its requests carry that name in Host. And any page may ask a server that its reader can reach: the browser keeps the
-answer from it, but only after the work is done. Its requests say so in Origin or in Sec-Fetch-Site.
+A foreign web page may let its domain resolve to this machine (DNS rebinding) and then send requests as if it came from
+here; such requests carry its domain in Host. And any page may send requests to a server that its reader can reach: the
+browser withholds the answer, but only after the work is done. Such requests show it in Origin or in Sec-Fetch-Site.
 """
 
 import ipaddress
@@ -16,55 +16,57 @@ ANY = "*"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def hosts_for(host: str, asked: Sequence[str]) -> tuple[str, ...]:
-    """Allowed names of a server that listens on `host`: what was asked for beside this machine's own; and anything
-    where others can reach it and nothing was asked."""
-    if ANY in asked or (not asked and not is_loopback(host)):
+def hosts_for(host: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the accepted values of the header Host for a server that listens on `host`.
+
+    These are `names` and this machine's own; or `*` when `names` is empty and other machines can reach the server.
+    """
+    if ANY in names or (not names and not is_loopback(host)):
         return (ANY,)
-    return (*dict.fromkeys(name.lower().rstrip(".") for name in ("localhost", "127.0.0.1", "::1", host, *asked)),)
+    return (*dict.fromkeys(name.lower().rstrip(".") for name in ("localhost", "127.0.0.1", "::1", host, *names)),)
 
 
 def refused_host(scope: Scope, allowed: Sequence[str]) -> str | None:
-    """What is wrong with the name that a request calls the server by."""
+    """Return why the header Host of a request is refused; None when it is accepted."""
     if not allowed or ANY in allowed:
         return None
-    given = Headers(scope=scope).get("host", "")
-    name = given.partition("]")[0][1:] if given.startswith("[") else given.partition(":")[0]
+    host = Headers(scope=scope).get("host", "")
+    name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
     if name.lower().rstrip(".") in allowed:
         return None
-    what = f"the header Host is {given!r}" if given else "the header Host is missing"
-    return f"{what}: this server answers to {', '.join(allowed)}. Allow more with --allowed-hosts"
+    problem = f"the header Host is {host!r}" if host else "the header Host is missing"
+    return f"{problem}: this server answers to {', '.join(allowed)}. Allow more with --allowed-hosts"
 
 
 def check_origin(origin: str) -> None:
-    """ValueError where no browser would send it."""
+    """Raise ValueError when no browser would send this origin."""
     parts = urlsplit(origin)
-    is_one = bool(parts.scheme and parts.netloc) and origin == f"{parts.scheme}://{parts.netloc}"
-    if origin not in (ANY, "null") and not (is_one and origin == origin.lower()):
+    is_origin = bool(parts.scheme and parts.netloc) and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin not in (ANY, "null") and not (is_origin and origin == origin.lower()):
         raise ValueError(f"serve: --allow-origin is {origin!r}, expected one such as http://localhost:3000, or *")
 
 
 def refused_origin(scope: Scope, allowed: Sequence[str]) -> str | None:
-    """What is wrong with the page that makes a request. Programs that are no browsers name none.
+    """Return why a request from a web page is refused; None when it is accepted. Only browsers send these headers.
 
-    The server's own page is the one whose origin is what Host says, which `refused_host` has looked at.
+    The server's own page is the one whose origin equals Host, which `refused_host` has checked.
     """
     headers = Headers(scope=scope)
-    given = headers.get("origin")
-    if given is None:
-        # A picture or a form of another page's; a link to here is followed by the reader.
+    origin = headers.get("origin")
+    if origin is None:
+        # An image or a form in another page is refused; a link that the reader follows is not.
         site, is_link = headers.get("sec-fetch-site", ""), headers.get("sec-fetch-mode") == "navigate"
         if site not in ("cross-site", "same-site") or (is_link and scope["method"] == "GET"):
             return None
-        return "a web page of another origin asks. Allow pages with --allow-origin"
-    own = headers.get("host", "").lower()
-    if ANY in allowed or given in allowed or (own and urlsplit(given).netloc.lower() == own):
+        return "the request comes from a web page of another origin. Allow pages with --allow-origin"
+    host = headers.get("host", "").lower()
+    if ANY in allowed or origin in allowed or (host and urlsplit(origin).netloc.lower() == host):
         return None
-    return f"a web page of {given!r} may not ask this server. Allow it with --allow-origin {given}"
+    return f"web pages of {origin!r} may not use this server. Allow them with --allow-origin {origin}"

@@ -1,4 +1,4 @@
-"""The HTTP server under the application: uvicorn's, with an end that every client and the caller are told about."""
+"""The HTTP server: uvicorn's, with a shutdown that answers every client and returns an exit code."""
 
 import asyncio
 import contextlib
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SWEEP = 5  # uvicorn's ticks of 0.1 seconds
-_GRACE = 5  # seconds, to write errors to those whose time is up; then connections are cut
+_SWEEP = 5  # how often idle connections are closed, in uvicorn's ticks of 0.1 seconds
+_GRACE = 5  # seconds to write errors to requests whose time is up, before connections are aborted
 
 
 class HttpServer(uvicorn.Server):
-    """Serves the application of `create_app` until it is asked to stop; `exit_code` then says how it ended."""
+    """Serves the application of `create_app` until SIGINT or SIGTERM; `exit_code` then says how it ended."""
 
     def __init__(self, app: "FastAPI", **options: Any) -> None:
         self._service = app.state.service
         settings = self._service.settings
         self._drain = settings.drain_seconds
         self.connections = Connections(most=settings.max_connections, head_seconds=settings.head_seconds)
-        # An upgraded connection would pass by every check of requests.
+        # No WebSockets: an upgraded connection would bypass every check of requests.
         options |= {"ws": "none", "timeout_graceful_shutdown": round(self._drain) + _GRACE}
         super().__init__(uvicorn.Config(app, http=self.connections.protocol(), **options))
 
     @property
     def exit_code(self) -> int:
-        """0: every request was answered in full; 1: `drain` was too short for some; 130: Ctrl-C came twice."""
+        """0: every request was answered in full; 1: some were cut off after `drain_seconds`; 130: Ctrl-C came twice."""
         return 130 if self.force_exit else int(self._service.running.num_ended > 0)
 
     async def on_tick(self, counter: int) -> bool:
@@ -52,13 +52,16 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, which raises the signal again at the end: a server that has stopped as asked ends with 0."""
+        """Handle SIGINT and SIGTERM as uvicorn does, but do not raise them again after the shutdown.
+
+        uvicorn raises the signal again, so the process would not exit with `exit_code`.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        previous = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""API keys from a file, and what each of them may ask for: requests at once, requests and tokens a minute."""
+"""API keys from a file, and the limits of each: concurrent requests, requests and tokens per minute."""
 
 import math
 import time
@@ -15,10 +15,10 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiKey:
-    """name: what logs call it. Limits: None: there is none.
+    """An API key and its limits; a limit that is None does not apply.
 
-    max_running: requests in progress. tokens_per_minute: of prompts and answers; a request that exceeds it is finished,
-    and the next one waits.
+    key: the secret. name: what logs call the key. max_running: requests in progress. tokens_per_minute: tokens of
+    prompts and answers; a request that exceeds the limit is finished, and the next one is refused.
     """
 
     key: str
@@ -29,36 +29,37 @@ class ApiKey:
 
 
 def read_keys(path: str | Path) -> tuple[ApiKey, ...]:
-    """A key a line: `KEY [NAME] [max_running=N] [requests_per_minute=N] [tokens_per_minute=N]`; # begins a comment.
+    """Read a file with one key on each line; # begins a comment.
 
-    ValueError names the line, and not the key that is in it.
+    A line is `KEY [NAME] [max_running=N] [requests_per_minute=N] [tokens_per_minute=N]`. Raises ValueError, which names
+    the line but does not show its key.
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"serve: --api-key-file {path}: cannot be read: {error}") from error
-    found: dict[str, ApiKey] = {}
+    keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
         if not (words := line.partition(" #")[0].split()) or words[0].startswith("#"):
             continue
         try:
-            one = _key(words, len(found))
-            if one.key in found:
+            api_key = _key(words, len(keys))
+            if api_key.key in keys:
                 raise ValueError("the key is in an earlier line, too")
         except ValueError as error:
             raise ValueError(f"serve: --api-key-file {path}, line {number}: {error}") from None
-        found[one.key] = one
-    if not found:
+        keys[api_key.key] = api_key
+    if not keys:
         raise ValueError(f"serve: --api-key-file {path}: there is no key in it")
-    return tuple(found.values())
+    return tuple(keys.values())
 
 
 def _key(words: Sequence[str], number: int) -> ApiKey:
-    key, *rest = words
-    names = [word for word in rest if "=" not in word]
+    key, *fields = words
+    names = [word for word in fields if "=" not in word]
     if len(names) > 1:
         raise ValueError(f"a key has one name, here are {len(names)}: {' '.join(names)}")
-    limits = dict(_limit(word) for word in rest if "=" in word)
+    limits = dict(_limit(word) for word in fields if "=" in word)
     return ApiKey(key=key, name=names[0] if names else f"#{number + 1}", **limits)
 
 
@@ -72,7 +73,7 @@ def _limit(word: str) -> tuple[str, int]:
 
 
 class KeyUse:
-    """What one key has left. Belongs to the event loop."""
+    """Enforces the limits of one key. Used on the event loop alone, so it needs no lock."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.key, self._num_running = key, 0
@@ -81,13 +82,13 @@ class KeyUse:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around the work for one; ApiError 429 where the key has no more."""
+        """Surround the work for one request; raise ApiError 429 when a limit of the key is reached."""
         most = self.key.max_running
         if most is not None and self._num_running >= most:
             raise _refused(f"{self._num_running} requests of this key are in progress; up to {most} may be", 1.0)
-        for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
-            if (wait := bucket.wait(1.0 if what == "requests" else 0.0)) > 0:
-                raise _refused(f"this key may have {bucket.per_minute} {what} a minute, and has had them", wait)
+        for bucket, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if (wait := bucket.wait(1.0 if unit == "requests" else 0.0)) > 0:
+                raise _refused(f"this key may have {bucket.per_minute} {unit} a minute, and has had them", wait)
         self._requests.take(1)
         self._num_running += 1
         try:
@@ -96,18 +97,19 @@ class KeyUse:
             self._num_running -= 1
 
     def charge(self, num_tokens: int) -> None:
+        """Count the tokens of a finished request."""
         self._tokens.take(num_tokens)
 
 
 class _Bucket:
-    """Holds what a minute brings and fills up evenly; it may be overdrawn."""
+    """A token bucket: it holds one minute's worth, fills up evenly, and may be overdrawn."""
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
         self.per_minute, self._clock = per_minute, clock
         self._left, self._at = float(per_minute or 0), clock()
 
     def wait(self, count: float) -> float:
-        """Seconds until there are `count`; of 0, until it is no longer overdrawn."""
+        """Return the seconds until `count` are available; for 0, until the bucket is no longer overdrawn."""
         if self.per_minute is None:
             return 0.0
         self._fill()

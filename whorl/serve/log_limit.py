@@ -1,4 +1,4 @@
-"""Messages that come again and again are left out: a log must not fill the disk because of what clients do."""
+"""Limits repeated log messages, so that clients cannot fill the disk through the log."""
 
 import logging
 import threading
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class LogLimit(logging.Filter):
-    """Of each place that logs, `most` messages pass in `seconds`; the next one says how many did not."""
+    """Lets `most` messages of each log statement pass in `seconds`; the next one says how many were left out."""
 
     def __init__(self, *, most: int = 10, seconds: float = 10.0) -> None:
         super().__init__()
         self._most, self._seconds = most, seconds
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # start of the while, messages in it
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # start of the period, messages in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = record.pathname, record.lineno
@@ -28,7 +28,7 @@ class LogLimit(logging.Filter):
 
 
 def limit_logs(names: Iterable[str] = ("uvicorn.error", "asyncio", "whorl.serve")) -> None:
-    """For these loggers; access logs, a line a request, stay whole."""
+    """Limit these loggers. The access log, one line for each request, is not limited."""
     limit = LogLimit()
     for name in names:
         logging.getLogger(name).addFilter(limit)

@@ -1,4 +1,4 @@
-"""The pictures and videos of a request: fetched, decoded and cut into patches, off the event loop, within limits."""
+"""Reads the pictures and videos of a request: fetches, decodes and patches them on threads, within limits."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from .schema_parts import ChatMessage, ImagePart, VideoPart
 from .settings import ServerSettings
 
 _T = TypeVar("_T")
-_NUM_THREADS = 4  # some may wait for the network while others decode
+_NUM_THREADS = 4  # so that some can wait for the network while others decode
 _STATUS = {"too_large": 413}
 _CODES = {
     "invalid": "invalid_media",
@@ -27,8 +27,8 @@ _CODES = {
 }
 
 
-def media_of(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart | VideoPart]]:
-    """Each with its place in the request."""
+def media_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart | VideoPart]]:
+    """Yield every picture and video of the messages, with its path in the request."""
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart | VideoPart):
@@ -36,7 +36,10 @@ def media_of(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart |
 
 
 class MediaIntake:
-    """processor: closed with this. settings: whose limits and origins are kept."""
+    """Reads pictures and videos for the model.
+
+    processor: is closed with this object. settings: which hosts and folder may be read, and how many requests at once.
+    """
 
     def __init__(self, processor: Processor, settings: ServerSettings) -> None:
         self._processor, self._limits, self._max_queue = processor, processor.limits, settings.max_queue
@@ -53,30 +56,33 @@ class MediaIntake:
         self._processor.close()
 
     async def read(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[MediaItem]:
-        """Ready for the model, in the order of the messages. max_tokens: that all of them may have."""
-        found = list(media_of(messages))
-        if not found:
+        """Return the pictures and videos of the messages, in their order, ready for the model.
+
+        max_tokens: how many tokens they may have together. Raises ApiError and QueueFull.
+        """
+        parts = list(media_parts(messages))
+        if not parts:
             return []
-        if len(found) > self._limits.max_items:
+        if len(parts) > self._limits.max_items:
             most = self._limits.max_items
-            raise ApiError(400, f"{len(found)} pictures and videos in one request; up to {most} are taken")
+            raise ApiError(400, f"{len(parts)} pictures and videos in one request; up to {most} are allowed")
         if self._num_requests >= self._max_queue:
             raise QueueFull(f"the pictures of {self._num_requests} requests are being read already")
         self._num_requests += 1
         try:
-            return await self._all(found, _Room(max_tokens), time.monotonic() + self._limits.fetch_seconds)
+            return await self._read_all(parts, _TokenBudget(max_tokens), time.monotonic() + self._limits.fetch_seconds)
         finally:
             self._num_requests -= 1
 
-    async def _all(
-        self, found: Sequence[tuple[str, ImagePart | VideoPart]], room: "_Room", deadline: float
+    async def _read_all(
+        self, parts: Sequence[tuple[str, ImagePart | VideoPart]], budget: "_TokenBudget", deadline: float
     ) -> list[MediaItem]:
-        """Several at once; the first that is refused ends the others that have not begun."""
+        """Read several at once; the first one that is refused cancels those that have not begun."""
 
-        def one(where: str, part: ImagePart | VideoPart) -> Callable[[], MediaItem]:
-            return lambda: self._item(where, part, room, deadline)
+        def reader(where: str, part: ImagePart | VideoPart) -> Callable[[], MediaItem]:
+            return lambda: self._item(where, part, budget, deadline)
 
-        tasks = [asyncio.ensure_future(self._on_thread(one(where, part))) for where, part in found]
+        tasks = [asyncio.ensure_future(self._on_thread(reader(where, part))) for where, part in parts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -90,10 +96,10 @@ class MediaIntake:
             raise EngineError("the server is shutting down") from None
         return await asyncio.wrap_future(future)
 
-    def _item(self, where: str, part: ImagePart | VideoPart, room: "_Room", deadline: float) -> MediaItem:
+    def _item(self, where: str, part: ImagePart | VideoPart, budget: "_TokenBudget", deadline: float) -> MediaItem:
         try:
             pixels = self._pixels(part, deadline)
-            room.take(pixels.num_tokens)
+            budget.take(pixels.num_tokens)
             return pixels.item()
         except MediaError as error:
             status, code = _STATUS.get(error.kind, 400), _CODES[error.kind]
@@ -101,8 +107,8 @@ class MediaIntake:
 
     def _pixels(self, part: ImagePart | VideoPart, deadline: float) -> Pixels:
         if isinstance(part, ImagePart):
-            given = part.image_url
-            url, is_low = (given, False) if isinstance(given, str) else (given.url, given.detail == "low")
+            image = part.image_url
+            url, is_low = (image, False) if isinstance(image, str) else (image.url, image.detail == "low")
             return self._processor.image(self._sources.read(url, "image", deadline=deadline).parts[0], is_low=is_low)
         url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
         source = self._sources.read(url, "video", deadline=deadline)
@@ -111,17 +117,17 @@ class MediaIntake:
         return self._processor.video(source.parts[0])
 
 
-class _Room:
-    """Tokens that the pictures of one request may have: what does not fit is not cut into patches."""
+class _TokenBudget:
+    """Counts the tokens of one request's pictures and videos, so that those that do not fit are not patched."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._most, self._taken = max_tokens, 0
+        self._most, self._used = max_tokens, 0
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
         with self._lock:
-            self._taken += count
-            if self._taken > self._most:
-                what = f"the pictures and videos have {self._taken} tokens or more"
+            self._used += count
+            if self._used > self._most:
+                size = f"the pictures and videos have {self._used} tokens or more"
                 limit = f"this model's maximum context length is {self._most} tokens"
-                raise ApiError(400, f"{what}; {limit}. Send fewer or smaller ones.", code="context_length_exceeded")
+                raise ApiError(400, f"{size}; {limit}. Send fewer or smaller ones.", code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""What clients may send to `/v1/messages`, in Anthropic's words. A field that is not here is refused by name."""
+"""Request schemas of `/v1/messages`, with Anthropic's names. A field that is not declared here is refused by name."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,8 @@ from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
 _MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
 
 
-def _kind(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else ""
 
 
@@ -50,7 +50,7 @@ _INNER = {"text": "words", "image": "picture"}
 InnerBlock = Annotated[
     Annotated[TextBlock, Tag("words")] | Annotated[ImageBlock, Tag("picture")],
     Discriminator(
-        lambda given: _INNER.get(_kind(given)),
+        lambda value: _INNER.get(_kind(value)),
         custom_error_type="kind_of_block",
         custom_error_message="a block in a tool's result has the type 'text' or 'image'",
     ),
@@ -71,7 +71,7 @@ class ThinkingBlock(Lenient):
 
 
 class RedactedBlock(Lenient):
-    """Thinking of another server's, which nobody here can read."""
+    """Encrypted thinking of another server, which this one cannot read and ignores."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -93,7 +93,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thought")]
     | Annotated[RedactedBlock, Tag("hidden")],
     Discriminator(
-        lambda given: _BLOCKS.get(_kind(given)),
+        lambda value: _BLOCKS.get(_kind(value)),
         custom_error_type="kind_of_block",
         custom_error_message="a block's type is 'text', 'image', 'tool_use', 'tool_result' or 'thinking'",
     ),
@@ -105,14 +105,14 @@ class Message(Lenient):
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
-def _has_few_blocks(given: Any) -> Any:
-    """As for chat: what is inside is counted first."""
-    if isinstance(given, list):
-        inner = [each.get("content") for each in given if isinstance(each, dict)]
-        count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+def _has_few_blocks(messages: Any) -> Any:
+    """Count messages and blocks before they are validated, as `schema_parts._has_few_parts` does."""
+    if isinstance(messages, list):
+        inner = [message.get("content") for message in messages if isinstance(message, dict)]
+        count = len(messages) + sum(len(blocks) for blocks in inner if isinstance(blocks, list))
         if count > MAX_PARTS:
-            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are taken")
-    return given
+            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are allowed")
+    return messages
 
 
 # ---- tools, thinking, format
@@ -152,7 +152,7 @@ class OutputConfig(Strict):
 
 
 class CountRequest(Strict):
-    """What a prompt is made of."""
+    """The fields that make up the prompt."""
 
     model: str
     messages: Annotated[

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's interface. A request becomes a conversation, and the answer a list of blocks."""
+"""`/v1/messages`: Anthropic's interface. A request becomes a chat request, and the reply a list of blocks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from .conversation import Content, Conversation, function_tool, named_function, picture, words
+from .conversation import Content, Conversation, function_tool, image_part, named_function, text_part
 from .gate import ApiError
 from .message_schemas import (
     Base64Source,
@@ -34,28 +34,31 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesApi:
+    """The handlers of `/v1/messages`."""
+
     def __init__(self, service: "Service") -> None:
         self._service = service
 
     async def create(self, request: MessagesRequest, http: Request) -> Response:
-        """A reply to a conversation, as a list of blocks."""
-        asked = chat_request(request)
+        """Reply to a conversation with a list of blocks."""
+        chat = chat_request(request)
         prepare = self._service.preparer.chat
-        return await self._service.generate(asked, http, prepare, lambda run: MessagesReply(asked, run))
+        return await self._service.generate(chat, http, prepare, lambda run: MessagesReply(chat, run))
 
     async def count_tokens(self, request: CountRequest) -> Response:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         self._service.model_name(request.model)
         return JSONResponse({"input_tokens": await self._service.preparer.count(chat_request(request))})
 
 
-# ---- from blocks to messages
+# ---- the request: from blocks to chat messages
 
 
 def chat_request(request: CountRequest) -> ChatRequest:
+    """Translate a request to the chat request that means the same; raise ApiError 400 where that is not possible."""
     form = request.output_config.format if request.output_config else None
     choice = request.tool_choice
-    # Off unless asked for, as with Anthropic. A template that knows no such thing looks at nothing.
+    # Thinking is off unless the request enables it, as with Anthropic. Templates without thinking ignore the variable.
     is_thinking = request.thinking is not None and request.thinking.type != "disabled"
     fields: dict[str, Any] = {
         "model": request.model,
@@ -70,139 +73,142 @@ def chat_request(request: CountRequest) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("stream", "temperature", "top_k", "top_p")}
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
-    return _conversation(request).request(**fields)
+    return _conversation(request).to_request(**fields)
 
 
-def _choice(given: ToolChoice) -> Any:
-    if given.type != "tool":
-        return _CHOICES[given.type]
-    if given.name is None:
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
         raise ApiError(400, "tool_choice: type tool and a field name go together", param="tool_choice")
-    return named_function(given.name)
+    return named_function(choice.name)
 
 
 def _conversation(request: CountRequest) -> Conversation:
     if request.messages[-1].role == "assistant":
-        what = "messages: the last is the assistant's, and this server does not go on with one: end with the user's"
-        raise ApiError(400, what, param="messages")
-    made = Conversation()
+        reason = "the last message is the assistant's, and this server does not continue one"
+        raise ApiError(400, f"messages: {reason}: end with a message of the user", param="messages")
+    conversation = Conversation()
     if request.system:
-        made.system(_text(request.system))
+        conversation.add_system(_text(request.system))
     for number, message in enumerate(request.messages):
         blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
         where = f"messages.{number}"
         if message.role == "system":
-            made.system("\n\n".join(block.text for block in blocks if isinstance(block, TextBlock)))
+            conversation.add_system("\n\n".join(block.text for block in blocks if isinstance(block, TextBlock)))
         elif message.role == "assistant":
-            _say(made, blocks, where)
+            _add_assistant(conversation, blocks, where)
         else:
-            _ask(made, blocks, where)
-    return made
+            _add_user(conversation, blocks, where)
+    return conversation
 
 
-def _say(made: Conversation, blocks: Sequence[Block], where: str) -> None:
+def _add_assistant(conversation: Conversation, blocks: Sequence[Block], where: str) -> None:
     for block in blocks:
         if isinstance(block, TextBlock):
-            made.said(block.text)
+            conversation.add_assistant(block.text)
         elif isinstance(block, ThinkingBlock):
-            made.thought(block.thinking)
+            conversation.add_reasoning(block.thinking)
         elif isinstance(block, ToolUseBlock):
-            made.called(block.id, block.name, block.input)
+            conversation.add_tool_call(block.id, block.name, block.input)
         elif not isinstance(block, RedactedBlock):
             raise _misplaced(block, where, "assistant")
 
 
-def _ask(made: Conversation, blocks: Sequence[Block], where: str) -> None:
-    """Results first: they belong to the calls before."""
+def _add_user(conversation: Conversation, blocks: Sequence[Block], where: str) -> None:
+    """Add a user's blocks; tool results come first, as they answer the calls of the message before."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
-            made.result(block.tool_use_id, _content(block.content))
+            conversation.add_tool_result(block.tool_use_id, _content(block.content))
         elif isinstance(block, TextBlock | ImageBlock):
             parts.append(_part(block))
         else:
             raise _misplaced(block, where, "user")
     if parts:
-        made.user(parts)
+        conversation.add_user(parts)
 
 
 def _misplaced(block: Any, where: str, role: str) -> ApiError:
-    return ApiError(400, f"{where}: a block of type {block.type!r} is none of the {role}'s", param=where)
+    message = f"{where}: a block of type {block.type!r} is not allowed in a message of the {role}"
+    return ApiError(400, message, param=where)
 
 
-def _content(given: str | Sequence[TextBlock | ImageBlock]) -> Content:
-    return given if isinstance(given, str) else [_part(block) for block in given]
+def _content(content: str | Sequence[TextBlock | ImageBlock]) -> Content:
+    return content if isinstance(content, str) else [_part(block) for block in content]
 
 
 def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
-        return words(block.text)
+        return text_part(block.text)
     source = block.source
     if isinstance(source, Base64Source):
-        return picture(f"data:{source.media_type};base64,{source.data}")
-    return picture(source.url)
+        return image_part(f"data:{source.media_type};base64,{source.data}")
+    return image_part(source.url)
 
 
-def _text(given: str | Sequence[TextBlock]) -> str:
-    return given if isinstance(given, str) else "\n\n".join(block.text for block in given)
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
-# ---- from sections to blocks
+# ---- the reply: from sections to blocks
 
 
 class MessagesReply(TurnReply):
+    """Formats a reply as Anthropic's message and its events."""
+
     prefix = "msg"
 
     def __init__(self, request: ChatRequest, run: Run) -> None:
         super().__init__(request, run)
         self._run = run
 
-    def begin(self) -> Iterator[Event]:
+    def begin_events(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message(None)}
 
-    def opened(self, section: Section) -> Iterator[Event]:
+    def open_events(self, section: Section) -> Iterator[Event]:
         empty = Section(section.kind, section.index, call_id=section.call_id, name=section.name)
         yield {"type": "content_block_start", "index": section.index, "content_block": _block(empty)}
 
-    def added(self, section: Section, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def text_events(self, section: Section, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         yield _delta(section, _DELTAS[section.kind](text))
 
-    def closed(self, section: Section) -> Iterator[Event]:
+    def close_events(self, section: Section) -> Iterator[Event]:
         if section.kind is Kind.REASONING:
             yield _delta(section, {"type": "signature_delta", "signature": ""})
         yield {"type": "content_block_stop", "index": section.index}
 
-    def end(self) -> Iterator[Event]:
+    def end_events(self) -> Iterator[Event]:
         message = self.result()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         yield {"type": "message_stop"}
 
     def result(self) -> dict[str, Any]:
-        reason = _REASONS.get(self.finished or "", self.finished)
-        return self._message("stop_sequence" if self.stop is not None and reason == "end_turn" else reason)
+        reason = _REASONS.get(self.finish_reason or "", self.finish_reason)
+        return self._message("stop_sequence" if self.stop_string is not None and reason == "end_turn" else reason)
 
     def _message(self, reason: str | None) -> dict[str, Any]:
         return {
-            "id": f"msg_{self._run.number}",
+            "id": f"msg_{self._run.request_id}",
             "type": "message",
             "role": "assistant",
             "model": self._run.model,
             "content": [_block(section) for section in self.sections],
             "stop_reason": reason,
-            "stop_sequence": self.stop if reason == "stop_sequence" else None,
+            "stop_sequence": self.stop_string if reason == "stop_sequence" else None,
             "usage": self._usage(),
         }
 
     def _usage(self) -> dict[str, Any]:
-        """As Anthropic counts: what the cache gave is beside the rest of the prompt, not in it."""
-        found = self.usage()
-        cached = found["prompt_tokens_details"]["cached_tokens"]
+        """Count tokens as Anthropic does: input_tokens excludes the tokens that the prefix cache had."""
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": found["prompt_tokens"] - cached,
+            "input_tokens": usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": found["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
         }
 
 
@@ -226,11 +232,11 @@ def _block(section: Section) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """What is not a whole object is under a name that Anthropic's documents give it: no tool takes it for its own."""
+    """Parse a call's arguments; text that is not a JSON object goes under INVALID_JSON, as Anthropic's docs say."""
     if not arguments.strip():
         return {}
     try:
-        found = json.loads(arguments)
+        parsed = json.loads(arguments)
     except json.JSONDecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus: vLLM's names with the prefix `whorl:`, so that its dashboards fit."""
+"""Prometheus metrics: vLLM's names with the prefix `whorl:`, so that dashboards for vLLM can be reused."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a finished sequence.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of a finished sequence.", _TOKENS),
 )
-# Name, help, kind, and the value from the engine's `stats()`.
+# For each metric: name, help text, kind, and how to compute its value from the engine's `stats()`.
 _FROM_STATS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
     ("num_requests_running", "Sequences that hold blocks.", "gauge", lambda s: s["num_running"]),
     ("num_requests_waiting", "Sequences that wait for blocks.", "gauge", lambda s: s["num_waiting"]),
@@ -33,8 +33,8 @@ _FROM_STATS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], .
     ("spec_decode_num_draft_tokens", "Tokens drafted.", "counter", lambda s: s["num_drafted"]),
     ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "counter", lambda s: s["num_accepted"]),
 )
-# Of engines that take pictures.
-_OF_PICTURES: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
+# Metrics of models that take pictures.
+_PICTURE_METRICS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
     ("mm_cache_queries", "Pictures and videos looked up.", "counter", lambda s: s["num_encoded"] + _hits(s)),
     ("mm_cache_hits", "Pictures and videos that were encoded already.", "counter", lambda s: _hits(s)),
 )
@@ -49,7 +49,7 @@ def _share(stats: Mapping[str, int]) -> float:
 
 
 class Metrics:
-    """Counters of one server. `stats` reads the engine's own when somebody asks."""
+    """The metrics of one server. stats: returns the engine's counters; called whenever the metrics are read."""
 
     def __init__(self, model: str, stats: Callable[[], Mapping[str, int]]) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -61,10 +61,10 @@ class Metrics:
         self.num_generated = 0
 
         def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:
-            made = kind(f"whorl:{name}", text, ["model_name"], registry=self._registry, **options)
-            return made.labels(model)
+            metric = kind(f"whorl:{name}", text, ["model_name"], registry=self._registry, **options)
+            return metric.labels(model)
 
-        self._seconds = {name: labelled(Histogram, name, text, buckets=to) for name, text, to in _HISTOGRAMS}
+        self._seconds = {name: labelled(Histogram, name, text, buckets=buckets) for name, text, buckets in _HISTOGRAMS}
         self._prompt_tokens = labelled(Counter, "prompt_tokens", "Prompt tokens of sequences that began.")
         self._tokens = labelled(Counter, "generation_tokens", "Tokens generated.")
         names = ["model_name", "finished_reason"]
@@ -74,31 +74,32 @@ class Metrics:
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """Called by the registry: what the engine counts itself."""
+        """Yield the metrics that the engine counts; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         stats = self._stats()
-        for name, text, kind, value in _FROM_STATS + (_OF_PICTURES if "num_encoded" in stats else ()):
+        for name, text, kind, value in _FROM_STATS + (_PICTURE_METRICS if "num_encoded" in stats else ()):
             family = kinds[kind](f"whorl:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value(stats))
             yield family
 
     def render(self) -> tuple[bytes, str]:
-        """The text format and its content type."""
+        """Return the metrics in the text format, and its content type."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     # ---- on the engine's thread
 
-    def admitted(self, seq: Sequence, at: float) -> None:
-        """The step that began at `at` is the first with the sequence."""
-        self._admitted[seq] = at
+    def admitted(self, seq: Sequence, step_start: float) -> None:
+        """Record that the step that began at `step_start` is the first one with this sequence."""
+        self._admitted[seq] = step_start
         self._prompt_tokens.inc(seq.prompt_len)
-        self._observe("request_queue_time_seconds", at - seq.timings.added)
+        self._observe("request_queue_time_seconds", step_start - seq.timings.added)
 
     def progressed(self, seq: Sequence, num_tokens: int) -> None:
+        """Record that a step added tokens to a sequence."""
         now = time.perf_counter()
         self._tokens.inc(num_tokens)
         self.num_generated += num_tokens
@@ -107,11 +108,12 @@ class Metrics:
             self._observe("time_to_first_token_seconds", now - seq.timings.added)
             self._observe("request_prefill_time_seconds", now - self._admitted.get(seq, now))
         else:
-            for _ in range(num_tokens):  # a step that accepts a draft gives several at once
+            for _ in range(num_tokens):  # a step that accepts drafts adds several at once
                 self._observe("inter_token_latency_seconds", (now - latest) / num_tokens)
         self._latest[seq] = now
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        """Record the end of a sequence."""
         latest, admitted = self._latest.pop(seq, None), self._admitted.pop(seq, None)
         self._finished.labels(self._model, reason.value).inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR) or latest is None or admitted is None:

@@ -1,6 +1,7 @@
-"""`whorl serve`: OpenAI's HTTP interface over the engine. Start usual here; each address's work is in `service`.
+"""`whorl serve`: OpenAI's HTTP interface over the engine. Start reading here; `service` does the work of each route.
 
-FastAPI and what comes with it are imported inside: without the extra, this module still says how to get it.
+FastAPI and its dependencies are imported inside functions, so that without the extra this module can still say how to
+install it.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
-# Addresses whose messages may hold pictures.
+# Routes whose messages may contain pictures.
 WITH_MEDIA = (
     *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
@@ -34,15 +35,19 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 def need_extra() -> None:
+    """Raise ValueError when the packages of the extra `serve` are not installed."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} not installed: pip install 'whorl[serve]'")
 
 
 def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> "FastAPI":
-    """The application; `app.state.service` is what answers. Its engine runs from start-up to shutdown.
+    """Build the ASGI application; `app.state.service` holds its `Service`.
 
-    processor: of the model's pictures and videos; None: it takes none.
+    The engine's thread runs from the application's start-up to its shutdown. processor: reads the pictures and videos
+    of a vision model; None: the model takes text only. Raises ValueError when the extra `serve` is not installed.
+
+    Example: `uvicorn.run(create_app(LLM("Qwen/Qwen3-0.6B"), ServerSettings(names=("qwen",))))`.
     """
     need_extra()
     from fastapi import FastAPI
@@ -53,7 +58,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     from whorl import __version__
 
-    from .dialects import refusal
+    from .dialects import error_response
     from .gate import ApiError, Cors, Gate
     from .page import add_page
     from .routes import add_routes
@@ -71,23 +76,23 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     app = FastAPI(title="whorl", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     add_routes(app, service)
-    add_page(app, service, sees=processor is not None)
+    add_page(app, service, takes_images=processor is not None)
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return refusal(ApiError.of(error), request.scope)
+        return error_response(ApiError.from_exception(error), request.scope)
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return refusal(validation_error(error.errors(), error.body), request.scope)
+        return error_response(validation_error(error.errors(), error.body), request.scope)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = {
+        reason = {
             404: "no such address; GET /openapi.json lists those there are",
             405: f"this address takes {(error.headers or {}).get('Allow', 'another method')}",
         }.get(error.status_code, error.detail)
-        message = f"{request.method} {request.url.path}: {what}"
-        return refusal(ApiError(error.status_code, message, headers=error.headers), request.scope)
+        message = f"{request.method} {request.url.path}: {reason}"
+        return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
     for kind in (ApiError, ValueError, RuntimeError, TimeoutError):
         app.add_exception_handler(kind, on_error)
@@ -110,7 +115,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     return app
 
 
-def prepare(
+def build_server(
     model: str | Path | None = None,
     engine: EngineSettings | None = None,
     *,
@@ -126,15 +131,18 @@ def prepare(
     report: bool = False,
     **settings: Any,
 ) -> Callable[[], int]:
-    """Load the model, refusing with ValueError what cannot be done; the work that is returned serves it, and gives the
-    exit code: 0, or 1 where requests had to be ended.
+    """Load the model and return a function that serves it and returns the exit code.
 
-    It serves until SIGTERM or Ctrl-C; then running requests finish and new ones are refused.
-    allowed_hosts: names in Host that are taken; default: this machine's where `host` is, else any.
-    model, engine: as `LLM` takes them, or hand in an `llm`, and with it the `processor` of its pictures. names: what
-    clients may call the model; default: its own. drafting: what commands take about speculation; None: none.
-    chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
-    settings: fields of `ServerSettings`.
+    The exit code is 0, or 1 when requests had to be cut off. The function serves until SIGTERM or Ctrl-C; then running
+    requests finish and new ones are refused. Raises ValueError for options that cannot be honoured.
+
+    model, engine: as `LLM` takes them; or pass a loaded `llm`, with the `processor` of its pictures. names: what
+    clients may call the model; default: its path or id. allowed_hosts: accepted values of the header Host; default:
+    this machine's names when `host` is a loopback address, else any. drafting: the options of speculative decoding;
+    None: off. chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`. report:
+    print the report of sequence parallelism to stderr. settings: fields of `ServerSettings`.
+
+    Example: `exit_code = build_server("Qwen/Qwen3-0.6B", port=8000, api_key="secret")()`.
     """
     chosen = settings_for(
         model,
@@ -147,7 +155,7 @@ def prepare(
     )
     check_address(host, port)  # before minutes of loading
     if llm is None:
-        app = loaded(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
+        app = load_app(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
     else:
         app = create_app(llm, chosen, processor)
     if report:
@@ -167,7 +175,7 @@ def settings_for(
     api_key_file: str | Path | None = None,
     **settings: Any,
 ) -> ServerSettings:
-    """As `prepare` takes them, files read."""
+    """Build `ServerSettings` from the arguments of `build_server`, reading the files that they name."""
     need_extra()
     from .hosts import hosts_for
     from .key_limits import read_keys
@@ -181,10 +189,10 @@ def settings_for(
     )
 
 
-def loaded(
+def load_app(
     model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: ServerSettings
 ) -> "FastAPI":
-    """The application over a model that is loaded for it."""
+    """Load the model and build the application that serves it."""
     from .embeddings import read_pooling
 
     llm = _load(model, engine, drafting)
@@ -195,7 +203,7 @@ def loaded(
 
 
 def _processor(model: str | Path | None, llm: "LLM", settings: ServerSettings) -> "Processor | None":
-    """Of a model that has a tower for pictures."""
+    """Build the processor of a model that has a vision tower; None for other models."""
     if getattr(llm.model, "tower", None) is None:
         return None
     from whorl.engine.weights import resolve
@@ -208,13 +216,13 @@ def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptio
     from whorl.engine.llm import LLM
 
     speculate = drafting.proposer(engine.device)
-    # It warms up when the server listens, which then says how far it is.
+    # The warm-up runs once the server listens, so that /health can report its progress.
     return LLM(model, engine, speculate=speculate, draft_length=drafting.draft_length, warm=False)
 
 
 def run(model: str | Path | None = None, engine: EngineSettings | None = None, **options: Any) -> int:
-    """`prepare`, then serve."""
-    return prepare(model, engine, **options)()
+    """Load the model and serve it until SIGTERM or Ctrl-C; returns the exit code. Arguments: as `build_server`."""
+    return build_server(model, engine, **options)()
 
 
 def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> int:
@@ -222,12 +230,12 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
     from .hosts import is_loopback
     from .http_server import HttpServer
     from .log_limit import limit_logs
-    from .request_log import number_logs
+    from .request_log import add_request_ids
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # as uvicorn writes
-    server = HttpServer(app, access_log=False)  # the gate writes a line a request, with its number
-    limit_logs()  # after uvicorn has set its loggers up
-    number_logs()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # uvicorn's format
+    server = HttpServer(app, access_log=False)  # the gate writes one line for each request, with its id
+    limit_logs()  # must come after uvicorn has set up its loggers
+    add_request_ids()
     engine = app.state.service.engine
 
     def end() -> None:
@@ -236,7 +244,8 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
     engine.on_failure = end
     if not is_loopback(host) and not settings.keys:
         _LOG.warning(
-            "%s can be reached from other machines, and there is no --api-key or --api-key-file: anybody may ask", host
+            "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
+            host,
         )
     listeners = listen(host, port)
     root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
@@ -252,7 +261,7 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
 
 
 def _read_template(path: Path) -> str:
-    """Its text; ValueError where it cannot be read, or is no template."""
+    """Return a chat template's text; raise ValueError when the file cannot be read or is not a template."""
     from whorl.engine.chat_template import ChatTemplate
 
     try:

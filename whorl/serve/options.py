@@ -1,4 +1,4 @@
-"""What `whorl serve` takes about the server; what it takes about the engine is in `EngineSettings`. No torch here."""
+"""The server's options of `whorl serve`; those of the engine are in `EngineSettings`. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,10 @@ from whorl.fields import option
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network.", vllm=("--host",))
-    port: int = option(8000, "To listen on; 0: any that is free.", vllm=("--port",), least=0, most=65535)
+    port: int = option(8000, "Port to listen on; 0: any free port.", vllm=("--port",), least=0, most=65535)
     api_keys: tuple[str, ...] = option(
         (),
-        "Clients must send it as a bearer token; may be repeated: keys do not share the prefix cache.",
+        "Key that clients must send as a bearer token; may be repeated: keys do not share the prefix cache.",
         "--api-key",
         vllm=("--api-key",),
         metavar="KEY",
@@ -20,19 +20,19 @@ class ServeOptions:
     )
     api_key_file: str | None = option(
         None,
-        "A file with a key a line, each with a name for the log and limits: requests at once, requests and tokens a "
-        "minute.",
+        "A file with one key on each line, with a name for the log and limits: concurrent requests, requests and "
+        "tokens per minute.",
         metavar="FILE",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Names in the header Host that are taken, * for any; may be repeated. Default: this machine's own where only "
-        "it can reach the server, else any.",
+        "Accepted name in the header Host, * for any; may be repeated. Default: this machine's names where only it "
+        "can reach the server, else any.",
         metavar="NAME",
     )
     names: tuple[str, ...] = option(
         (),
-        "What clients may call the model; may be repeated. Default: its own name.",
+        "Name by which clients may call the model; may be repeated. Default: its own name.",
         "--name",
         vllm=("--served-model-name",),
         metavar="NAME",
@@ -48,23 +48,25 @@ class ServeOptions:
     )
     reasoning_parser: str = option(
         "auto",
-        "think: what is between think tags is apart; off: it is content; auto: apart where the model has the tags.",
+        "think: text between think tags is separated; off: it stays in the content; auto: separated if the model has "
+        "the tags.",
         vllm=("--reasoning-parser",),
         metavar="NAME",
     )
-    max_queue: int = option(1024, "Requests that may wait; one more gets 429.", least=1)
-    max_body: int = option(4 << 20, "Bytes of a request; more get 413.", least=1)
+    max_queue: int = option(1024, "Sequences that may wait; further requests get 429.", least=1)
+    max_body: int = option(4 << 20, "Largest request in bytes; larger ones get 413.", least=1)
     timeout: float = option(600.0, "Seconds for a whole request; longer ones get 503.", least=0.001)
     drain: float = option(60.0, "Seconds that running requests have after SIGTERM.", least=1)
     origins: tuple[str, ...] = option(
         (),
-        "Origins of web pages that may ask beside the server's own, * for any; may be repeated. Default: none.",
+        "Origin of web pages that may send requests beside the server's own page, * for any; may be repeated. "
+        "Default: none.",
         "--allow-origin",
         metavar="URL",
     )
     media_hosts: tuple[str, ...] = option(
         (),
-        "Hosts that pictures and videos may be fetched from by http(s), with a port where it is not the usual one; may "
+        "Host that pictures and videos may be fetched from by http(s), with its port unless that is the default; may "
         "be repeated. Default: none, only data: URIs.",
         vllm=("--allowed-media-domains",),
         metavar="NAME",
@@ -77,7 +79,7 @@ class ServeOptions:
     )
 
     def settings(self) -> dict[str, Any]:
-        """As `openai.prepare` takes them."""
+        """Return the arguments of `openai.build_server`."""
         return {
             "host": self.host,
             "port": self.port,

@@ -1,7 +1,7 @@
-"""The page at `/`: one file, and the numbers that it draws. It asks for everything else as any client does.
+"""The web page at `/`: one HTML file, and the numbers that it draws. It uses the API for everything else.
 
-The file has its script and its style inside. The policy sent with it names both by their digests, so that nothing else
-runs there, whatever a model writes.
+The file contains its script and its style. The content security policy allows exactly these two by their digests, so
+that nothing that a model writes can run in the page.
 """
 
 import base64
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _FILE = "page.html"
 _EMBEDDED = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-_MOST_RUNS, _MOST_SEQUENCES = 256, 64  # of what is drawn
-_FRESH = 0.25  # seconds: however many pages ask, the blocks are counted no more often
+_MOST_RUNS, _MOST_SEQUENCES = 256, 64  # how many runs of blocks and sequences are drawn
+_FRESH = 0.25  # seconds for which a snapshot is reused, however many pages are open: counting the blocks takes time
 _POLICY = {
     "default-src": "'none'",
     "connect-src": "'self'",
@@ -37,7 +37,7 @@ _POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
-    # Text cannot become markup, not even by mistake.
+    # Text cannot become markup, even by a mistake in the script.
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
@@ -45,7 +45,7 @@ _POLICY = {
 
 @functools.cache
 def page() -> tuple[str, dict[str, str]]:
-    """The file, and the headers that it is sent with."""
+    """Return the page's HTML and its HTTP headers."""
     text = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
     policy = _POLICY | {f"{kind}-src": f"'sha256-{_digest(inner)}'" for kind, inner in _EMBEDDED.findall(text)}
     return text, {
@@ -62,11 +62,11 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def add_page(app: "FastAPI", service: "Service", *, sees: bool) -> None:
-    """Its addresses. sees: the model takes pictures."""
+def add_page(app: "FastAPI", service: "Service", *, takes_images: bool) -> None:
+    """Add the routes of the page."""
     from .schemas import ErrorResponse
 
-    numbers = PageNumbers(service, sees=sees)
+    numbers = PageNumbers(service, takes_images=takes_images)
     responses: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (401, 421, 500, 503)}
     app.add_api_route("/", _serve_page, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_api_route("/page/about", numbers.about, methods=["GET"], responses=responses)
@@ -79,47 +79,47 @@ async def _serve_page() -> Response:
 
 
 @dataclass(slots=True)
-class _Taken:
-    """What was counted, and when."""
+class _Snapshot:
+    """The numbers of one moment. time: on the clock of `time.perf_counter`."""
 
-    at: float
+    time: float
     value: dict[str, Any]
 
 
 class PageNumbers:
-    """What the page shows of the server."""
+    """The numbers that the page shows about the server."""
 
-    def __init__(self, service: "Service", *, sees: bool) -> None:
-        self._service, self._sees = service, sees
-        self._taken: _Taken | None = None
-        self._has_asked = self._is_measured = False
+    def __init__(self, service: "Service", *, takes_images: bool) -> None:
+        self._service, self._takes_images = service, takes_images
+        self._snapshot: _Snapshot | None = None
+        self._is_scheduled = self._is_measured = False  # the measurement of the memory's speed
         self._problem: str | None = None  # why there is no roofline
 
     async def about(self) -> dict[str, Any]:
-        """What does not change: the model, and what it can be asked."""
+        """Return what does not change: the model and its abilities."""
         service = self._service
         settings, llm = service.settings, service.engine.llm
         return {
             "version": __version__,
             "model": settings.names[0],
             "max_model_len": llm.max_model_len,
-            "sees": self._sees,
+            "sees": self._takes_images,
             "thinks": service.tokenizer.token_id(END_THINK) is not None,
             "drafted_by": service.drafted_by,
             "sampling": service.tokenizer.sampling,
-            "max_body": settings.max_media_body if self._sees else settings.max_body,
+            "max_body": settings.max_media_body if self._takes_images else settings.max_body,
         }
 
     async def stats(self) -> Response:
-        """What changes: tokens generated, sequences, blocks of the cache, the roofline."""
+        """Return what changes: generated tokens, sequences, blocks of the KV cache, the roofline."""
         if self._service.engine.failure is not None:
             raise ApiError(503, f"the engine failed: {self._service.engine.failure}", code="engine_unavailable")
         now = time.perf_counter()
-        if self._taken is None or now - self._taken.at > _FRESH:
-            self._taken = _Taken(now, self._take(now))
-        return JSONResponse(self._taken.value)
+        if self._snapshot is None or now - self._snapshot.time > _FRESH:
+            self._snapshot = _Snapshot(now, self._current(now))
+        return JSONResponse(self._snapshot.value)
 
-    def _take(self, now: float) -> dict[str, Any]:
+    def _current(self, now: float) -> dict[str, Any]:
         engine = self._service.engine
         llm: Any = engine.llm
         running, waiting = list(llm.scheduler.running), list(llm.scheduler.waiting)
@@ -142,15 +142,18 @@ class PageNumbers:
         }
 
     def _roofline(self, llm: Any, running: list[Any]) -> dict[str, Any] | None:
-        """None until this machine's memory has been timed, which waits until the engine has nothing to do."""
+        """Return the decode roofline of the current batch.
+
+        None until the speed of this machine's memory has been measured, which waits until the engine is idle.
+        """
         if self._problem is not None:
             return {"problem": self._problem}
         if not self._is_measured:
-            if self._service.engine.readiness.is_ready and not self._has_asked:
-                self._has_asked = True
+            if self._service.engine.readiness.is_ready and not self._is_scheduled:
+                self._is_scheduled = True
                 self._service.engine.when_idle(lambda: self._measure(llm))
             elif not llm.has_work:
-                self._has_asked = False  # a command that found the engine busy was dropped
+                self._is_scheduled = False  # the command was dropped because the engine was busy: schedule it again
             return None
         batch = max(1, len(running))
         context = sum(len(seq.token_ids) for seq in running) // batch
@@ -159,10 +162,10 @@ class PageNumbers:
         return {"sequences": batch, "context": context, "one": together / batch, "all": together}
 
     def _measure(self, llm: Any) -> None:
-        """On the engine's thread."""
+        """Measure the speed of the memory; runs on the engine's thread."""
         try:
             self._is_measured = decode_limit(llm.model) is not None
             if not self._is_measured:
                 self._problem = "this model does not say what a step reads"
-        except RuntimeError as error:  # no memory for the copy, as where the cache has taken all of it
+        except RuntimeError as error:  # no memory for the copy, for example when the KV cache uses all of it
             self._problem = f"the speed of memory could not be measured: {str(error).partition(chr(10))[0]}"

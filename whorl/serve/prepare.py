@@ -1,4 +1,4 @@
-"""From a request to prompts and sampling parameters."""
+"""Turns a validated request into token ids and sampling parameters for the engine."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from whorl.media.places import PADS
 
 from .gate import ApiError
 from .grammar import Grammar, Grammars
-from .media_intake import MediaIntake, media_of
-from .parsers import AUTO, choose_form, tells_thinking
+from .media_intake import MediaIntake, media_parts
+from .parsers import AUTO, choose_form, separates_thinking
 from .schema_parts import MAX_IDS, ChatMessage, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .template_messages import template_message
@@ -23,24 +23,28 @@ from .worker_pool import Worker, WorkerPool
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
-_OWN = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+_SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
+    """The input of the engine for one request, and what the reply needs to know about the prompt."""
+
     prompts: list[list[int]]
     params: SamplingParams
-    texts: list[str]  # of the prompts, for echo
-    may_think: bool = False  # thinking is told apart
-    is_thinking: bool = False  # the prompt opens a think tag
-    form: type[CallReader] | None = None  # of tool calls; None: there are none
-    media: Sequence[MediaItem] = ()  # of the only prompt
+    texts: list[str]  # the prompts as text, for echo
+    may_think: bool = False  # the reply parser separates reasoning from content
+    is_thinking: bool = False  # the prompt ends with an opening think tag
+    form: type[CallReader] | None = None  # how the model writes tool calls; None: the request has no tools
+    media: Sequence[MediaItem] = ()  # pictures and videos; only a request with one prompt has any
 
 
 class Preparer:
-    """What may take long is done by the workers: `prompts` for templates and tokens, `schemas` for grammars.
+    """Prepares requests. Work that may take long runs in worker processes.
 
-    media: takes pictures and videos in; None: the model takes none.
+    prompts: the workers that render templates and tokenize. schemas: the workers that compile grammars. media: reads
+    pictures and videos; None: the model takes text only.
     """
 
     def __init__(
@@ -60,19 +64,24 @@ class Preparer:
         self._prompts, self._schemas, self._media = prompts, schemas, media
         self._pads = {} if media is None else {tokenizer.token_id(pad): pad for pad in PADS.values()}
         self._form = choose_form(tool_parser, tokenizer)
-        self._may_think = tells_thinking(reasoning_parser, tokenizer)
-        self._has_think = tokenizer.token_id(END_THINK) is not None  # a grammar begins behind it, told apart or not
+        self._may_think = separates_thinking(reasoning_parser, tokenizer)
+        # A grammar starts after the closing think tag, whether or not the reply separates the reasoning.
+        self._has_think = tokenizer.token_id(END_THINK) is not None
         size = tokenizer.max_token_bytes
-        self._max_bytes = None if size is None else size * max_model_len  # of a text that fits
+        # A longer text cannot fit into the context, so it is refused before it is tokenized.
+        self._max_bytes = None if size is None else size * max_model_len
 
     async def chat(self, request: ChatRequest) -> Prepared:
-        asked = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=asked, logprobs=request.num_top)
+        """Prepare a conversation: read its media, render the template, compile the grammar."""
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
         items = await self.media(request.messages)
-        found = await self._rendered(request, items)
-        prompt, is_thinking = found["ids"], self._has_think and found["is_thinking"]
-        self._check_length(prompt, asked)
-        allow = await self._allow(request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking)
+        rendered = await self._render_request(request, items)
+        prompt, is_thinking = rendered["ids"], self._has_think and rendered["is_thinking"]
+        self._check_length(prompt, max_tokens)
+        allow = await self._compile_grammar(
+            request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking
+        )
         return Prepared(
             prompts=[prompt],
             params=replace(params, allow=allow),
@@ -84,29 +93,34 @@ class Preparer:
         )
 
     async def count(self, request: ChatRequest) -> int:
-        """Tokens of a conversation, however many the model takes."""
+        """Return the number of tokens of a conversation, even if that is more than the model's context."""
         items = await self.media(request.messages, max_tokens=MAX_IDS)
-        return len((await self._rendered(request, items, max_tokens=MAX_IDS))["ids"])
+        return len((await self._render_request(request, items, max_tokens=MAX_IDS))["ids"])
 
-    async def _rendered(
+    async def _render_request(
         self, request: ChatRequest, items: Sequence[MediaItem], max_tokens: int | None = None
     ) -> dict[str, Any]:
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort not in (None, "minimal"):
             variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         tools = request.tools if request.uses_tools else None
-        given = request.messages, tools, request.add_generation_prompt, variables, items
-        return await self.render(*given, max_tokens=max_tokens)
+        template_input = request.messages, tools, request.add_generation_prompt, variables, items
+        return await self.render(*template_input, max_tokens=max_tokens)
 
     async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
-        """The pictures and videos of a conversation. max_tokens: that they may have; None: what the model takes."""
+        """Read the pictures and videos of a conversation.
+
+        max_tokens: how many tokens they may have in all; None: the model's context length. Raises ApiError 400 when
+        the model takes text only.
+        """
         if self._media is not None:
             return await self._media.read(messages, self.max_model_len if max_tokens is None else max_tokens)
-        for where, _ in media_of(messages):
-            raise ApiError(400, f"{where}: this model takes text alone", param=where, code="text_only")
+        for where, _ in media_parts(messages):
+            raise ApiError(400, f"{where}: this model takes text only", param=where, code="text_only")
         return []
 
     async def completion(self, request: CompletionRequest) -> Prepared:
+        """Prepare the prompts of a completion, which are texts or token ids."""
         params = self._params(
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
@@ -114,29 +128,34 @@ class Preparer:
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
-        allow = await self._allow(request, lambda worker: self._format_grammar(request, worker), is_thinking=False)
+        allow = await self._compile_grammar(
+            request, lambda worker: self._format_grammar(request, worker), is_thinking=False
+        )
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
 
     def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
-        """For prompts that are ids already. prompt_logprobs: how many alternatives; None: the prompt is not scored."""
+        """Return a function that prepares a prompt of token ids.
+
+        prompt_logprobs: how many alternatives to report for each prompt token; None: the prompt is not scored.
+        """
 
         async def prepare(request: CompletionRequest) -> Prepared:
-            found = await self.completion(request)
-            return replace(found, params=replace(found.params, prompt_logprobs=prompt_logprobs))
+            prepared = await self.completion(request)
+            return replace(prepared, params=replace(prepared.params, prompt_logprobs=prompt_logprobs))
 
         return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
-        """Of each prompt, its ids and, for echo, its text."""
-        given = _each(request.prompt)
+        """Return the ids of each prompt and, for echo, the text of each prompt."""
+        inputs = _prompt_list(request.prompt)
         prompts: list[list[int]] = []
         texts: list[str] = []
-        if isinstance(given[0], str):
+        if isinstance(inputs[0], str):
             sizes = {"max_bytes": self._max_bytes, "max_tokens": self.max_model_len}
-            prompts = worker.ask("encode", texts=given, add_special=request.add_special_tokens, **sizes)
-            texts = list(given) if request.echo else []  # type: ignore[arg-type]
+            prompts = worker.ask("encode", texts=inputs, add_special=request.add_special_tokens, **sizes)
+            texts = list(inputs) if request.echo else []  # type: ignore[arg-type]
         else:
-            prompts = [list(ids) for ids in given]  # type: ignore[arg-type]
+            prompts = [list(ids) for ids in inputs]  # type: ignore[arg-type]
         for ids in prompts:
             self._check_ids(ids)
             self._check_length(ids, request.max_tokens)
@@ -154,21 +173,21 @@ class Preparer:
         *,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """A conversation's ids and whether it opens a think tag. max_tokens: None: what the model takes.
+        """Render a conversation: `ids` are its tokens, `is_thinking` says if it ends with an opening think tag.
 
-        media: what stands in its messages, in their order.
+        media: the pictures and videos of the messages, in their order. max_tokens: the limit on the rendered prompt;
+        None: the model's context length.
         """
-        if bad := [name for name in _OWN if name in variables]:
+        if bad := [name for name in _RESERVED if name in variables]:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
 
         size = None if self._media is None else self._media.merge_size
-        places = None if size is None else [Place.of(item, size).to_json() for item in media]
+        places = None if size is None else [Place.for_item(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
-            given = [template_message(message) for message in messages]
             return worker.ask(
                 "render",
-                messages=given,
+                messages=[template_message(message) for message in messages],
                 tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
@@ -190,28 +209,22 @@ class Preparer:
         texts: list[str] = await self._prompts.run(lambda worker: worker.ask("decode", lists=[ids]))
         return texts[0]
 
-    def _params(self, request: Sampling, **others: Any) -> SamplingParams:
-        """The request's own, else what the model's authors recommend, else the engine's defaults."""
-        names = (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "top_k",
-        )
-        asked = self.tokenizer.sampling | {
-            name: value for name in names if (value := getattr(request, name)) is not None
+    def _params(self, request: Sampling, **fields: Any) -> SamplingParams:
+        """Build the sampling parameters: the request's, else the model's recommended ones, else the defaults.
+
+        fields: further fields of `SamplingParams`.
+        """
+        sampling = self.tokenizer.sampling | {
+            name: value for name in _SAMPLING if (value := getattr(request, name)) is not None
         }
-        if asked.get("top_k") is not None:
-            asked["top_k"] = max(int(asked["top_k"]), 0)
+        if sampling.get("top_k") is not None:
+            sampling["top_k"] = max(int(sampling["top_k"]), 0)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         for field, ids in (("logit_bias", request.logit_bias or {}), ("stop_token_ids", request.stop_token_ids or [])):
             if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
                 raise ApiError(400, f"{field}: {bad[:4]} are outside the vocabulary of {self.vocab_size}", param=field)
         return SamplingParams(
-            **asked,
+            **sampling,
             min_tokens=request.min_tokens,
             ignore_eos=request.ignore_eos,
             logit_bias=request.logit_bias or {},
@@ -220,7 +233,7 @@ class Preparer:
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
-            **others,
+            **fields,
         )
 
     def _chat_grammar(self, request: ChatRequest, worker: Worker) -> Grammar:
@@ -240,25 +253,28 @@ class Preparer:
     def _format_grammar(self, request: ChatRequest | CompletionRequest, worker: Worker) -> Grammar:
         if request.constraint is not None:
             return self._grammars.constraint(request.constraint, worker)
-        asked = request.response_format
-        assert asked is not None
-        schema = asked.json_schema.schema_ if asked.json_schema else None
+        response_format = request.response_format
+        assert response_format is not None
+        schema = response_format.json_schema.schema_ if response_format.json_schema else None
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
-    async def _allow(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
-        """make: gives the grammar, where the request has one."""
+    async def _compile_grammar(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
+        """Compile the grammar that the request's answer must follow; None when there is none.
+
+        make: builds the grammar of a request that has one.
+        """
         if not request.has_grammar:
             return None
         for name in ("min_tokens", "ignore_eos"):
             if getattr(request, name):
                 raise ApiError(400, f"{name} and a grammar exclude each other: the grammar says when the text ends")
 
-        def compiled(worker: Worker) -> Any:
+        def compile_grammar(worker: Worker) -> Any:
             grammar = make(worker)
             self._grammars.prove(grammar, worker)
             return self._grammars.compile(grammar, is_thinking=is_thinking)
 
-        return await self._schemas.run(compiled)
+        return await self._schemas.run(compile_grammar)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if bad := [i for i in ids if i >= self.vocab_size]:
@@ -270,14 +286,14 @@ class Preparer:
             raise ApiError(400, f"prompt: {pads[0]} stands for a picture or video, and there is none: {where}")
 
     def _check_length(self, ids: Sequence[int], max_tokens: int | None) -> None:
-        asked = max(1, max_tokens or 1)
+        num_new = max(1, max_tokens or 1)
         if not ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
-        if len(ids) + asked > self.max_model_len:
-            what = f"the prompt has {len(ids)} tokens and {asked} more are asked for"
+        if len(ids) + num_new > self.max_model_len:
+            sizes = f"the prompt has {len(ids)} tokens and {num_new} more are asked for"
             limit = f"this model's maximum context length is {self.max_model_len} tokens"
-            raise ApiError(400, f"{what}; {limit}. Shorten one of them.", code="context_length_exceeded")
+            raise ApiError(400, f"{sizes}; {limit}. Shorten one of them.", code="context_length_exceeded")
 
 
-def _each(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
+def _prompt_list(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

@@ -1,4 +1,4 @@
-"""Whether the engine takes requests yet: what it goes through before the first one, and how far it is."""
+"""Whether the engine takes requests yet: the warm-up before the first one, and its progress."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from whorl.engine.warmup import Warming
 
 
 class WarmingUp(RuntimeError):
-    """The engine does not serve yet. progress: how far it is; seconds: that are left, about."""
+    """The engine does not serve yet. progress: of the warm-up; seconds: an estimate of the time that is left."""
 
     def __init__(self, progress: Warming | None, seconds: float) -> None:
         done = "" if progress is None else f": {progress.done} of {progress.total} steps are done"
@@ -16,7 +16,10 @@ class WarmingUp(RuntimeError):
 
 
 class Readiness:
-    """warming: what is gone through before; it ends early where the server is to stop, which is then never ready."""
+    """Runs the warm-up and says when it is done.
+
+    warming: the steps of the warm-up. It ends early when the server is to stop, which is then never ready.
+    """
 
     def __init__(self, warming: Iterable[Warming] = ()) -> None:
         self.is_ready = False
@@ -26,22 +29,23 @@ class Readiness:
         self._started = time.monotonic()
 
     def check(self) -> None:
+        """Raise WarmingUp until the warm-up is done."""
         if not self.is_ready:
             raise WarmingUp(self.progress, self._seconds_left())
 
     def _seconds_left(self) -> float:
-        """As if every step of the warm-up took as long as those so far."""
+        """Estimate from the mean time of the steps so far."""
         if self.progress is None:
             return 0.0
         took = time.monotonic() - self._started
         return took * (self.progress.total - self.progress.done) / self.progress.done
 
     def warm_up(self, is_stopping: Callable[[], bool]) -> None:
-        """On the engine's thread."""
+        """Run the warm-up; called on the engine's thread."""
         self._started = time.monotonic()
         for self.progress in self._warming:  # noqa: B020 (an attribute of another name)
             if is_stopping():
-                self._warming = ()  # where it has a bar, that goes
+                self._warming = ()  # drops the iterator, which removes its progress bar
                 return
         self.is_ready = True
         self.on_ready()

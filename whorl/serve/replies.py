@@ -1,6 +1,6 @@
-"""From what the engine adds, step by step, to OpenAI's objects: chunks of a stream, or one whole answer.
+"""Formats the engine's step outputs as OpenAI's objects: the chunks of a stream, or one complete response.
 
-A reply consumes outputs; the whole answer is made of what the stream would have carried, so the two cannot differ.
+The complete response is assembled from what the stream would have carried, so that the two cannot differ.
 """
 
 import time
@@ -22,18 +22,18 @@ from .token_details import DetailWriter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One request on its way through the engine. number: of the request; end_think: the tag's token, where there is."""
+    """One request that the engine runs. end_think: the token id of the closing think tag; None: the model has none."""
 
     prepared: Prepared
     job: Job
     model: str
-    number: str
+    request_id: str
     texts: TokenTexts
     end_think: int | None
 
 
 class Reply:
-    """What all ways of asking share: one request, its sequences in the order of its choices."""
+    """Formats the answer to one request, whose sequences are in the order of its choices. Base of all routes."""
 
     kind = chunk_kind = prefix = ""
 
@@ -43,19 +43,21 @@ class Reply:
         self._has_usage = options is not None and options.include_usage
         self._has_running_usage = options is not None and options.continuous_usage_stats
         self._head = {
-            "id": f"{self.prefix}-{run.number}",
+            "id": f"{self.prefix}-{run.request_id}",
             "created": int(time.time()),
             "model": run.model,
             "system_fingerprint": f"whorl-{__version__}",
         }
 
-    async def whole(self, deadline: float) -> dict[str, Any]:
+    async def complete(self, deadline: float) -> dict[str, Any]:
+        """Wait for all sequences and return the response as one object."""
         async for output in self.job.outputs(deadline):
             self.collect(output)
         choices = [self.choice(index) for index in range(len(self.job.sequences))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def chunks(self, deadline: float) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a streamed response."""
         for choice in self.opening():
             yield self._chunk([choice])
         async for output in self.job.outputs(deadline):
@@ -71,8 +73,9 @@ class Reply:
         return chunk | ({"usage": None} if self._has_usage else {})
 
     def usage(self) -> dict[str, Any]:
+        """Count the tokens of the request, in OpenAI's form."""
         sequences = self.job.sequences
-        firsts = sequences[:: self.num_copies]  # copies share a prompt
+        firsts = sequences[:: self.num_copies]  # the n sequences of a prompt share it: count it once
         num_prompt = sum(seq.prompt_len for seq in firsts)
         num_output = sum(self.num_outputs(seq) for seq in sequences)
         num_drafted, num_accepted = (sum(getattr(s, n) for s in sequences) for n in ("num_drafted", "num_accepted"))
@@ -82,7 +85,7 @@ class Reply:
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(seq.num_cached for seq in firsts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(self.num_thought(seq) for seq in sequences),
+                "reasoning_tokens": sum(self.num_reasoning(seq) for seq in sequences),
                 "accepted_prediction_tokens": num_accepted,
                 "rejected_prediction_tokens": num_drafted - num_accepted,
             },
@@ -91,27 +94,28 @@ class Reply:
     def num_outputs(self, seq: Sequence) -> int:
         return seq.num_outputs
 
-    def num_thought(self, seq: Sequence) -> int:
+    def num_reasoning(self, seq: Sequence) -> int:
         return 0
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """What a stream starts with."""
+        """Yield the choices that a stream starts with."""
         raise NotImplementedError
 
     def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
-        """What a stream carries of a output."""
+        """Yield the choices that a stream carries for one step output."""
         raise NotImplementedError
 
     def collect(self, output: StepOutput) -> None:
+        """Add one step output to the choices of a complete response."""
         raise NotImplementedError
 
     def choice(self, index: int) -> dict[str, Any]:
-        """The whole one, of everything collected."""
+        """Return one choice of a complete response, from everything collected."""
         raise NotImplementedError
 
 
 class ParsedReply(Reply):
-    """Replies to a conversation: thinking, text and tool calls are told apart."""
+    """A reply to a conversation: separates reasoning, text and tool calls."""
 
     def __init__(self, request: ChatRequest, run: Run, details: DetailWriter | None = None) -> None:
         super().__init__(request, run)
@@ -129,29 +133,32 @@ class ParsedReply(Reply):
         ]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
         self._num_read = [0] * count
-        self._num_thought: dict[Sequence, int] = {}  # counted as the tokens come: a stream may ask with each of them
+        self._num_reasoning: dict[Sequence, int] = {}  # kept up to date, as a stream may report usage in every chunk
 
-    def num_thought(self, seq: Sequence) -> int:
-        return self._num_thought.get(seq, 0)
+    def num_reasoning(self, seq: Sequence) -> int:
+        return self._num_reasoning.get(seq, 0)
 
     def parse(self, output: StepOutput) -> Parts:
+        """Split one step output into reasoning, content and tool calls."""
         seq = self.job.sequences[output.index]
         if self._details is None:
             self._logprobs[output.index] += output.logprobs
         else:
             self._details.add(output, seq)
-        if self._end_think in output.token_ids and seq not in self._num_thought:
-            self._num_thought[seq] = self._num_read[output.index] + output.token_ids.index(self._end_think)
+        if self._end_think in output.token_ids and seq not in self._num_reasoning:
+            self._num_reasoning[seq] = self._num_read[output.index] + output.token_ids.index(self._end_think)
         self._num_read[output.index] += len(output.token_ids)
         return self._parsers[output.index].add(output.text, is_last=output.finish_reason is not None)
 
     def reason(self, output: StepOutput) -> str:
+        """Return OpenAI's finish reason of a sequence's last output."""
         has_calls = self._parsers[output.index].num_calls > 0 and output.finish_reason == "stop"
         return "tool_calls" if has_calls else str(output.finish_reason)
 
     def take_logprobs(self, index: int) -> dict[str, Any] | None:
-        found, self._logprobs[index] = self._logprobs[index], []
-        return for_chat(self.texts, found) if found else None
+        """Return the log-probabilities since the last call, in OpenAI's form."""
+        logprobs, self._logprobs[index] = self._logprobs[index], []
+        return for_chat(self.texts, logprobs) if logprobs else None
 
 
 class ChatReply(ParsedReply):
@@ -160,7 +167,7 @@ class ChatReply(ParsedReply):
     def __init__(self, request: ChatRequest, run: Run, details: DetailWriter | None = None) -> None:
         super().__init__(request, run, details)
         count = len(self.job.sequences)
-        self._whole = [Parts() for _ in range(count)]
+        self._parts = [Parts() for _ in range(count)]
         self._reasons: list[str | None] = [None] * count
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -174,12 +181,12 @@ class ChatReply(ParsedReply):
             yield self._delta(output.index, {}, self.reason(output))
 
     def collect(self, output: StepOutput) -> None:
-        self._whole[output.index].join(self.parse(output))
+        self._parts[output.index].join(self.parse(output))
         if output.finish_reason is not None:
             self._reasons[output.index] = self.reason(output)
 
     def choice(self, index: int) -> dict[str, Any]:
-        parts = self._whole[index]
+        parts = self._parts[index]
         has_content = bool(parts.content) or not parts.calls
         message: dict[str, Any] = {"role": "assistant", "content": parts.content if has_content else None}
         message["refusal"] = None
@@ -231,9 +238,9 @@ class CompletionReply(Reply):
         self._num_top, self._echo = request.logprobs, request.echo
         self._only_scores = request.max_tokens == 0
         count = len(self.job.sequences)
-        self._whole = [""] * count
+        self._pending_text = [""] * count
         self._logprobs: list[list[Logprob | int]] = [[] for _ in range(count)]
-        self._offsets = [0] * count  # of the next token that gets logprobs
+        self._offsets = [0] * count  # where in the text the next token with logprobs starts
         self._reasons: list[str | None] = [None] * count
         self._has_begun = [False] * count
 
@@ -246,36 +253,41 @@ class CompletionReply(Reply):
     def advance(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         self.collect(output)
         index = output.index
-        text, self._whole[index] = self._whole[index], ""
+        text, self._pending_text[index] = self._pending_text[index], ""
         if text or self._reasons[index] is not None:
             yield self._choice(index, text)
 
     def collect(self, output: StepOutput) -> None:
         index = output.index
         if self._echo and not self._has_begun[index]:
-            self._whole[index] += self.prepared.texts[index // self.num_copies]
+            self._pending_text[index] += self.prepared.texts[index // self.num_copies]
             seq = self.job.sequences[index]
             if self._num_top is not None:
                 self._logprobs[index] += [seq.token_ids[0], *seq.prompt_logprobs]
         self._has_begun[index] = True
         if not self._only_scores:
-            self._whole[index] += output.text
+            self._pending_text[index] += output.text
             self._logprobs[index] += output.logprobs
         if output.finish_reason is not None:
             self._reasons[index] = "length" if self._only_scores else str(output.finish_reason)
 
     def choice(self, index: int) -> dict[str, Any]:
-        return self._choice(index, self._whole[index])
+        return self._choice(index, self._pending_text[index])
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self._take(index), "finish_reason": self._reasons[index]}
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._take_logprobs(index),
+            "finish_reason": self._reasons[index],
+        }
 
-    def _take(self, index: int) -> dict[str, Any] | None:
-        found, self._logprobs[index] = self._logprobs[index], []
+    def _take_logprobs(self, index: int) -> dict[str, Any] | None:
+        logprobs, self._logprobs[index] = self._logprobs[index], []
         if self._num_top is None:
             return None
         start = self._offsets[index]
         self._offsets[index] += sum(
-            len(self.texts.text(one if isinstance(one, int) else one.token_id)) for one in found
+            len(self.texts.text(entry if isinstance(entry, int) else entry.token_id)) for entry in logprobs
         )
-        return for_completion(self.texts, found, start=start, num_top=self._num_top)
+        return for_completion(self.texts, logprobs, start=start, num_top=self._num_top)

@@ -1,4 +1,4 @@
-"""A line in the log for each request, and the request's number in every other line that is written for it."""
+"""The access log, one line for each request, and the request id in every other line that is logged for it."""
 
 import logging
 from collections.abc import Iterable
@@ -7,31 +7,35 @@ from contextvars import ContextVar
 from starlette.types import Scope
 
 ACCESS = logging.getLogger("whorl.serve.access")
-NUMBER: ContextVar[str | None] = ContextVar("whorl_request_number", default=None)
+CURRENT_ID: ContextVar[str | None] = ContextVar("whorl_request_number", default=None)
 
 
-def log_request(scope: Scope, *, status: int | None, seconds: float, number: str, key_name: str | None) -> None:
-    """status: None: nobody was answered. What a client wrote is shown as it was sent, so that no line is its own."""
+def log_request(scope: Scope, *, status: int | None, seconds: float, request_id: str, key_name: str | None) -> None:
+    """Write the access line of a request. status: None: no response was sent.
+
+    The path is escaped where it is not printable, so that a client cannot forge a line of the log.
+    """
     client = scope.get("client") or ("-", 0)
     path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii", "backslashreplace")
     shown = path if path.isprintable() else ascii(path)
-    whose = "" if key_name is None else f", key {key_name}"
-    how = "no answer" if status is None else str(status)
-    what = f'{client[0]}:{client[1]} "{scope["method"]} {shown}" {how}'
-    ACCESS.info("%s in %.3f s, request %s%s", what, seconds, number, whose)
+    key = "" if key_name is None else f", key {key_name}"
+    outcome = "no answer" if status is None else str(status)
+    line = f'{client[0]}:{client[1]} "{scope["method"]} {shown}" {outcome}'
+    ACCESS.info("%s in %.3f s, request %s%s", line, seconds, request_id, key)
 
 
-class Numbered(logging.Filter):
-    """Puts the request's number in front of what is logged while it is worked on."""
+class RequestIdFilter(logging.Filter):
+    """Puts the request id in front of every message that is logged while the request is handled."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        number = NUMBER.get()
-        if number is not None:
-            record.msg, record.args = f"request {number}: {record.getMessage()}", ()
+        request_id = CURRENT_ID.get()
+        if request_id is not None:
+            record.msg, record.args = f"request {request_id}: {record.getMessage()}", ()
         return True
 
 
-def number_logs(names: Iterable[str] = ("uvicorn.error", "asyncio", "whorl.serve")) -> None:
-    numbered = Numbered()
+def add_request_ids(names: Iterable[str] = ("uvicorn.error", "asyncio", "whorl.serve")) -> None:
+    """Add the filter to these loggers."""
+    request_ids = RequestIdFilter()
     for name in names:
-        logging.getLogger(name).addFilter(numbered)
+        logging.getLogger(name).addFilter(request_ids)

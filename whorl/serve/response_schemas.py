@@ -1,4 +1,4 @@
-"""What clients may send to `/v1/responses`. A field that is not here is refused by name, as in `schemas`."""
+"""Request schemas of `/v1/responses`. A field that is not declared here is refused by name, as in `schemas`."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,8 @@ from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
 
 
-def _kind(given: Any, default: str | None = None) -> str | None:
-    kind = given.get("type", default) if isinstance(given, dict) else getattr(given, "type", default)
+def _kind(value: Any, default: str | None = None) -> str | None:
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
     return kind if isinstance(kind, str) else None
 
 
@@ -45,7 +45,7 @@ Part = Annotated[
     | Annotated[Refusal, Tag("refused")]
     | Annotated[InputImage, Tag("picture")],
     Discriminator(
-        lambda given: _PARTS.get(_kind(given) or ""),
+        lambda value: _PARTS.get(_kind(value) or ""),
         custom_error_type="kind_of_part",
         custom_error_message="a part's type is 'input_text', 'input_image', 'output_text' or 'refusal'",
     ),
@@ -57,7 +57,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
 class Item(Lenient):
-    """What clients send back has the server's id."""
+    """An item of the conversation. Items that a client sends back carry the id that the server gave them."""
 
     id: str | None = Field(None, description="no effect")
 
@@ -100,21 +100,21 @@ AnyItem = Annotated[
     | Annotated[ResultItem, Tag("result")]
     | Annotated[ReasoningItem, Tag("thought")],
     Discriminator(
-        lambda given: _ITEMS.get(_kind(given, "message") or ""),
+        lambda value: _ITEMS.get(_kind(value, "message") or ""),
         custom_error_type="kind_of_item",
         custom_error_message="an item's type is 'message', 'function_call', 'function_call_output' or 'reasoning'",
     ),
 ]
 
 
-def _has_few_parts(given: Any) -> Any:
-    """As for messages: what is inside is counted first."""
-    if isinstance(given, list):
-        inner = [each.get(name) for each in given if isinstance(each, dict) for name in ("content", "output")]
-        count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+def _has_few_parts(items: Any) -> Any:
+    """Count items and parts before they are validated, as `schema_parts._has_few_parts` does for messages."""
+    if isinstance(items, list):
+        inner = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output")]
+        count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
         if count > MAX_PARTS:
-            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are taken")
-    return given
+            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are allowed")
+    return items
 
 
 Input = Annotated[
@@ -123,7 +123,7 @@ Input = Annotated[
 ]
 
 
-# ---- what is asked of the answer
+# ---- tools, format and reasoning of the answer
 
 
 class FunctionTool(Lenient):
@@ -159,7 +159,7 @@ class ReasoningOptions(Strict):
 
 
 class TokensRequest(Strict):
-    """What a prompt is made of."""
+    """The fields that make up the prompt."""
 
     input: Input
     model: str | None = None
@@ -175,8 +175,8 @@ class TokensRequest(Strict):
 
     @field_validator("previous_response_id", "conversation", mode="before")
     @classmethod
-    def _is_not_kept(cls, given: Any) -> None:
-        if given is not None:
+    def _is_not_stored(cls, value: Any) -> None:
+        if value is not None:
             raise ValueError("this server keeps no responses: send the whole conversation in input")
 
 
@@ -188,14 +188,14 @@ class ResponsesRequest(TokensRequest, Guided):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    # As the older interface takes them.
+    # Fields of chat completions that this interface takes too.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    # OpenAI's, without an effect.
+    # OpenAI's fields that have no effect here.
     background: Literal[False] | None = None
     max_tool_calls: int | None = Field(None, description="no effect: the client runs the tools")
     metadata: dict[str, Any] | None = Field(None, description="given back")

@@ -1,4 +1,4 @@
-"""The addresses of the server, and what /openapi.json says of them."""
+"""The routes of the server, and what /openapi.json says about them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: "FastAPI", service: "Service") -> None:
-    """Each address, what it answers with, and what it refuses with."""
+    """Add every route with its handler, the schema of its answer and the statuses of its errors."""
 
     def refusing(*codes: int) -> dict[int | str, dict[str, Any]]:
         return {code: {"model": ErrorResponse} for code in codes}
@@ -50,7 +50,7 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
 
 
 def _streamed(model: Any) -> dict[str, Any]:
-    """An answer that comes whole, or with `stream` as events; the schema of those is that of one event."""
+    """Describe an answer that is one object, or with `stream` a series of events, of which the schema shows one."""
     lines = {"event": {"type": "string"}, "data": {"type": "string"}}
     event = {"type": "object", "properties": lines, "required": ["data"]}
     return {"model": model, "content": {"text/event-stream": {"schema": event}}}

@@ -1,4 +1,4 @@
-"""The requests in progress, so that the end of a shutdown can end them: each one still gets its answer, an error."""
+"""Tracks the requests in progress, so that a shutdown whose time is up can end each of them with an error."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,16 +8,16 @@ from .engine_thread import EngineError
 
 
 class Running:
-    """Belongs to one event loop."""
+    """The requests in progress on one event loop. num_ended: how many were ended before they had finished."""
 
     def __init__(self) -> None:
         self._limits: set[asyncio.Timeout] = set()
         self._reason: str | None = None
-        self.num_ended = 0  # requests that were not let finish
+        self.num_ended = 0
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Around the work for one request; EngineError inside once requests are ended."""
+        """Surround the work for one request; raises EngineError inside it once `end` is called."""
         if self._reason is not None:
             raise EngineError(self._reason)
         limit = asyncio.timeout(None)
@@ -34,7 +34,7 @@ class Running:
             raise
 
     def end(self, reason: str) -> None:
-        """End what runs, and refuse what comes."""
+        """End all requests in progress and refuse new ones."""
         self._reason = reason
         self.num_ended += len(self._limits)
         for limit in self._limits:

@@ -1,4 +1,4 @@
-"""What requests are made of: numbers, messages, tools, formats. A field that is not here is refused by name."""
+"""Parts of request schemas: numbers, messages, tools, formats. A field that is not declared is refused by name."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,40 +16,42 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 MAX_IDS = 2**20
 MAX_PARTS = 16384
-_FEW = 16  # unknown fields that are counted in an error; of more, only the first is looked at
+_FEW = 16  # up to this many unknown fields are all counted in the error; of more, only the first is named
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Looks at the size before anything inside: what is wrong with a million entries takes seconds to collect."""
+    """Check the size before the entries: collecting the errors of a million entries would take seconds."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"has {len(value)} entries; up to {count} are taken")
+            raise ValueError(f"has {len(value)} entries; up to {count} are allowed")
         return value
 
     return BeforeValidator(check)
 
 
-# Of a list's faults the first is reported, and the rest of it is not read.
+# fail_fast: validation stops at the first invalid entry of a list.
 Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_IDS), at_most(MAX_IDS)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Strict(BaseModel):
+    """A schema that refuses undeclared fields, infinities and NaN."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > len(cls.model_fields) + _FEW:
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + _FEW:
             known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next(name for name in given if name not in known)
+            unknown = next(name for name in value if name not in known)
             raise ValueError(f"{str(unknown)[:64]!r} is not a parameter that this server knows, nor are many others")
-        return given
+        return value
 
 
-# What clients put into messages beside OpenAI's fields, and send back as they got it. It says nothing to a model.
-_ADDED = frozenset(
+# Fields that client libraries add to messages and send back. No model needs them.
+_CLIENT_FIELDS = frozenset(
     {
         *("provider_specific_fields", "annotations", "cache_control", "citations", "logprobs", "parsed"),
         *("parsed_arguments", "phase", "reasoning_details", "status", "thinking_blocks", "weight"),
@@ -58,16 +60,18 @@ _ADDED = frozenset(
 
 
 class Lenient(Strict):
-    """Part of a conversation: what clients add to it is left out, and so is an unknown field that is null."""
+    """Part of a conversation: fields that client libraries add, and unknown fields that are null, are dropped."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_clients_add(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
+    def _drop_client_fields(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {
-            name: value for name, value in given.items() if name in known or (value is not None and name not in _ADDED)
+            name: value
+            for name, value in fields.items()
+            if name in known or (value is not None and name not in _CLIENT_FIELDS)
         }
 
 
@@ -104,12 +108,12 @@ class VideoPart(Lenient):
 _KINDS = {"text": "words", "image_url": "picture", "video_url": "video"}
 
 
-def _kind_of_part(given: Any) -> str | None:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+def _kind_of_part(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     return _KINDS.get(kind) if isinstance(kind, str) else None
 
 
-# Tags that are no names of fields, which stand beside them in the place of an error.
+# The tags appear in the location of an error beside field names, so none of them is the name of a field.
 Part = Annotated[
     Annotated[TextPart, Tag("words")] | Annotated[ImagePart, Tag("picture")] | Annotated[VideoPart, Tag("video")],
     Discriminator(
@@ -190,12 +194,12 @@ class ResponseFormat(Strict):
 
 
 def _has_few_parts(messages: Any) -> Any:
-    """What is in the messages is counted first, as it takes a few microseconds each to look at."""
-    given = messages if isinstance(messages, list) else []
-    inner = [each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls")]
-    count = len(given) + sum(len(each) for each in inner if isinstance(each, list))
+    """Count messages, parts and calls before they are validated: each takes a few microseconds to validate."""
+    outer = messages if isinstance(messages, list) else []
+    inner = [message.get(name) for message in outer if isinstance(message, dict) for name in ("content", "tool_calls")]
+    count = len(outer) + sum(len(parts) for parts in inner if isinstance(parts, list))
     if count > MAX_PARTS:
-        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are taken")
+        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are allowed")
     return messages
 
 

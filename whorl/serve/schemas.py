@@ -1,6 +1,6 @@
-"""What clients may send. A field that is not here is refused by name: none is ignored without a word.
+"""Request schemas. A field that is not declared here is refused by name; none is ignored silently.
 
-Fields marked "no effect" are OpenAI's and change nothing that this server answers.
+Fields marked "no effect" are OpenAI's and do not change this server's answers.
 """
 
 from typing import Annotated, Any, Literal
@@ -35,7 +35,7 @@ MAX_PROMPTS = 4096
 
 
 class Sampling(Guided):
-    """What both ways of asking share."""
+    """The fields that chat and completions share."""
 
     model: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
@@ -68,7 +68,7 @@ class Sampling(Guided):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the answer must follow one."""
+        """Whether the answer must follow a grammar."""
         raise NotImplementedError
 
     @property
@@ -83,17 +83,17 @@ class Sampling(Guided):
 
 
 class TokenDetails(Strict):
-    """What to tell of each token, beside where it came from."""
+    """What to report about each token, beside its source."""
 
     top: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
-        None, description="its log-probability and so many runners-up; null: neither, and the engine may run ahead"
+        None, description="its log-probability and this many alternatives; null: neither, and the engine may run ahead"
     )
-    prompt: bool = Field(False, description="the prompt's last tokens too, and how many the cache held")
+    prompt: bool = Field(False, description="also the prompt's last tokens, and how many the prefix cache had")
 
 
 class ChatRequest(Sampling):
     messages: Messages
-    token_details: TokenDetails | None = Field(None, description="this server's own: see docs/page.md")
+    token_details: TokenDetails | None = Field(None, description="an extension of this server: see docs/page.md")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -128,7 +128,7 @@ class ChatRequest(Sampling):
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not in tools {names[:64]}")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: required, and there are no tools")
+            raise ValueError("tool_choice: required needs tools, and there are none")
         if self.forces_a_tool and _is_json(self.response_format):
             raise ValueError("response_format: JSON and a forced tool call exclude each other")
         if self.constraint is not None and (self.forces_a_tool or _is_json(self.response_format)):
@@ -142,7 +142,7 @@ class ChatRequest(Sampling):
 
     @property
     def num_top(self) -> int | None:
-        """Alternatives to report with each token; None: nor its own log-probability."""
+        """How many alternatives to report with each token; None: no log-probabilities at all."""
         if self.token_details is not None:
             return self.token_details.top
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -156,11 +156,14 @@ class ChatRequest(Sampling):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-def kind_of_prompt(given: Any) -> str:
-    """By its first entry: each kind by itself would have something to say about every entry of another."""
-    if not isinstance(given, list):
+def kind_of_prompt(prompt: Any) -> str:
+    """Tell the kind of a prompt from its first entry.
+
+    Without this, pydantic would try every kind and report errors for every entry of a long list.
+    """
+    if not isinstance(prompt, list):
         return "text"
-    first = given[0] if given else ""
+    first = prompt[0] if prompt else ""
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
@@ -203,8 +206,8 @@ class CompletionRequest(Sampling):
         return 1 if is_one else len(self.prompt)
 
 
-def _is_json(asked: ResponseFormat | None) -> bool:
-    return asked is not None and asked.type != "text"
+def _is_json(response_format: ResponseFormat | None) -> bool:
+    return response_format is not None and response_format.type != "text"
 
 
 class TokenizeRequest(Strict):

@@ -1,4 +1,4 @@
-"""What the server does for each address. `openai.create_app` says which address that is."""
+"""The handlers of the server's routes. `routes.add_routes` says which route each handler serves."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
-from .dialects import REQUEST_NUMBER
+from .dialects import REQUEST_ID
 from .engine_thread import EngineThread
-from .gate import KEY_NUMBER, ApiError
+from .gate import KEY_INDEX, ApiError
 from .key_limits import KeyUse
 from .logprobs import TokenTexts
 from .media_intake import MediaIntake
@@ -27,7 +27,7 @@ from .running import Running
 from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import ServerSettings
-from .stream import EventStream, unless_gone
+from .stream import EventStream, unless_disconnected
 from .token_details import DetailWriter
 from .worker_pool import WorkerPool
 
@@ -40,10 +40,13 @@ _R = TypeVar("_R", bound=Sampling)
 
 
 class Service:
-    """One model, asked over HTTP. processor: of its pictures, closed with the service; None: it takes none."""
+    """Serves one model over HTTP.
+
+    processor: reads the pictures of a vision model and is closed with the service; None: the model takes text only.
+    """
 
     def __init__(self, llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> None:
-        tokenizer: Any = llm.tokenizer  # the engine asks less of it than the server
+        tokenizer: Any = llm.tokenizer  # the engine's type has fewer methods than the server uses
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
         self.settings = settings
@@ -56,11 +59,12 @@ class Service:
         readiness = Readiness(steps if self.warmup == "off" else shown(steps))
         self.engine = EngineThread(llm, self.metrics, max_queue=settings.max_queue, readiness=readiness)
         self.running = Running()
-        self.uses = [KeyUse(key) for key in settings.who]
+        self.uses = [KeyUse(key) for key in settings.all_keys]
         state = {"tokenizer": self.tokenizer.state(), "vocab_size": llm.vocab_size, "memory": settings.job_memory}
         self._prompts = WorkerPool("prompt", state | {"seconds": settings.job_seconds}, max_queue=settings.max_queue)
-        half = {"seconds": settings.job_seconds / 2, "memory": settings.job_memory // 4}  # done again in this process
-        self._schemas = WorkerPool("schema", state | half, max_queue=settings.max_queue)
+        # A grammar is compiled again in this process, so its worker gets half the time and a quarter of the memory.
+        reduced = {"seconds": settings.job_seconds / 2, "memory": settings.job_memory // 4}
+        self._schemas = WorkerPool("schema", state | reduced, max_queue=settings.max_queue)
         self._media = None if processor is None else MediaIntake(processor, settings)
         self._preparer = Preparer(
             tokenizer,
@@ -94,19 +98,23 @@ class Service:
     # ---- generating
 
     async def chat_completions(self, request: ChatRequest, http: Request) -> Response:
-        """A reply to a conversation."""
-        asked = request.token_details
-        details = None if asked is None else DetailWriter(asked, self._texts, self.tokenizer, self.drafted_by)
+        """Reply to a conversation."""
+        options = request.token_details
+        details = None if options is None else DetailWriter(options, self._texts, self.tokenizer, self.drafted_by)
         return await self.generate(request, http, self._preparer.chat, lambda run: ChatReply(request, run, details))
 
     async def completions(self, request: CompletionRequest, http: Request) -> Response:
-        """What comes after a text or after token ids; one prompt or several."""
+        """Continue a text or token ids; one prompt or several."""
         return await self.generate(request, http, self._preparer.completion, lambda run: CompletionReply(request, run))
 
     async def generate(
         self, request: _R, http: Request, prepare: Callable[[_R], Awaitable[Prepared]], reply: Callable[[Run], Reply]
     ) -> Response:
-        """The answer to a request, whole or as a stream, in whatever shape `reply` gives it."""
+        """Generate for a request and return one JSON object or an event stream, as `request.stream` says.
+
+        prepare: turns the request into prompts and sampling parameters. reply: builds the object that formats the
+        answer. Raises ApiError and the errors of `EngineThread.submit`.
+        """
         model = self.model_name(request.model)
         self.engine.check()
         self.engine.check_size((request.n or 1) * request.num_prompts)
@@ -119,47 +127,47 @@ class Service:
 
         def close() -> None:
             self.engine.close(job)
-            if self.uses and (key := http.scope.get(KEY_NUMBER)) is not None:
+            if self.uses and (key := http.scope.get(KEY_INDEX)) is not None:
                 self.uses[key].charge(sum(len(seq.token_ids) for seq in job.sequences))
 
         run = Run(
             prepared=replace(prepared, media=()),
             job=job,
             model=model,
-            number=http.scope[REQUEST_NUMBER],
+            request_id=http.scope[REQUEST_ID],
             texts=self._texts,
             end_think=self.tokenizer.token_id(END_THINK),
         )
-        made = reply(run)
+        formatter = reply(run)
         if request.stream:
-            return EventStream(made.chunks(deadline), http.scope, close=close)
+            return EventStream(formatter.chunks(deadline), http.scope, close=close)
 
-        async def whole() -> Response:
-            return JSONResponse(await made.whole(deadline))
+        async def complete() -> Response:
+            return JSONResponse(await formatter.complete(deadline))
 
         try:
-            return await unless_gone(http, whole())
+            return await unless_disconnected(http, complete())
         finally:
             close()
 
     def _salt(self, request: Sampling, http: Request) -> str | None:
-        """Whose cache a request may find its prompt in: each key has its own, and in it each salt."""
+        """Return the salt of the prefix cache: requests share it only with the same API key and the same salt."""
         if len(self.settings.keys) < 2 and request.cache_salt is None:
             return None
-        return f"{http.scope.get(KEY_NUMBER)} {request.cache_salt or ''}"
+        return f"{http.scope.get(KEY_INDEX)} {request.cache_salt or ''}"
 
-    def model_name(self, asked: str | None) -> str:
-        """The name that the client used."""
+    def model_name(self, name: str | None) -> str:
+        """Return the name by which the answer calls the model; ApiError 404 for a name that it does not have."""
         names = self.settings.names
-        if asked is not None and asked not in names:
-            has = ", ".join(names)
-            raise ApiError(404, f"the model {asked!r} is not here. Has: {has}", param="model", code="model_not_found")
-        return asked or names[0]
+        if name is not None and name not in names:
+            message = f"the model {name!r} is not served here. Served: {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or names[0]
 
     # ---- tokens
 
     async def tokenize(self, request: TokenizeRequest) -> Response:
-        """The ids of a text or of a conversation."""
+        """Return the token ids of a text or of a conversation."""
         self.model_name(request.model)
         if request.messages is None:
             assert request.prompt is not None
@@ -168,20 +176,20 @@ class Service:
         else:
             variables = dict(request.chat_template_kwargs or {})
             items = await self._preparer.media(request.messages, max_tokens=MAX_IDS)
-            given = request.messages, request.tools, request.add_generation_prompt, variables, items
-            ids = (await self._preparer.render(*given, max_tokens=MAX_IDS))["ids"]
-        found = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
+            template_input = request.messages, request.tools, request.add_generation_prompt, variables, items
+            ids = (await self._preparer.render(*template_input, max_tokens=MAX_IDS))["ids"]
+        body = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
         if request.return_token_strs:
-            found["token_strs"] = [self._texts.name(i) for i in ids]
-        return JSONResponse(found)  # as it is: FastAPI would look at each id by itself, for seconds
+            body["token_strs"] = [self._texts.name(i) for i in ids]
+        return JSONResponse(body)  # FastAPI would validate a plain dict id by id, which takes seconds
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
-        """The text of ids."""
+        """Return the text of token ids."""
         self.model_name(request.model)
         return JSONResponse({"prompt": await self._preparer.decode(request.tokens)})
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        """What a client needs to know to cut texts as this model does."""
+        """Describe the tokenizer, so that a client can tokenize as this model does."""
         eos_id, bos_id = next(iter(self.tokenizer.eos_ids), None), self.tokenizer.bos_id
         return {
             "tokenizer_class": type(self.tokenizer).__name__,
@@ -195,38 +203,39 @@ class Service:
     # ---- the server itself
 
     async def models(self) -> dict[str, Any]:
-        """The model, by each of its names."""
+        """List the model under each of its names."""
         return {"object": "list", "data": [self._card(name) for name in self.settings.names]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """One model."""
+        """Describe one model."""
         return self._card(self.model_name(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
-        return about | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
+        fields = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
+        return fields | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
 
     async def health(self) -> Response:
-        """200 while the engine answers; before it does, 503 with how far its warm-up is."""
+        """Return 200 while the engine serves; 503 with the progress of the warm-up before that."""
         try:
             self.engine.check()
         except WarmingUp as error:
-            refused, at = ApiError.of(error), error.progress
-            body = {"status": "warming_up", "done": at.done if at else 0, "total": at.total if at else None}
-            return JSONResponse(body | refused.body(), refused.status, headers=dict(refused.headers or {}))
+            api_error, progress = ApiError.from_exception(error), error.progress
+            done, total = (progress.done, progress.total) if progress else (0, None)
+            body = {"status": "warming_up", "done": done, "total": total} | api_error.body()
+            return JSONResponse(body, api_error.status, headers=dict(api_error.headers or {}))
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:
             raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
         for pool in (self._prompts, self._schemas):
-            if (what := pool.stuck(self.settings.stall_seconds)) is not None:
-                raise ApiError(503, what, code="workers_stalled")
+            if (problem := pool.stall_report(self.settings.stall_seconds)) is not None:
+                raise ApiError(503, problem, code="workers_stalled")
         return JSONResponse({"status": "ok"})
 
     async def prometheus(self) -> Response:
-        """Counters in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         text, kind = self.metrics.render()
         return Response(text, media_type=kind)
 
     async def version(self) -> dict[str, str]:
-        """The server's version."""
+        """Return the server's version."""
         return {"version": __version__}

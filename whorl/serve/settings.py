@@ -1,4 +1,4 @@
-"""What a server is told once: its names, who may ask, and its limits."""
+"""The settings of a server: the model's names, who may use it, and its limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,23 +10,28 @@ from .key_limits import ApiKey
 from .parsers import check_names
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-_JOB = ("job_seconds", "job_memory")
+_JOB_LIMITS = ("job_seconds", "job_memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """names: what clients may call the model, the first is its own. Sizes in bytes, times in seconds.
+    """Validated settings of one server. Sizes are in bytes, times in seconds. Raises ValueError for invalid values.
 
-    max_queue: sequences, of requests without a token yet. timeout: of a whole request. drain: for running requests
-    after SIGTERM. stall: a step this long, or a prompt that waits this long for a worker, makes the server unhealthy.
-    origins: whose web pages may ask, beside the server's own. api_key: one, or several, which then do not share the
-    prefix cache; more_keys: others, with names and limits. allowed_hosts: names that requests may call the server by;
-    none or `*`: any. head: from a connection to its request. max_connections: None: by the limit on files. job: what a
-    prompt's template and tokens may take of a worker, in CPU time; a schema half the time and a quarter of the memory.
-    chat_template: a template's text; None: the model's own. tool_parser, reasoning_parser: how replies are taken apart,
-    by name, or auto; see `parsers`. media: what a picture or video may take; max_media_body: of requests that may hold
-    some; media_hosts, media_folder: where they may be fetched from, beside data: URIs. pooling: how embeddings come
-    about, see `embeddings.read_pooling`; None: there are none.
+    names: what clients may call the model; answers use the first one. api_key: one key, or several, which then do not
+    share the prefix cache; more_keys: further keys, with names and limits. allowed_hosts: accepted values of the header
+    Host; empty or `*`: any. origins: origins of web pages that may send requests, beside the server's own page.
+    max_body: size of a request; max_media_body: of a request that may contain pictures or videos. max_queue: how many
+    sequences may wait, counting those of requests that have no token yet. timeout: for a whole request. head_seconds:
+    from a connection's start to its request's headers. body_seconds: to receive a request's body. drain_seconds: for
+    running requests after SIGTERM. stall_seconds: a step that runs this long, or a prompt that waits this long for a
+    worker, makes the server unhealthy. max_connections: None: from the limit on open files. job_seconds, job_memory:
+    CPU time and memory that a worker may use for a prompt's template and tokens; a schema gets half the time and a
+    quarter of the memory. chat_template: the text of a template; None: the model's own. tool_parser, reasoning_parser:
+    the names of the parsers of replies, or auto; see `parsers`. media: limits on pictures and videos; media_hosts,
+    media_folder: where they may be fetched from, beside data: URIs. pooling: how the model pools embeddings, see
+    `embeddings.read_pooling`; None: it makes none.
+
+    Example: `ServerSettings(names=("qwen",), api_key="secret", max_queue=256)`.
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
@@ -55,17 +60,18 @@ class ServerSettings:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return tuple(each.key for each in self.who)
+        """The secret of every API key."""
+        return tuple(api_key.key for api_key in self.all_keys)
 
     @property
-    def who(self) -> tuple[ApiKey, ...]:
-        """Everybody who may ask, where not anybody may."""
+    def all_keys(self) -> tuple[ApiKey, ...]:
+        """Every API key with its name and limits; empty: no key is needed."""
         plain = () if self.api_key is None else (self.api_key,) if isinstance(self.api_key, str) else self.api_key
-        return (*(ApiKey(key=key, name=f"#{at + 1}") for at, key in enumerate(plain)), *self.more_keys)
+        return (*(ApiKey(key=key, name=f"#{index + 1}") for index, key in enumerate(plain)), *self.more_keys)
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
-            raise ValueError(f"serve: the model's names are {self.names}, at least one is needed")
+            raise ValueError(f"serve: names is {self.names}, expected at least one name and none empty")
         if not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
         for origin in self.origins:
@@ -73,14 +79,14 @@ class ServerSettings:
         if len(set(self.keys)) < len(self.keys):
             raise ValueError("serve: an API key is given twice")
         check_names(self.tool_parser, self.reasoning_parser)
-        sizes = ("max_body", "max_media_body", "max_queue", "max_connections", *_JOB)
+        sizes = ("max_body", "max_media_body", "max_queue", "max_connections", *_JOB_LIMITS)
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")
 
 
 def names_for(model: str | Path | None) -> tuple[str, ...]:
-    """The model's path or id, and its last part."""
+    """Return the default names of a model: its path or id, and the last component of that."""
     if model is None:
         return (DEFAULT_NAME,)
     text = str(model).rstrip("/")

@@ -1,4 +1,4 @@
-"""Server-sent events, and ways to notice that nobody listens any more."""
+"""Server-sent events, and the detection of clients that disconnect."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -8,16 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .dialects import REQUEST_NUMBER, dialect_of
+from .dialects import REQUEST_ID, dialect_for
 from .gate import STEERING, ApiError
 
-# Proxies must neither keep an answer nor collect it before passing it on.
+# Proxies must neither cache an answer nor buffer it before passing it on.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_CLIENT_CLOSED = 499  # nginx's number; nobody reads it
+_CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
 class EventStream(StreamingResponse):
-    """Chunks as events, in the address's dialect. `close` runs when the answer is over, however it ends."""
+    """Sends chunks as events in the dialect of the route. `close` runs when the stream is over, however it ends."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], scope: Scope, close: Callable[[], None]) -> None:
         super().__init__(_events(chunks, scope), media_type="text/event-stream", headers=_HEADERS)
@@ -31,33 +31,33 @@ class EventStream(StreamingResponse):
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncIterator[str]:
-    dialect = dialect_of(scope["path"])
+    dialect = dialect_for(scope["path"])
     try:
         async for chunk in chunks:
             yield dialect.event(chunk)
     except STEERING:
         raise
-    except BaseException as error:  # the status is out: the error travels in the stream
-        yield dialect.last_event(ApiError.of(error), scope.get(REQUEST_NUMBER))
+    except BaseException as error:  # status 200 has been sent already, so the error is an event
+        yield dialect.last_event(ApiError.from_exception(error), scope.get(REQUEST_ID))
     else:
         yield dialect.done
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of the work, which is cancelled when the client closes the connection."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return the result of `work`; cancel it when the client closes the connection first."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
+    watch = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         return Response(status_code=_CLIENT_CLOSED)
     finally:
-        for each in (task, watch):
-            each.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What an answer must look like, in vLLM's spelling: `structured_outputs`, and the older `guided_json` and its kin."""
+"""Request fields that constrain the answer, with vLLM's names: `structured_outputs` and the older `guided_` fields."""
 
 import json
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=T
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """param: the field of the request that asks for it."""
+    """A constraint on the answer. param: the field of the request that it is from."""
 
     kind: Kind
     value: Any
     param: str
 
 
-def _read_schema(given: Any) -> Any:
-    """A schema may come as text."""
-    if not isinstance(given, str):
-        return given
+def _read_schema(schema: Any) -> Any:
+    """Parse a schema that is sent as text."""
+    if not isinstance(schema, str):
+        return schema
     try:
-        found = json.loads(given)
+        parsed = json.loads(schema)
     except json.JSONDecodeError as error:
         raise ValueError(f"the schema is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("the schema is not a JSON object")
-    return found
+    return parsed
 
 
 class StructuredOutputs(Strict):
@@ -47,23 +47,24 @@ class StructuredOutputs(Strict):
 
     @field_validator("json_", mode="before")
     @classmethod
-    def _schema(cls, given: Any) -> Any:
-        return _read_schema(given)
+    def _schema(cls, schema: Any) -> Any:
+        return _read_schema(schema)
 
     @model_validator(mode="after")
-    def _is_one(self) -> "StructuredOutputs":
-        if len(self.asked()) != 1:
-            raise ValueError(f"exactly one of {', '.join(_KINDS)} is given, not {len(self.asked())}")
+    def _has_one_constraint(self) -> "StructuredOutputs":
+        if len(self.constraints()) != 1:
+            raise ValueError(f"give exactly one of {', '.join(_KINDS)}, not {len(self.constraints())}")
         return self
 
-    def asked(self) -> list[Constraint]:
+    def constraints(self) -> list[Constraint]:
+        """Return the constraints of the fields that are set."""
         values: dict[Kind, Any] = {"json": self.json_, "json_object": self.json_object or None, "regex": self.regex}
         values |= {"choice": self.choice, "grammar": self.grammar}
         return [Constraint(kind, value, "structured_outputs") for kind, value in values.items() if value is not None]
 
 
 class Guided(Strict):
-    """Fields of requests that generate."""
+    """The fields for constraints, which all requests that generate have."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -74,22 +75,23 @@ class Guided(Strict):
 
     @field_validator("guided_json", mode="before")
     @classmethod
-    def _schema(cls, given: Any, info: ValidationInfo) -> Any:
-        return _read_schema(given)
+    def _schema(cls, schema: Any, info: ValidationInfo) -> Any:
+        return _read_schema(schema)
 
     @model_validator(mode="after")
     def _constraints_exclude_each_other(self) -> "Guided":
-        if len(names := [each.param for each in self._constraints()]) > 1:
+        if len(names := [constraint.param for constraint in self._constraints()]) > 1:
             raise ValueError(f"{' and '.join(names)} exclude each other")
         return self
 
     @property
     def constraint(self) -> Constraint | None:
+        """The request's constraint; None: it has none."""
         return next(iter(self._constraints()), None)
 
     def _constraints(self) -> list[Constraint]:
-        found = [] if self.structured_outputs is None else self.structured_outputs.asked()
+        constraints = [] if self.structured_outputs is None else self.structured_outputs.constraints()
         for kind in _GUIDED:
             if (value := getattr(self, f"guided_{kind}")) is not None:
-                found.append(Constraint(kind, value, f"guided_{kind}"))
-        return found
+                constraints.append(Constraint(kind, value, f"guided_{kind}"))
+        return constraints

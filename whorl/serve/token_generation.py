@@ -1,7 +1,7 @@
-"""`/inference/v1/generate`: token ids in, token ids out, by vLLM's address and fields. No text is made or read.
+"""`/inference/v1/generate`: token ids in, token ids out, with vLLM's route and fields. There is no text.
 
-For programs that hold the tokenizer themselves, as trainers that sample do: what a model was given and what it chose,
-with the log-probability of each, exactly.
+It is for programs that have the tokenizer themselves, such as trainers that sample: they get exactly the tokens that
+the model read and generated, with the log-probability of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GenerateParams(Strict):
-    """What is left out is the model's own, as elsewhere."""
+    """Sampling parameters. Those that are left out come from the model's recommendations, as for the other routes."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(16, description="null: as many as fit")
     min_tokens: Count = 0
@@ -55,44 +55,48 @@ class GenerateRequest(Strict):
     stream_options: StreamOptions | None = None
 
     def completion(self) -> CompletionRequest:
-        """The same request of a completion, which checks what both have."""
-        left = {"prompt_logprobs", "detokenize"}
-        given = self.sampling_params.model_dump(exclude=left, exclude_none=True)
-        given["max_tokens"] = self.sampling_params.max_tokens
-        whole = {name: getattr(self, name) for name in ("model", "cache_salt", "stream", "stream_options")}
-        given |= {name: value for name, value in whole.items() if value is not None}
+        """Return the equivalent completion request, which validates the fields that both have."""
+        excluded = {"prompt_logprobs", "detokenize"}
+        fields = self.sampling_params.model_dump(exclude=excluded, exclude_none=True)
+        fields["max_tokens"] = self.sampling_params.max_tokens
+        outer = {name: getattr(self, name) for name in ("model", "cache_salt", "stream", "stream_options")}
+        fields |= {name: value for name, value in outer.items() if value is not None}
         try:
-            return CompletionRequest(prompt=self.token_ids, **given)
+            return CompletionRequest(prompt=self.token_ids, **fields)
         except ValidationError as error:
-            raise validation_error(error.errors(), given) from None
+            raise validation_error(error.errors(), fields) from None
 
 
 class TokensApi:
+    """The handler of `/inference/v1/generate`."""
+
     def __init__(self, service: "Service") -> None:
         self._service = service
 
     async def generate(self, request: GenerateRequest, http: Request) -> Response:
-        """What comes after token ids, as token ids."""
-        asked = request.completion()
+        """Continue token ids with token ids."""
+        completion = request.completion()
         prepare = self._service.preparer.tokens(request.sampling_params.prompt_logprobs)
-        return await self._service.generate(asked, http, prepare, lambda run: TokensReply(request, asked, run))
+        return await self._service.generate(
+            completion, http, prepare, lambda run: TokensReply(request, completion, run)
+        )
 
 
 class TokensReply(Reply):
-    """Of one prompt, as many choices as copies."""
+    """Formats the n choices for one prompt as token ids."""
 
-    def __init__(self, request: GenerateRequest, asked: CompletionRequest, run: Run) -> None:
-        super().__init__(asked, run)
-        self._number, self._asked = run.number, request.sampling_params
+    def __init__(self, request: GenerateRequest, completion: CompletionRequest, run: Run) -> None:
+        super().__init__(completion, run)
+        self._request_id, self._params = run.request_id, request.sampling_params
         self._ids: list[list[int]] = [[] for _ in self.job.sequences]
         self._logprobs: list[list[Logprob]] = [[] for _ in self.job.sequences]
         self._reasons: list[str | None] = [None] * len(self.job.sequences)
 
-    async def whole(self, deadline: float) -> dict[str, Any]:
+    async def complete(self, deadline: float) -> dict[str, Any]:
         async for output in self.job.outputs(deadline):
             self.collect(output)
         choices = [self.choice(index) for index in range(len(self.job.sequences))]
-        return {**self._about(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
+        return {**self._header(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -109,35 +113,35 @@ class TokensReply(Reply):
         self._ids[output.index], self._logprobs[output.index] = [], []
 
     def choice(self, index: int) -> dict[str, Any]:
-        has_logprobs = self._asked.logprobs is not None
-        logprobs = {"content": [_entry(one) for one in self._logprobs[index]]} if has_logprobs else None
+        has_logprobs = self._params.logprobs is not None
+        logprobs = {"content": [_entry(token) for token in self._logprobs[index]]} if has_logprobs else None
         reason = self._reasons[index]
         return {"index": index, "token_ids": self._ids[index], "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = super()._chunk(choices)
-        return {**self._about(), "choices": choices} | {n: chunk[n] for n in ("usage",) if n in chunk}
+        return {**self._header(), "choices": choices} | {n: chunk[n] for n in ("usage",) if n in chunk}
 
-    def _about(self) -> dict[str, Any]:
-        return {"request_id": self._number, "model": self._head["model"]}
+    def _header(self) -> dict[str, Any]:
+        return {"request_id": self._request_id, "model": self._head["model"]}
 
     def _prompt(self) -> list[Any] | None:
-        """Of each token of the prompt, by vLLM's form: the first has none."""
-        if self._asked.prompt_logprobs is None:
+        """Return the log-probabilities of the prompt's tokens in vLLM's form: the first token has none."""
+        if self._params.prompt_logprobs is None:
             return None
-        return [None, *(_by_id(one) for one in self.job.sequences[0].prompt_logprobs)]
+        return [None, *(_logprobs_by_id(token) for token in self.job.sequences[0].prompt_logprobs)]
 
 
-def _entry(one: Logprob) -> dict[str, Any]:
-    """OpenAI's form, with ids in the place of texts, as vLLM writes them."""
-    tops = [_token(*other) for other in one.top]
-    return _token(one.token_id, one.logprob) | {"top_logprobs": tops}
+def _entry(token: Logprob) -> dict[str, Any]:
+    """Return OpenAI's form of a log-probability, with ids in place of texts, as vLLM writes them."""
+    tops = [_token(*other) for other in token.top]
+    return _token(token.token_id, token.logprob) | {"top_logprobs": tops}
 
 
 def _token(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}
 
 
-def _by_id(one: Logprob) -> dict[str, Any]:
-    pairs: Sequence[tuple[int, float]] = [(one.token_id, one.logprob), *one.top]
+def _logprobs_by_id(token: Logprob) -> dict[str, Any]:
+    pairs: Sequence[tuple[int, float]] = [(token.token_id, token.logprob), *token.top]
     return {str(token_id): {"logprob": finite(logprob)} for token_id, logprob in reversed(pairs)}

@@ -1,4 +1,4 @@
-"""Tool calls that must come: the grammar that forces them, in the form that the model writes."""
+"""The grammar that forces a tool call, in the form in which the model writes calls."""
 
 import json
 import re
@@ -27,19 +27,22 @@ def call_grammar(
     is_parallel: bool,
     tokenizer: "Tokenizer",
 ) -> str:
-    """A grammar, in llguidance's Lark, of which every sentence is a call of one of the tools."""
+    """Return a grammar in llguidance's Lark that accepts exactly the calls of the chosen tools.
+
+    is_parallel: several calls may follow each other. Raises ApiError 400 when the form of calls has no grammar.
+    """
     chosen = [t for t in tools if isinstance(choice, str) or t.function.name == choice.function.name]
     has_more = is_parallel and isinstance(choice, str)
     if issubclass(form, JsonCalls):
         return _json_grammar(form, chosen, has_more, _Quotes(tokenizer))
     if issubclass(form, TaggedCalls):
         return _tagged_grammar(form, chosen, has_more, _Quotes(tokenizer))
-    message = f"tool_choice: the tool parser {form.__name__} has no grammar that could force a call: say auto"
+    message = f"tool_choice: the tool parser {form.__name__} has no grammar that could force a call: use auto"
     raise ApiError(400, message, param="tool_choice")
 
 
 class _Quotes:
-    """Writes texts into a grammar. A tag that is a token of its own has no text that a quoted string would match."""
+    """Quotes texts for a grammar. Special tokens are written as ids, as no quoted string would match them."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._ids = {tokenizer.token(i): i for i in tokenizer.added_ids}
@@ -47,11 +50,11 @@ class _Quotes:
         self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
     def __call__(self, text: str) -> str:
-        parts, at = [], 0
+        parts, start = [], 0
         for token in self._pattern.finditer(text):
-            parts += [_string(text[at : token.start()]), f"<[{self._ids[token[0]]}]>"]
-            at = token.end()
-        return " ".join(part for part in [*parts, _string(text[at:])] if part != _EMPTY)
+            parts += [_string(text[start : token.start()]), f"<[{self._ids[token[0]]}]>"]
+            start = token.end()
+        return " ".join(part for part in [*parts, _string(text[start:])] if part != _EMPTY)
 
 
 def _string(text: str) -> str:
@@ -66,11 +69,11 @@ def _json(schema: Any) -> str:
 
 
 def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
-    more = f" ({quoted(form.between)} call)*" if has_more else ""
+    repetition = f" ({quoted(form.between)} call)*" if has_more else ""
     end = quoted(f"\n{form.end}") if form.end else ""
     bodies = [f"body{number}: {_json(_call_schema(tool, form.arguments))}" for number, tool in enumerate(tools)]
     body = " | ".join(f"body{number}" for number in range(len(tools)))
-    return "\n".join([f"start: call{more}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
+    return "\n".join([f"start: call{repetition}", f"call: {quoted(form.begin)} ({body}) {end}", *bodies, ""])
 
 
 def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
 
 
 def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a schema's references point to, from the root."""
+    """Return the definitions that a schema's references point to, which must stand at the root."""
     return {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
 
 
@@ -94,12 +97,12 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
 def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
     calls = " | ".join(f"call{number}" for number in range(len(tools)))
     begin, end = quoted(f"{form.open}\n"), quoted(f"\n{form.close}")
-    many = 'call ("\\n" call)*' if has_more else "call"
+    calls_rule = 'call ("\\n" call)*' if has_more else "call"
     if form.is_alone:
-        more = ' ("\\n" block)*' if has_more else ""
-        start = f"block{more}\nblock: {begin} call {end}"
+        repetition = ' ("\\n" block)*' if has_more else ""
+        start = f"block{repetition}\nblock: {begin} call {end}"
     else:
-        start = f"{begin} {many} {end}"
+        start = f"{begin} {calls_rule} {end}"
     lines = [f"start: {quoted(form.before)} {start}", f"call: {calls}"]
     for number, tool in enumerate(tools):
         lines += _Call(form, number, tool, quoted).rules()
@@ -107,7 +110,7 @@ def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bo
 
 
 class _Call:
-    """The rules of one tool."""
+    """Builds the grammar rules of one tool."""
 
     def __init__(self, form: type[TaggedCalls], number: int, tool: Tool, quoted: _Quotes) -> None:
         self._form, self._number, self._tool, self._quoted = form, number, tool, quoted
@@ -115,10 +118,10 @@ class _Call:
         self._line = "\n" if form.has_lines else ""
 
     def rules(self) -> list[str]:
-        # Anything may stand there: a client wrote it.
-        properties = found if isinstance(found := self._parameters.get("properties"), dict) else {}
-        required = found if isinstance(found := self._parameters.get("required"), list) else []
-        names = [f"value{self._number}_{at}" for at in range(len(properties))]
+        # A client wrote the schema, so its fields may have any type.
+        properties = value if isinstance(value := self._parameters.get("properties"), dict) else {}
+        required = value if isinstance(value := self._parameters.get("required"), list) else []
+        names = [f"value{self._number}_{index}" for index in range(len(properties))]
         parts = [
             f'{name} "\\n"' if key in required else f'({name} "\\n")?'
             for name, key in zip(names, properties, strict=True)
@@ -132,26 +135,26 @@ class _Call:
             parts, rules = [f'(value{self._number} "\\n")*'], self._any_value(f"value{self._number}")
         form, name = self._form, self._tool.function.name
         begin = self._quoted(f"{form.begin}{name}{form.name_end}\n")
-        # Without parameters DeepSeek-V3.2 writes an empty line.
+        # DeepSeek-V3.2 writes an empty line for a call without parameters.
         empty = "" if required else ' "\\n"?'
         return [f"call{self._number}: {begin}{empty} {' '.join(parts)} {self._quoted(form.end)}", *rules]
 
     def _value(self, name: str, key: str, schema: Any) -> list[str]:
         end = f"{self._line}{self._form.parameter_end}"
-        given = schema if isinstance(schema, dict) else {}
-        is_text = self._form.is_text_schema(given)
+        schema = schema if isinstance(schema, dict) else {}
+        is_text = self._form.is_text_schema(schema)
         begin = self._quoted(f"{self._form.parameter(key, is_text)}{self._line}")
-        if is_text and (values := given.get("enum") or ([given["const"]] if "const" in given else [])):
+        if is_text and (values := schema.get("enum") or ([schema["const"]] if "const" in schema else [])):
             texts = " | ".join(self._quoted(value) or _EMPTY for value in values)
             return [f"{name}: {begin} ({texts}) {self._quoted(end)}"]
         if is_text:
             return [f"{name}: {begin} {name}_text", f"{name}_text[suffix={_string(end)}]: /(?s:.*)/"]
-        whole = _definitions(self._parameters) | given
-        return [f"{name}: {begin} {name}_json {self._quoted(end)}", f"{name}_json: {_json(whole)}"]
+        complete = _definitions(self._parameters) | schema
+        return [f"{name}: {begin} {name}_json {self._quoted(end)}", f"{name}_json: {_json(complete)}"]
 
     def _any_value(self, name: str) -> list[str]:
-        """Of a tool that says nothing of its parameters: texts of any name."""
-        before, _, behind = self._form.parameter("\0", True).partition("\0")
+        """Return the rules for a tool that does not declare its parameters: text values under any names."""
+        before, _, after = self._form.parameter("\0", True).partition("\0")
         end = _string(f"{self._line}{self._form.parameter_end}")
-        opening = f"{self._quoted(before)} {_ANY_NAME} {self._quoted(f'{behind}{self._line}')}"
+        opening = f"{self._quoted(before)} {_ANY_NAME} {self._quoted(f'{after}{self._line}')}"
         return [f"{name}: {opening} {name}_text", f"{name}_text[suffix={end}]: /(?s:.*)/"]

@@ -1,4 +1,4 @@
-"""What `/v1/responses` and `/v1/messages` answer, for `/openapi.json`; see `answer_schemas`."""
+"""Schemas of the answers of `/v1/responses` and `/v1/messages`, for `/openapi.json`; see `answer_schemas`."""
 
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class ResponseUsage(Answer):
 
 
 class Response(Answer):
-    """Beside what was made, what was asked, as OpenAI's has it."""
+    """OpenAI's response object, which repeats fields of the request beside the output."""
 
     model_config = ConfigDict(extra="allow")
 

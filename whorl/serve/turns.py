@@ -1,7 +1,7 @@
-"""An answer as a list of sections: what `/v1/responses` calls items and `/v1/messages` calls blocks.
+"""Formats a reply as a list of sections, which `/v1/responses` calls items and `/v1/messages` calls blocks.
 
-Each section is opened, grows and is closed before the next; a stream says so event by event. The whole answer is made
-of the same sections, so that the two cannot differ.
+Each section is opened, extended and closed before the next one, and a stream sends an event for each of these. The
+complete response is assembled from the same sections, so that the two cannot differ.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Section:
-    """text: of a call, its arguments as the model wrote them."""
+    """Reasoning, text or one tool call. text: of a tool call, its arguments as the model wrote them."""
 
     kind: Kind
     index: int
@@ -38,45 +38,48 @@ class Section:
 
 
 class TurnReply(ParsedReply):
-    """Of a request for one answer. `finished`: the reason, once there is one; `stop`: the stop string that was met."""
+    """The reply to a request with one choice.
+
+    finish_reason: None until the sequence is finished. stop_string: the stop string that ended it.
+    """
 
     def __init__(self, request: ChatRequest, run: Run) -> None:
         super().__init__(request, run)
         self.sections: list[Section] = []
-        self.finished: str | None = None
+        self.finish_reason: str | None = None
 
     @property
-    def stop(self) -> str | None:
+    def stop_string(self) -> str | None:
         return self.job.sequences[0].text.match
 
-    async def whole(self, deadline: float) -> dict[str, Any]:
+    async def complete(self, deadline: float) -> dict[str, Any]:
         async for output in self.job.outputs(deadline):
             for _ in self._events(output):
                 pass
         return self.result()
 
     async def chunks(self, deadline: float) -> AsyncIterator[Event]:
-        for event in self.begin():
+        for event in self.begin_events():
             yield event
         async for output in self.job.outputs(deadline):
             for event in self._events(output):
                 yield event
-        for event in self.end():
+        for event in self.end_events():
             yield event
 
     def _events(self, output: StepOutput) -> Iterator[Event]:
         parts = self.parse(output)
         if parts.reasoning:
-            yield from self._grow(Kind.REASONING, parts.reasoning)
+            yield from self._extend(Kind.REASONING, parts.reasoning)
         if parts.content:
-            yield from self._grow(Kind.TEXT, parts.content)
+            yield from self._extend(Kind.TEXT, parts.content)
         for part in parts.calls:
             yield from self._call(part)
         if output.finish_reason is not None:
-            self.finished = self.reason(output)
+            self.finish_reason = self.reason(output)
             yield from self._close()
 
-    def _grow(self, kind: Kind, text: str) -> Iterator[Event]:
+    def _extend(self, kind: Kind, text: str) -> Iterator[Event]:
         if not self.sections or self.sections[-1].is_closed or self.sections[-1].kind != kind:
             yield from self._open(Section(kind, len(self.sections)))
         yield from self._add(text)
@@ -90,38 +93,43 @@ class TurnReply(ParsedReply):
     def _open(self, section: Section) -> Iterator[Event]:
         yield from self._close()
         self.sections.append(section)
-        yield from self.opened(section)
+        yield from self.open_events(section)
 
     def _add(self, text: str) -> Iterator[Event]:
         section = self.sections[-1]
         logprobs = self.take_logprobs(0)
-        new = logprobs["content"] if logprobs is not None and section.kind is Kind.TEXT else []
-        section.logprobs += new
+        new_logprobs = logprobs["content"] if logprobs is not None and section.kind is Kind.TEXT else []
+        section.logprobs += new_logprobs
         section.text += text
-        yield from self.added(section, text, new)
+        yield from self.text_events(section, text, new_logprobs)
 
     def _close(self) -> Iterator[Event]:
         if self.sections and not self.sections[-1].is_closed:
             self.sections[-1].is_closed = True
-            yield from self.closed(self.sections[-1])
+            yield from self.close_events(self.sections[-1])
 
-    # ---- what the dialects say
+    # ---- for each interface to implement
 
-    def begin(self) -> Iterator[Event]:
+    def begin_events(self) -> Iterator[Event]:
+        """Yield the events that start a stream."""
         raise NotImplementedError
 
-    def opened(self, section: Section) -> Iterator[Event]:
+    def open_events(self, section: Section) -> Iterator[Event]:
+        """Yield the events for a new section."""
         raise NotImplementedError
 
-    def added(self, section: Section, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def text_events(self, section: Section, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """Yield the events for text that was added to a section."""
         raise NotImplementedError
 
-    def closed(self, section: Section) -> Iterator[Event]:
+    def close_events(self, section: Section) -> Iterator[Event]:
+        """Yield the events for a section that is complete."""
         raise NotImplementedError
 
-    def end(self) -> Iterator[Event]:
+    def end_events(self) -> Iterator[Event]:
+        """Yield the events that end a stream."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """The whole answer, of what there is."""
+        """Return the response with all sections so far."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What is wrong with a body, as one error."""
+"""Turns the validation errors of a request's body into one API error."""
 
 import json
 from typing import Any
@@ -7,25 +7,26 @@ from .gate import ApiError
 
 
 def validation_error(errors: Any, body: Any) -> ApiError:
-    """FastAPI's list of what is wrong with a body, as one error: the first, as deep in the body as it goes.
+    """Pick one of pydantic's errors: of those at the first error's place, the one deepest in the body.
 
-    Of a field that may be one of several kinds, each kind complains; the one that got furthest was meant.
+    For a field of several kinds, pydantic reports errors of every kind; the kind that the client meant is the one that
+    got furthest.
     """
     if errors[0].get("type") == "json_invalid":
         reason = json.dumps(str(errors[0].get("ctx", {}).get("error", "")))
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     places = [_place(error, body) for error in errors]
-    meant = [i for i, place in enumerate(places) if place[: len(places[0])] == places[0]]
-    chosen = max(meant, key=lambda i: len(places[i]))
+    candidates = [i for i, place in enumerate(places) if place[: len(places[0])] == places[0]]
+    chosen = max(candidates, key=lambda i: len(places[i]))
     place, error = places[chosen], errors[chosen]
-    others = {other for other in places if other != place[: len(other)]}
-    more = f" (and {len(others)} more)" if others else ""
+    other_places = {other for other in places if other != place[: len(other)]}
+    remark = f" (and {len(other_places)} more)" if other_places else ""
     param = ".".join(step[:100] for step in place) or None
-    return ApiError(400, f"{param}: {_message(error)}{more}" if param else f"{_message(error)}{more}", param=param)
+    return ApiError(400, f"{param}: {_message(error)}{remark}" if param else f"{_message(error)}{remark}", param=param)
 
 
 def _place(error: Any, body: Any) -> tuple[str, ...]:
-    """Where in the body, without the names of the kinds that a field may have, which stand between."""
+    """Return an error's path in the body, without the tags of kinds that pydantic puts between the steps."""
     steps = [step for step in error.get("loc", ()) if step != "body"]
     place = []
     for index, step in enumerate(steps):

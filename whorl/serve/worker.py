@@ -1,8 +1,9 @@
-"""What may take for ever, in a process of its own: a model's chat template, its tokenizer, a client's grammar.
+"""A worker process for what may never end: a model's chat template, its tokenizer, a client's grammar.
 
-`worker_pool` starts this module, sends the tokenizer, then one job at a time: JSON both ways, after its length.
-A job that takes more CPU time or memory than it may ends the process, and nothing else: the template and the tokenizer
-are a stranger's, the messages and schemas are anybody's. Torch is not imported, so that a new process starts quickly.
+`worker_pool` starts this module, sends the tokenizer, then one job at a time. Both sides send JSON after its length in
+bytes. A job that exceeds its CPU time or memory ends this process and nothing else: templates and tokenizers come from
+model files, messages and schemas from clients, and neither is trusted. Torch is not imported, so that a new process
+starts quickly.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 OVER_MEMORY = "it takes more memory than this server allows"
-_PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # what the first tokens of an answer may take
-_SETUP_SECONDS = 60  # of CPU time: the vocabulary of a large model takes one or two
+_PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # CPU time that the first tokens of an answer may take in the grammar
+_SETUP_SECONDS = 60  # CPU time to load a tokenizer: the vocabulary of a large model takes one or two seconds
 
 
 class Refused(Exception):
-    """What was asked for cannot be done; the message is for the client. kind: of what is wrong."""
+    """A job cannot be done. The message is for the client; kind: invalid, length, template, schema or memory."""
 
     def __init__(self, message: str, kind: str = "invalid") -> None:
         super().__init__(message)
@@ -39,13 +40,14 @@ class Refused(Exception):
 
 
 def write(stream: IO[bytes], value: Any) -> None:
+    """Send a value as JSON after its length."""
     data = json.dumps(value).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read(stream: IO[bytes]) -> Any:
-    """EOFError where the other side has gone."""
+    """Receive a value as `write` sends it; raise EOFError when the other side has closed the pipe."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -57,7 +59,7 @@ def read(stream: IO[bytes]) -> Any:
 
 
 class Jobs:
-    """The work itself, for one tokenizer. Each public method is a job; what it takes and gives is JSON."""
+    """The jobs of a worker, for one tokenizer. Each public method is a job; its arguments and result are JSON."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -72,9 +74,10 @@ class Jobs:
         max_tokens: int,
         places: Sequence[Any] | None,
     ) -> dict[str, Any]:
-        """A conversation's ids, and whether its prompt opens a think tag.
+        """Render and tokenize a conversation; `is_thinking` says if its prompt ends with an opening think tag.
 
-        places: of its pictures and videos, as `Place.to_json` gives them; None: the model takes none.
+        max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Place.to_json`; None:
+        the model takes text only.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -82,7 +85,7 @@ class Jobs:
             )
         except MemoryError:
             raise
-        except Exception as error:  # a template is a program, and its variables come from the client
+        except Exception as error:  # a template is a program whose variables come from the client
             raise Refused(f"the chat template failed: {error}", "template") from error
         if places is not None:
             from whorl.media.places import Place, expand
@@ -94,23 +97,26 @@ class Jobs:
     def encode(
         self, texts: Sequence[str], add_special: bool, max_bytes: int | None, max_tokens: int
     ) -> list[list[int]]:
-        """max_bytes: a text of more has more than max_tokens tokens; None: that cannot be told from its size."""
-        found = []
+        """Tokenize texts; raise Refused when one has more than max_tokens tokens.
+
+        max_bytes: a longer text certainly has more than max_tokens tokens; None: the tokenizer gives no such bound.
+        """
+        encoded = []
         for text in texts:
-            size = len(text.encode())  # half a surrogate pair raises here
+            size = len(text.encode())  # raises UnicodeError for half a surrogate pair
             if max_bytes is not None and size > max_bytes:
                 raise Refused(f"the text has {size} bytes; {max_tokens} tokens hold up to {max_bytes}", "length")
             ids = self._tokenizer.encode(text, add_special=add_special)
             if len(ids) > max_tokens:
-                raise Refused(f"the text has {len(ids)} tokens; up to {max_tokens} are taken", "length")
-            found.append(ids)
-        return found
+                raise Refused(f"the text has {len(ids)} tokens; up to {max_tokens} are allowed", "length")
+            encoded.append(ids)
+        return encoded
 
     def decode(self, lists: Sequence[Sequence[int]]) -> list[str]:
         return [self._tokenizer.decode(ids, skip_special=False) for ids in lists]
 
     def lark(self, grammar: str) -> str:
-        """A grammar that may be llama.cpp's GBNF, as llguidance takes it."""
+        """Convert a grammar, which may be llama.cpp's GBNF, to llguidance's Lark."""
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -120,18 +126,21 @@ class Jobs:
         except Exception as error:
             raise Refused(f"the grammar cannot be read: {error}", "schema") from error
 
-    def prove(self, grammar: str, what: str) -> None:
-        """That the grammar can be compiled, that a text can begin with it, and that its tokens take little time."""
+    def prove(self, grammar: str, label: str) -> None:
+        """Raise Refused unless the grammar compiles, accepts some text, and computes its first masks quickly.
+
+        label: what the messages call the grammar.
+        """
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._native, grammar, log_level=0)
-        _check(matcher, what)
+        _check(matcher, label)
         began = time.process_time()
         for _ in range(_PROOF_TOKENS):
             mask = matcher.compute_logit_bias()
-            _check(matcher, what)
+            _check(matcher, label)
             if time.process_time() - began > _PROOF_SECONDS:
-                raise Refused(f"{what} takes too long to follow", "schema")
+                raise Refused(f"{label} takes too long to follow", "schema")
             token = next((i for i, bias in enumerate(mask) if bias and i not in self._tokenizer.eos_ids), None)
             if token is None or not matcher.try_consume_tokens([token]):
                 return
@@ -140,22 +149,25 @@ class Jobs:
     def _native(self) -> "LLTokenizer":
         return native_tokenizer(self._tokenizer, self._vocab_size)
 
-    def prepare(self, name: str) -> None:
-        """What the first job of a kind needs that is not its own cost."""
+    def warm_up(self, name: str) -> None:
+        """Build what the first job of a kind needs, so that the job's own limits do not count it."""
         if name == "prove":
             _ = self._native
 
 
-def _check(matcher: "LLMatcher", what: str) -> None:
+def _check(matcher: "LLMatcher", label: str) -> None:
     if matcher.is_error():
         reason = matcher.get_error().partition("\n")[0]
         if reason.startswith("NoExtension"):
             reason = "no text is valid"
-        raise Refused(f"{what} cannot be followed: {reason}", "schema")
+        raise Refused(f"{label} cannot be followed: {reason}", "schema")
 
 
 class Limits:
-    """seconds: of CPU time, of one job. memory: bytes of address space beside what is in use before the first job."""
+    """Resource limits of this process.
+
+    seconds: CPU time of one job. memory: bytes of address space beyond what is in use before the first job.
+    """
 
     def __init__(self, seconds: float, memory: int) -> None:
         import resource
@@ -164,27 +176,27 @@ class Limits:
         self._set(resource.RLIMIT_CORE, 0)
 
     def allow_seconds(self, seconds: float | None = None) -> None:
-        """From now on; the system ends the process that takes more."""
+        """Allow this much CPU time from now on; the kernel kills the process when it uses more."""
         usage = self._resource.getrusage(self._resource.RUSAGE_SELF)
         self._set(self._resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + (seconds or self._seconds)) + 1)
 
     def allow_memory(self) -> None:
         table = Path("/proc/self/statm")
-        if self._memory and table.exists():  # other systems do not keep this limit
+        if self._memory and table.exists():  # only Linux enforces this limit
             used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             self._set(self._resource.RLIMIT_AS, used + self._memory)
         self._memory = 0
 
-    def _set(self, what: int, value: int) -> None:
-        hard = self._resource.getrlimit(what)[1]
-        self._resource.setrlimit(what, (value if hard < 0 else min(value, hard), hard))
+    def _set(self, limit: int, value: int) -> None:
+        hard = self._resource.getrlimit(limit)[1]
+        self._resource.setrlimit(limit, (value if hard < 0 else min(value, hard), hard))
 
 
-def answer(jobs: Jobs, limits: Limits, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A job's value, or what is wrong with it."""
+def run_job(jobs: Jobs, limits: Limits, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a job; return its `value`, or why it was `refused` or `failed`."""
     try:
         limits.allow_seconds(_SETUP_SECONDS)
-        jobs.prepare(name)
+        jobs.warm_up(name)
         limits.allow_memory()
         limits.allow_seconds()
         return {"value": getattr(jobs, name)(**arguments)}
@@ -196,14 +208,14 @@ def answer(jobs: Jobs, limits: Limits, name: str, arguments: dict[str, Any]) -> 
         return {"refused": str(error), "kind": "invalid"}
     except MemoryError:
         return {"refused": OVER_MEMORY, "kind": "memory"}
-    except BaseException as error:  # Rust's panics are no Exceptions
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         return {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def main() -> None:
-    """Answer until the other side has gone."""
+    """Run jobs until the server closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What a library prints must not get between the answers.
+    # What a library prints goes to stderr, as stdout carries the results.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -212,7 +224,7 @@ def main() -> None:
         limits.allow_seconds(_SETUP_SECONDS)
         jobs = Jobs(Tokenizer.from_state(setup["tokenizer"]), setup["vocab_size"])
         while True:
-            write(sink, answer(jobs, limits, *read(source)))
+            write(sink, run_job(jobs, limits, *read(source)))
 
 
 if __name__ == "__main__":
