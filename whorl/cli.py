@@ -335,7 +335,7 @@ def _plan(model: str, cards: int, asked: PlanOptions, as_json: bool) -> int:
     from whorl.plan import command as plan_command
 
     with asking():
-        made = plan_command.prepare(model, cards, asked)
+        made = plan_command.build_plan(model, cards, asked)
     if as_json:
         print_json(plan_command.as_dict(made, asked.top))
     else:
