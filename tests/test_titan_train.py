@@ -353,7 +353,7 @@ def test_the_default_text_is_the_standard_library() -> None:
 def test_another_text_is_refused(texts: Path) -> None:
     state = loader(text_job(texts)).state_dict()
     (texts / "a.md").write_text("a changed one")
-    with pytest.raises(ValueError, match=r"the checkpoint's data has text .*exclude_from_loading dataloader"):
+    with pytest.raises(ValueError, match=r"the text of the checkpoint's data is .*exclude_from_loading dataloader"):
         loader(text_job(texts)).load_state_dict(state)
 
 
@@ -366,7 +366,7 @@ def test_bad_text_is_named(texts: Path) -> None:
     with pytest.raises(ValueError, match=r"c.jsonl:1: expected an object with a field 'text'"):
         loader(text_job(texts))
     (texts / "short.txt").write_text("ab")
-    with pytest.raises(ValueError, match="hold 3 tokens, fewer than a sequence of 8"):
+    with pytest.raises(ValueError, match="have 3 tokens, fewer than a sequence of 8"):
         loader(text_job(texts / "short.txt"))
     config = text_job(texts)
     config.whorl = job(tokenizer="hf").whorl

@@ -20,7 +20,7 @@ def poisoned(folder: Path, where: str, *more: str, size: int = 1, plain: bool = 
 def test_a_layers_output(tmp_path: Path) -> None:
     (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a forward 0 3", "--checkpoint.interval", "2")
     assert "NotFinite: step 3: the loss is not finite" in said
-    assert f"Nothing was updated in this step; {tmp_path}/checkpoint/step-2 is whole" in said
+    assert f"Nothing was updated in this step; the last good checkpoint is {tmp_path}/checkpoint/step-2" in said
     assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
     assert said.endswith("weights as before")
 
@@ -29,7 +29,7 @@ def test_a_gradient(tmp_path: Path) -> None:
     """The loss is finite. Backward meets wo's own gradient first, as what goes back to its output is spoilt."""
     (said,) = poisoned(tmp_path, "layers.1.attention.wo backward 0 2", "--optimizer.swap")
     assert "step 2: the gradient is not finite" in said
-    assert "this run has no whole checkpoint in" in said
+    assert "this run has no complete checkpoint in" in said
     assert "that of layers.1.attention.wo is the first that is not, after layers.1." in said
     assert said.endswith("weights as before")
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: t
     titan_job.run([*flags, "--training.steps", "2", where], function=titan_tasks.spoiled_checkpoint)
     said = titan_job.refusal([*flags, "--training.steps", "6"])
     assert f"step-4: {where} of layers.1.ffn_norm" in said
-    assert "are not finite in it. Remove the folder, or set whorl.fall_back, to continue from step-2" in said
+    assert "are not finite. Remove the folder, or set whorl.fall_back, to continue from step-2" in said
     asked = titan_job.refusal([*flags, "--training.steps", "6", "--checkpoint.load_step", "4"])
     assert "was asked for, but" in asked
     (told,) = titan_job.run([*flags, "--training.steps", "6", "--whorl.fall_back"])
