@@ -94,7 +94,7 @@ def test_a_folder_without_its_index_was_never_finished(tmp_path: Path) -> None:
     assert is_unfinished(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"data")
     assert is_unfinished(tmp_path)
-    with pytest.raises(ValueError, match="writing it was never finished"):
+    with pytest.raises(ValueError, match="it is incomplete"):
         read_complete(tmp_path)
     (tmp_path / "notes.txt").write_text("somebody else's")
     assert not is_unfinished(tmp_path)

@@ -18,7 +18,7 @@ cpu.install()
 from whorl.titan.converters import gmm, permute, rms_norm, rope  # noqa: E402
 from whorl.titan.converters.conversion import become  # noqa: E402
 from whorl.titan.converters.table import CONVERTERS  # noqa: E402
-from whorl.titan.local import cover  # noqa: E402
+from whorl.titan.local import assign_padding  # noqa: E402
 
 OURS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
 FOR = {
@@ -226,8 +226,8 @@ def test_comparing_draws_no_random_numbers() -> None:
 
 
 def test_padding_rows_go_to_the_last_expert() -> None:
-    assert cover(torch.tensor([3, 0, 2], dtype=torch.int32), 9).tolist() == [3, 0, 6]
-    assert cover(torch.tensor([4, 5]), 9).tolist() == [4, 5]
+    assert assign_padding(torch.tensor([3, 0, 2], dtype=torch.int32), 9).tolist() == [3, 0, 6]
+    assert assign_padding(torch.tensor([4, 5]), 9).tolist() == [4, 5]
 
 
 # ---- compiled

@@ -28,7 +28,7 @@ class WhorlTrainer(Trainer):
     checkpointer: CheckpointManager
 
     def __init__(self, job_config: JobConfig) -> None:
-        job_options.check(job_config, job_options.ranks_here())
+        job_options.check(job_config, job_options.world_size())
         # Before anything is written. One rank does for all: the others cannot save without it.
         self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if job_options.is_first_rank()]
         super().__init__(job_config)

@@ -19,7 +19,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from whorl import ops
-from whorl.titan.local import complex_rows, cover, doubled_rows, local, normalise, rotate
+from whorl.titan.local import assign_padding, complex_rows, doubled_rows, local, normalise, rotate
 
 
 class WhorlRMSNorm(RMSNorm):
@@ -73,7 +73,7 @@ class WhorlGroupedExperts(GroupedExperts):
         pass
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        counts = cover(torch.diff(offs, prepend=offs.new_zeros(1)), A.shape[0])
+        counts = assign_padding(torch.diff(offs, prepend=offs.new_zeros(1)), A.shape[0])
         return ops.grouped_matmul(A, B_t.transpose(-2, -1), counts)
 
 

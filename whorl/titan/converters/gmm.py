@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts
 
 from whorl import ops
-from whorl.titan.local import cover, local
+from whorl.titan.local import assign_padding, local
 
 from .conversion import Converter, Probe, become
 
@@ -27,7 +27,7 @@ def _forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> 
     w1, w2, w3 = (local(w).to(dtype) for w in (self.w1, self.w2, self.w3))
     counts = num_tokens_per_expert
     if _is_expert_parallel(self.w1):
-        counts = cover(counts, x.shape[0])
+        counts = assign_padding(counts, x.shape[0])
     rows = x.to(dtype)
     hidden = F.silu(ops.grouped_matmul(rows, w1, counts)) * ops.grouped_matmul(rows, w3, counts)
     out = ops.grouped_matmul(hidden, w2, counts)

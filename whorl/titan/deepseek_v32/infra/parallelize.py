@@ -162,5 +162,5 @@ def _share_data(model: DeepSeekV32Model, parallel_dims: ParallelDims, job_config
     if mesh is None:
         return
     expert_mesh = _data_mesh(parallel_dims, "efsdp") if parallel_dims.ep_enabled else None
-    shard(model, Sharding.of(job_config, mesh, expert_mesh))
+    shard(model, Sharding.from_config(job_config, mesh, expert_mesh))
     logger.info(f"FSDP2 over {mesh.size()} ranks, the next block's parameters prefetched in both directions")

@@ -5,7 +5,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
-from whorl.titan.sharding import Sharding, inside, prefetch, shard_block
+from whorl.titan.sharding import Sharding, fsdp_units, prefetch, shard_block
 
 
 def blocks_of(model: DeepSeekV32Model) -> list[Any]:
@@ -42,4 +42,4 @@ def units(model: DeepSeekV32Model) -> list[list[FSDPModule]]:
     """What is gathered together, in the order of the forward."""
     head = model.output if model.norm is None else model.norm  # either reaches the unit of both
     in_order = (model.tok_embeddings, *model.layers.values(), head, *model.mtp.values())
-    return [unit for unit in map(inside, in_order) if unit]
+    return [unit for unit in map(fsdp_units, in_order) if unit]
