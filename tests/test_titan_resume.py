@@ -315,4 +315,4 @@ def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) 
     for step in (0, 2):
         model_alone(tmp_path / f"step-{step}")
     assert manager._problem(0) is None
-    assert str(manager._problem(2)).startswith("it holds the model alone")
+    assert str(manager._problem(2)).startswith("it has only the model")

@@ -349,7 +349,7 @@ def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torc
     from whorl.titan.folder_lock import check_free
 
     with asking():
-        job = train_command.prepare(recipe, options, ranks=ranks, torchrun=torchrun)
+        job = train_command.build_job(recipe, options, ranks=ranks, torchrun=torchrun)
     if dry_run:
         print(shlex.join(job.command))
         return 0

@@ -28,7 +28,7 @@ from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.job_options import QUANTIZE
 from whorl.titan.sharding import Sharding
-from whorl.titan.tensor_parallel import share_out_cut_experts, share_out_whole_experts
+from whorl.titan.tensor_parallel import parallelize_sharded_experts, parallelize_unsharded_experts
 
 from .compiled import compile_blocks
 from .context_parallel import ContextParallelDSA
@@ -136,7 +136,7 @@ def _spread_experts(model: DeepSeekV32Model, parallel_dims: ParallelDims, job_co
         if not block.moe_enabled:
             continue
         if tp_mesh is not None:
-            (share_out_cut_experts if cuts else share_out_whole_experts)(block, tp_mesh)
+            (parallelize_sharded_experts if cuts else parallelize_unsharded_experts)(block, tp_mesh)
         if ep_mesh is None:
             parallelize_module(block.moe.experts, tp_mesh, TensorParallel())
             continue

@@ -22,7 +22,7 @@ from torchtitan.distributed import NoParallel
 
 from whorl.titan.deepseek_v32.attention import Attention
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
-from whorl.titan.tensor_parallel import Alike, GatherTokens, Heads, to_heads, to_local
+from whorl.titan.tensor_parallel import GatherTokens, LocalHeads, LocalReplicated, to_heads, to_local
 
 REPLICATED = ("wq_a", "q_norm", "wkv_a", "kv_norm")
 INDEXER = ("wq_b", "wk", "k_norm", "weights_proj")
@@ -52,8 +52,8 @@ def _share_out_block(block: Any, mesh: DeviceMesh) -> None:
         **{f"attention.indexer.{name}": NoParallel(use_local_output=False) for name in INDEXER},
         "attention.wq_b": ColwiseParallel(use_local_output=False),
         "attention.wkv_b": ColwiseParallel(use_local_output=False),
-        "attention.rotary": Heads(),
-        "attention.indexer.rotary": Alike(),
+        "attention.rotary": LocalHeads(),
+        "attention.indexer.rotary": LocalReplicated(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_norm": SequenceParallel(),
     }
