@@ -91,7 +91,7 @@ def test_a_signal_is_passed_on(name: str, tmp_path: Path) -> None:
     run.process.send_signal(getattr(signal, name))
     assert run.line() == f"got {name}"
     assert run.line() == ""
-    assert "stopped; the same command goes on" in run.end()
+    assert "stopped; the same command resumes" in run.end()
     assert run.process.returncode == 1
 
 

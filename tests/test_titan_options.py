@@ -52,7 +52,10 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
             ("--ranks", "2", "--parallelism.expert_parallel_degree", "4"),
             ("expert_parallel_degree 4 times expert_tensor_parallel_degree 1 must divide the 2 ranks",),
         ),
-        (("--ranks", "8", "--parallelism.tensor_parallel_degree", "8"), ("4 heads cannot be shared out over 8",)),
+        (
+            ("--ranks", "8", "--parallelism.tensor_parallel_degree", "8"),
+            ("tensor_parallel_degree is 8, expected a divisor of the 4 heads",),
+        ),
         (
             (
                 "--ranks",
@@ -87,7 +90,7 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
         (("--training.enable_cpu_offload",), ("training.enable_cpu_offload would have no effect",)),
         (("--optimizer.early_step_in_backward",), ("updates weights before gradients are clipped", "no_watch")),
         *(
-            ((*TP2, "--model.converters", name), (f"{name} does not go with tensor parallelism",))
+            ((*TP2, "--model.converters", name), (f"{name} does not support tensor parallelism",))
             for name in ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8")
         ),
     ],

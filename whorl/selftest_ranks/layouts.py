@@ -67,14 +67,14 @@ def job(degrees: Degrees) -> Any:
     return config
 
 
-def build(config: Any, **more: Any) -> Any:
-    """Build the model; the weights are the same for all degrees. more: model arguments that replace the defaults."""
+def build(config: Any, **model_args: Any) -> Any:
+    """Build the model; the weights are the same for all degrees. model_args: they replace the defaults."""
     from whorl.titan.deepseek_v32.args import FLAVOURS, experts
     from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
-    chosen = experts(num_experts=8, top_k=2, num_expert_groups=4, num_limited_groups=2)
+    moe_args = experts(num_experts=8, top_k=2, num_expert_groups=4, num_limited_groups=2)
     small = {"dim": 32, "inter_dim": 48, "moe_inter_dim": 16, "n_layers": 3, "index_topk": 8, "vocab_size": 64}
-    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=chosen, **{**small, **more})
+    args = dataclasses.replace(FLAVOURS["tiny"], moe_args=moe_args, **{**small, **model_args})
     args.update_from_config(config)
     torch.manual_seed(3)
     model = DeepSeekV32Model(args)
@@ -89,6 +89,7 @@ def build(config: Any, **more: Any) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
+    """Return the tokens and the labels of the global batch, the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 64, (BATCH, LENGTH + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -138,6 +139,7 @@ def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOS
 
 
 def dims(degrees: Degrees) -> Any:
+    """Return TorchTitan's ParallelDims of these degrees."""
     from whorl.titan.job_options import parallel_dims
 
     return parallel_dims(job(degrees), dist.get_world_size())

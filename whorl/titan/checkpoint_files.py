@@ -17,6 +17,7 @@ class Refused(ValueError):
 
 
 def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of a checkpoint; raises `Refused` when it cannot be read."""
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as e:  # a truncated pickle can raise any exception

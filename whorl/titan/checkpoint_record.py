@@ -60,6 +60,7 @@ def join_names(names: list[str]) -> str:
 
 
 def tensor_shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a state dict."""
     return {name: list(x.shape) for name, x in states.items() if isinstance(x, Tensor)}
 
 

@@ -28,7 +28,7 @@ _installed = False
 class Shim:
     """A change to TorchTitan or torch: what is changed, why, and when the change can go."""
 
-    what: str
+    change: str
     why: str
     until: str
     install: Callable[[], None]
@@ -123,19 +123,19 @@ def _permute_on_host() -> None:
 
 LEDGER = [
     Shim(
-        what="torchtitan.tools.utils: device_type, device_module and get_device_info are those of the CPU",
+        change="torchtitan.tools.utils: device_type, device_module and get_device_info are those of the CPU",
         why="without an accelerator TorchTitan assumes 'cuda'; torch.cpu has no memory statistics and device names",
         until="TorchTitan chooses cpu by itself",
         install=_use_host,
     ),
     Shim(
-        what="torchtitan.distributed.utils.set_pg_timeouts calls the barrier without device_ids",
+        change="torchtitan.distributed.utils.set_pg_timeouts calls the barrier without device_ids",
         why="the barrier of gloo does not accept device_ids",
         until="TorchTitan omits device_ids on a CPU",
         install=lambda: _rebind("torchtitan.distributed.utils", "set_pg_timeouts", _set_pg_timeouts),
     ),
     Shim(
-        what="torchtitan.models.llama3.infra.parallelize.disable_fsdp_gradient_division also forces plain sums",
+        change="torchtitan.models.llama3.infra.parallelize.disable_fsdp_gradient_division also forces plain sums",
         why="a divide factor of 1 makes FSDP2 use PREMUL_SUM, which gloo does not have",
         until="FSDP2 uses a plain sum for a factor of 1",
         install=lambda: _rebind(
@@ -143,13 +143,13 @@ LEDGER = [
         ),
     ),
     Shim(
-        what="torch.histc counts integers on a CPU, one bin for each number",
+        change="torch.histc counts integers on a CPU, one bin for each number",
         why="the router counts tokens with histc on int64, which torch implements on accelerators only",
         until="torch.histc accepts integers on a CPU",
         install=_wrap_histc,
     ),
     Shim(
-        what="torchtitan.models.moe.utils.generate_permute_indices runs its own CPU path",
+        change="torchtitan.models.moe.utils.generate_permute_indices runs its own CPU path",
         why="the default is a Triton kernel, and the callers do not pass use_cpu",
         until="it chooses by the device of the tensor",
         install=_permute_on_host,

@@ -93,11 +93,13 @@ def number(line: Line, key: str) -> float | None:
 
 
 def cell(line: Line, key: str, template: str) -> str:
+    """Return a value of a line as text, or `-` if the line does not have it."""
     value = number(line, key)
     return "-" if value is None else template.format(value)
 
 
 def as_text(line: Line) -> str:
+    """Return a logged step as one line of text."""
     shown = [
         f"{title} {cell(line, key, template)}" for title, key, template in COLUMNS if number(line, key) is not None
     ]

@@ -66,6 +66,7 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 def flatten(x: Tensor, order: list[int]) -> Tensor:
+    """Return x flat, with its dimensions in this order."""
     return x.permute(order).reshape(-1)
 
 

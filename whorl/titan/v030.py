@@ -45,6 +45,8 @@ def whorl_rms_norm(config: RMSNorm.Config) -> RMSNorm.Config:
 
 
 class WhorlComplexRoPE(ComplexRoPE):
+    """Rotation of neighbouring channels by `whorl.ops.rope`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
         pass
@@ -55,6 +57,8 @@ class WhorlComplexRoPE(ComplexRoPE):
 
 
 class WhorlCosSinRoPE(CosSinRoPE):
+    """Rotation of the two halves of the channels by `whorl.ops.rope`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
@@ -77,6 +81,8 @@ def whorl_rope(config: RoPE.Config) -> RoPE.Config:
 
 
 class WhorlGroupedExperts(GroupedExperts):
+    """Experts by `whorl.ops.grouped_matmul`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
@@ -101,6 +107,8 @@ class Places:
 
 
 class WhorlTokenDispatcher(LocalTokenDispatcher):
+    """Dispatch and combine by `whorl.ops.permute` and `unpermute`, with all experts on this rank."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
         pass

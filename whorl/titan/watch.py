@@ -102,10 +102,10 @@ def traced(parts: list[nn.Module]) -> Iterator[Trace]:
     trace, handles = Trace(), []
     for name, module in named_modules(parts):
 
-        def see(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+        def record_output(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
             trace.record(name, (args, kwargs), output)
 
-        handles.append(module.register_forward_hook(see, with_kwargs=True))
+        handles.append(module.register_forward_hook(record_output, with_kwargs=True))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield trace
@@ -153,16 +153,16 @@ class Watch:
         self.step: int | None = None
         self.replay: Callable[[], None] | None = None
         self.replays_backward = False
-        self.last_good: Callable[[], str] | None = None  # says which checkpoint to go back to
+        self.last_good: Callable[[], str] | None = None  # returns a sentence about the last good checkpoint
         self._batches: list[Callable[[], None]] = []
         self._probe: Tensor | None = None
 
     @classmethod
     def attach(cls, optimizers: OptimizersContainer, *, can_replay: bool) -> "Watch":
-        """can_replay: the one part can be run by itself, with what it was given."""
+        """Add a watch to the optimizers. can_replay: the model can be run again with its recorded inputs."""
         watch = cls(optimizers.model_parts)
         handle = optimizers.register_step_pre_hook(lambda *_: watch.check())
-        # Before the hook that moves the experts' biases: a step that is run again must route as it did.
+        # It runs before the hook that updates the expert biases, because a repeated step must route as before.
         optimizers._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         optimizers.watch = watch  # type: ignore[attr-defined]
         if can_replay:
