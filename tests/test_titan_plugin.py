@@ -215,9 +215,9 @@ def test_a_fingerprint_ignores_comments(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_ledger_says_why() -> None:
     for shim in cpu.LEDGER:
-        assert min(map(len, (shim.what, shim.why, shim.until))) > 15, shim
+        assert min(map(len, (shim.change, shim.why, shim.until))) > 15, shim
     document = (ROOT / "docs" / "training.md").read_text()
-    assert all(shim.what.split()[0].rstrip(":") in document for shim in cpu.LEDGER), "the page lists the ledger"
+    assert all(shim.change.split()[0].rstrip(":") in document for shim in cpu.LEDGER), "the page lists the ledger"
 
 
 def test_torchtitan_runs_on_the_host() -> None:
