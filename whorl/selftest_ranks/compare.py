@@ -19,9 +19,8 @@ def compare(actual: Result, expected: Result, degrees: Degrees, tolerance: float
             continue
         error = float((actual["gradients"][name] - gradient).abs().max() / gradient.abs().max())
         assert error < tolerance, f"{name}: off by {error:.1e} of its largest element"
-    forwards = (
-        2 if degrees.checkpointing != "none" else 1
-    )  # TorchTitan counts tokens in both forwards, and halves later
+    # With activation checkpointing TorchTitan counts tokens in both forwards, and halves the counts later.
+    forwards = 2 if degrees.checkpointing != "none" else 1
     for layer, counts in expected["counts"].items():
         assert actual["counts"][layer].tolist() == (counts * forwards).tolist(), layer
         step = 1e-3 * torch.sign(counts.mean() - counts) * (degrees.stage == "sparse")

@@ -288,9 +288,8 @@ class Checkpoints(CheckpointManager):
         finished = [f for f in candidates if not is_unfinished(f)]
         stale = [*finished[self.keep_latest_k - 1 :], *(f for f in candidates if is_unfinished(f))]
         for folder in stale:
-            (folder / METADATA).unlink(
-                missing_ok=True
-            )  # first, so that a half removed checkpoint does not look complete
+            # Removed first, so that a half removed checkpoint does not look complete.
+            (folder / METADATA).unlink(missing_ok=True)
             self.purge_queue.put(str(folder))
 
 

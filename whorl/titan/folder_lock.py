@@ -28,9 +28,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file: TextIOWrapper | None = (folder / FILE).open(
-            "a+", encoding="utf-8"
-        )  # append mode, because another run may have the lock
+        # Append mode does not truncate the file, which another run may have locked.
+        self._file: TextIOWrapper | None = (folder / FILE).open("a+", encoding="utf-8")
         try:
             self._acquire(self._file)
         except BaseException:

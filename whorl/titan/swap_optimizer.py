@@ -96,11 +96,9 @@ class SwapAdamW(torch.optim.AdamW):
         self._buckets: list[Bucket] = []
         self._planned: list[list[Tensor]] = []
         self._buffers: list[DeviceBuffer] = []
-        self._ring, self._next, self._updates = (
-            ring,
-            0,
-            0,
-        )  # the next bucket to load; the number of updates, which seeds the rounding
+        self._ring = ring
+        self._next = 0  # the next bucket to load
+        self._updates = 0  # the number of updates, which seeds the rounding
         self._last_store: Any = Reached()  # reached when the last store is done
 
     def _start_lanes(self) -> None:

@@ -38,9 +38,8 @@ def _forward(self: MoE, x: Tensor) -> Tensor:
     local_tokens = tokens if count == tokens.shape[0] else tokens[first_token : first_token + count]
     scores_first = self.score_before_experts
     if not scores_first and torch.is_autocast_enabled(x.device.type):
-        local_tokens = local_tokens.to(
-            torch.get_autocast_dtype(x.device.type)
-        )  # the experts would cast too; this halves the bytes to move
+        # The experts would cast the tokens anyway; casting here halves the bytes to move.
+        local_tokens = local_tokens.to(torch.get_autocast_dtype(x.device.type))
     rows, places, counts = ops.permute(local_tokens, ids, self.experts.num_experts, probs if scores_first else None)
     rows = self.experts(rows, counts.long())
     # Computed before the tokens are combined, so that it can overlap with their all-to-all.

@@ -97,7 +97,7 @@ def indexer_gradients(
 
 
 class _Masked(torch.autograd.Function):
-    """Ordinary heads over all keys; keys and values of the heads are recomputed in backward."""
+    """Attention with per-head keys and a bit mask; keys and values of the heads are recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, core: Core, visibility: Visibility, *tensors: Tensor) -> Tensor:

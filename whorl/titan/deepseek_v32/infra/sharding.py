@@ -33,9 +33,8 @@ def shard(model: DeepSeekV32Model, sharding: Sharding) -> None:
         sharding.shard(head, reshard_after_forward=sharding.reshard_last)
     sharding.shard(model)
     if isinstance(model.tok_embeddings, FSDPModule):
-        model.tok_embeddings.set_unshard_in_backward(
-            False
-        )  # the backward of an embedding needs the tokens, not the weights
+        # The backward of an embedding needs the tokens, not the weights.
+        model.tok_embeddings.set_unshard_in_backward(False)
     disable_fsdp_gradient_division(model)
     prefetch(units_in_order(model), model.tok_embeddings)
 
