@@ -146,7 +146,7 @@ def test_what_is_passed_over_has_a_reason(caplog: pytest.LogCaptureFixture) -> N
         convert(plain, "whorl_rms_norm")
     with caplog.at_level("INFO"):
         convert(nn.Sequential(nn.RMSNorm(8), nn.RMSNorm(8, elementwise_affine=False)), "whorl_rms_norm")
-    assert "1 modules stay as they are: 1 (it has no weight)" in caplog.text
+    assert "1 modules are not converted: 1 (it has no weight)" in caplog.text
     assert "whorl_rms_norm: 1 modules, rms_norm by torch" in caplog.text
 
 
