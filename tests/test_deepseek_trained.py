@@ -29,7 +29,7 @@ pytest.importorskip("torchtitan")
 import torch.distributed.checkpoint as torch_dcp
 from tiny_deepseek import make_model, tiny
 
-from whorl.titan.checkpoint_files import is_unfinished, read_whole
+from whorl.titan.checkpoint_files import is_unfinished, read_complete
 from whorl.titan.deepseek_v32.args import FLAVOURS
 from whorl.titan.deepseek_v32.hf import export_checkpoint
 from whorl.titan.served_files import describer
@@ -94,8 +94,8 @@ def test_a_folder_without_its_index_was_never_finished(tmp_path: Path) -> None:
     assert is_unfinished(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"data")
     assert is_unfinished(tmp_path)
-    with pytest.raises(ValueError, match="writing it was never finished"):
-        read_whole(tmp_path)
+    with pytest.raises(ValueError, match="it is incomplete"):
+        read_complete(tmp_path)
     (tmp_path / "notes.txt").write_text("somebody else's")
     assert not is_unfinished(tmp_path)
 

@@ -47,7 +47,7 @@ ORDERED, QUANTIZED = collectives.ordered_all_reduce, collectives.all_gather_quan
 def test_on_gloo_ranks(name: str) -> None:
     said = shared(2).run(run_check, name)
     assert said[0] == said[1]
-    assert said[0].startswith("skipped: symmetric memory belongs to CUDA") == (name == "symmetric memory")
+    assert said[0].startswith("skipped: symmetric memory needs CUDA") == (name == "symmetric memory")
 
 
 @pytest.mark.parametrize(("fault", "name"), [("order", "ordered sums"), ("gather", "quantised gather")])
@@ -83,7 +83,7 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     say(tmp_path, 1, "passed")
     assert selftest_ranks._judge(tmp_path, 2, False, 0.5) == (
         "hung",
-        "no end after 0.5 s; ranks that came through: [1] of 2",
+        "not finished after 0.5 s; ranks that finished: [1] of 2",
     )
 
 
@@ -93,7 +93,7 @@ def say(folder: Path, rank: int, status: str, detail: str = "") -> None:
 
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
     say(tmp_path, 0, "passed")
-    assert selftest_ranks._judge(tmp_path, 2, True, 1) == ("failed", "ranks [1] died without a word")
+    assert selftest_ranks._judge(tmp_path, 2, True, 1) == ("failed", "ranks [1] ended without a result")
     say(tmp_path, 1, "failed", "RuntimeError: no route")
     assert selftest_ranks._judge(tmp_path, 2, True, 1) == ("failed", "rank 1: RuntimeError: no route")
 
@@ -106,13 +106,13 @@ def test_the_report_names_what_failed() -> None:
     report = Report(device="cpu", device_name="x", ranks=2, backend="gloo", versions={"torch": "2"}, outcomes=outcomes)
     assert not report.passed
     text = selftest_ranks.render(report)
-    assert text.endswith("1 of 2 checks passed; not: fused products")
+    assert text.endswith("1 of 2 checks passed; failed: fused products")
     assert "collectives  gloo" in text
 
 
 @pytest.mark.parametrize(
     ("ranks", "names", "message"),
-    [(1, (), "at least 2"), (2, ("nothing",), "no check is called nothing; there are collectives")],
+    [(1, (), "at least 2"), (2, ("nothing",), "unknown checks nothing, expected some of collectives")],
 )
 def test_what_cannot_be_run_is_refused(ranks: int, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

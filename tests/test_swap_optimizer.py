@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from whorl.titan import swap_optimizer
 from whorl.titan.moments import FORMATS, Int8
-from whorl.titan.swap_memory import CUT, cut
+from whorl.titan.swap_memory import ALIGNMENT, split_into_buckets
 from whorl.titan.swap_optimizer import SwapAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -60,14 +60,14 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 100), (torch.float64, 20), (torch.bfloat16, 20)])
 def test_steps_are_fused_adamws_to_the_bit(dtype: torch.dtype, steps: int, late: None) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
-    swapped = SwapAdamW(ours, chunk=CUT, ring=3, **SETTINGS)
+    swapped = SwapAdamW(ours, chunk=ALIGNMENT, ring=3, **SETTINGS)
     fused = torch.optim.AdamW(theirs, fused=True, **SETTINGS)
     for step in range(steps):
         give_gradients(ours, step)
         give_gradients(theirs, step)
         swapped.step()
         fused.step()
-    assert len(swapped._chunks) >= 5
+    assert len(swapped._buckets) >= 5
     assert_same(ours, theirs)
     assert_same(moments(swapped), moments(fused))
 
@@ -76,7 +76,7 @@ def test_steps_are_fused_adamws_to_the_bit(dtype: torch.dtype, steps: int, late:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_hundred_steps_on_a_gpu(dtype: torch.dtype) -> None:
     ours, theirs = ([nn.Parameter(p.detach().cuda()) for p in parameters(dtype)] for _ in range(2))
-    swapped = SwapAdamW(ours, chunk=CUT, **SETTINGS)
+    swapped = SwapAdamW(ours, chunk=ALIGNMENT, **SETTINGS)
     fused = torch.optim.AdamW(theirs, fused=True, **SETTINGS)
     for step in range(100):
         give_gradients(ours, step)
@@ -95,7 +95,7 @@ def test_groups_schedules_and_missing_gradients(ring: int, late: None) -> None:
         groups = [{"params": params[:2], "lr": 1e-2}, {"params": params[2:], "weight_decay": 0.0, "betas": (0.8, 0.9)}]
         return params, cls(groups, maximize=True, **SETTINGS, **more)
 
-    ours, swapped = build(SwapAdamW, chunk=CUT, ring=ring)
+    ours, swapped = build(SwapAdamW, chunk=ALIGNMENT, ring=ring)
     theirs, fused = build(torch.optim.AdamW, fused=True)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (swapped, fused)]
     for step in range(12):
@@ -124,7 +124,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]
 
 def test_loading_starts_before_backward_ends(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
     net = model(600)
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, ring=2, prefetch=0.4, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, ring=2, prefetch=0.4, **SETTINGS)
     train(net, optimizer, range(1))
     loaded: list[int] = []
     next(net.parameters()).register_post_accumulate_grad_hook(lambda _: loaded.append(optimizer._next))
@@ -137,8 +137,8 @@ def test_loading_starts_before_backward_ends(late: None, monkeypatch: pytest.Mon
 
 def test_load_update_and_store_are_in_flight_together(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(5)]
-    optimizer = SwapAdamW(params, chunk=CUT, ring=3)
+    params = [nn.Parameter(torch.zeros(ALIGNMENT)) for _ in range(5)]
+    optimizer = SwapAdamW(params, chunk=ALIGNMENT, ring=3)
 
     def logging(lane: Any, name: str) -> None:
         run = lane.run
@@ -158,8 +158,8 @@ def test_load_update_and_store_are_in_flight_together(monkeypatch: pytest.Monkey
 
 def test_the_first_loads_wait_for_what_the_caller_launched(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring is given memory that kernels launched before may still read."""
-    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(5)]
-    optimizer = SwapAdamW(params, chunk=CUT, ring=3)
+    params = [nn.Parameter(torch.zeros(ALIGNMENT)) for _ in range(5)]
+    optimizer = SwapAdamW(params, chunk=ALIGNMENT, ring=3)
     launched: list[Any] = []
     waits: list[bool] = []
     compute, load = optimizer._compute.run, optimizer._load.run
@@ -180,43 +180,43 @@ def test_the_first_loads_wait_for_what_the_caller_launched(late: None, monkeypat
 
 
 def test_chunks_cover_every_element_once_and_cut_where_kernels_do() -> None:
-    params = [*parameters(), nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(5 * CUT + 3))]
-    chunks = cut([params[:2], params[2:]], 2 * CUT)
-    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    params = [*parameters(), nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(5 * ALIGNMENT + 3))]
+    chunks = split_into_buckets([params[:2], params[2:]], 2 * ALIGNMENT)
+    spans = [piece for chunk in chunks for piece in chunk.spans]
     for param in params:
-        mine = [piece for piece in pieces if piece.param is param]
+        mine = [piece for piece in spans if piece.param is param]
         ends = [0, *(piece.stop for piece in mine)]
         assert [piece.start for piece in mine] == ends[:-1]
         assert ends[-1] == param.numel()
-        assert all(piece.start % CUT == 0 for piece in mine)
+        assert all(piece.start % ALIGNMENT == 0 for piece in mine)
     for chunk in chunks:
-        assert chunk.size <= 2 * CUT
-        ends = [0, *(piece.offset + piece.stop - piece.start for piece in chunk.pieces)]
-        assert all(piece.offset >= end for piece, end in zip(chunk.pieces, ends, strict=False))
+        assert chunk.size <= 2 * ALIGNMENT
+        ends = [0, *(piece.offset + piece.stop - piece.start for piece in chunk.spans)]
+        assert all(piece.offset >= end for piece, end in zip(chunk.spans, ends, strict=False))
 
 
 def test_the_device_holds_the_ring_during_a_step_and_nothing_between() -> None:
-    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(6)]
-    optimizer = SwapAdamW(params, chunk=CUT, ring=2, prefetch=None)
+    params = [nn.Parameter(torch.zeros(ALIGNMENT)) for _ in range(6)]
+    optimizer = SwapAdamW(params, chunk=ALIGNMENT, ring=2, prefetch=None)
     sizes: list[int] = []
     update = optimizer._update
 
     def spy(*arguments: Any) -> None:
-        sizes.append(sum(part.nbytes for slot in optimizer._slots for moment in slot.memory for part in moment))
+        sizes.append(sum(part.nbytes for slot in optimizer._buffers for moment in slot.memory for part in moment))
         update(*arguments)
 
     optimizer._update = spy  # type: ignore[method-assign]
     give_gradients(params, 0)
     optimizer.step()
-    assert set(sizes) == {2 * 2 * CUT * 4}
-    assert optimizer._slots == []
+    assert set(sizes) == {2 * 2 * ALIGNMENT * 4}
+    assert optimizer._buffers == []
 
 
 def test_frozen_parameters_hold_no_state_until_they_learn() -> None:
     net = model()
     for p in net[0].parameters():
         p.requires_grad_(False)
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     train(net, optimizer, range(2))
     assert not any(p in optimizer.state or p in optimizer._hosts for p in net[0].parameters())
     assert set(optimizer.state_dict()["state"]) == {2, 3, 4, 5}
@@ -242,7 +242,7 @@ def test_a_dropped_optimizer_is_let_go() -> None:
 
 def test_states_are_exchanged_with_torchs_adamw() -> None:
     swapped_net, fused_net = model(), model()
-    swapped = SwapAdamW(swapped_net.parameters(), chunk=CUT, **SETTINGS)
+    swapped = SwapAdamW(swapped_net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     train(swapped_net, swapped, range(3))
     fused = torch.optim.AdamW(fused_net.parameters(), fused=True)
     fused.load_state_dict(copy.deepcopy(swapped.state_dict()))
@@ -251,7 +251,7 @@ def test_states_are_exchanged_with_torchs_adamw() -> None:
     train(swapped_net, swapped, range(3, 6))
     assert_same(swapped_net.parameters(), fused_net.parameters())
     back_net = model()
-    back = SwapAdamW(back_net.parameters(), chunk=CUT)
+    back = SwapAdamW(back_net.parameters(), chunk=ALIGNMENT)
     back.load_state_dict(fused.state_dict())
     back_net.load_state_dict(fused_net.state_dict())
     train(back_net, back, range(6, 8))
@@ -263,7 +263,7 @@ def test_states_are_exchanged_with_torchs_adamw() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_resume_is_exact(kind: str, tmp_path: Path) -> None:
     whole, first, second = model(), model(), model(200)
-    settings = {**SETTINGS, "chunk": CUT, "moments": kind}
+    settings = {**SETTINGS, "chunk": ALIGNMENT, "moments": kind}
     train(whole, SwapAdamW(whole.parameters(), **settings), range(8))
     saved = SwapAdamW(first.parameters(), **settings)
     train(first, saved, range(5))
@@ -279,7 +279,7 @@ def test_resume_is_exact(kind: str, tmp_path: Path) -> None:
 
 def test_a_state_dict_keeps_its_values_while_training_goes_on(late: None, tmp_path: Path) -> None:
     net = model()
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     train(net, optimizer, range(3))
     state = get_optimizer_state_dict(net, optimizer, options=FLAT)
     before = {name: x.clone() for name, x in state.items() if isinstance(x, Tensor)}
@@ -315,7 +315,7 @@ def test_a_state_dict_waits_for_the_last_store(late: None) -> None:
 
 def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:
     net, reference = model(), model()
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     fused = torch.optim.AdamW(reference.parameters(), fused=True, **SETTINGS)
     train(net, optimizer, range(2))
     train(reference, fused, range(2))
@@ -330,8 +330,8 @@ def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:
 
 
 def test_memory_of_a_state_dict_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [nn.Parameter(torch.zeros(CUT)) for _ in range(6)]
-    optimizer = SwapAdamW(params, chunk=CUT)
+    params = [nn.Parameter(torch.zeros(ALIGNMENT)) for _ in range(6)]
+    optimizer = SwapAdamW(params, chunk=ALIGNMENT)
     held = [weakref.ref(part) for host in optimizer._hosts.values() for parts in host.moments for part in parts]
     alive: list[int] = []
     fresh, new_host = 0, swap_optimizer.new_host
@@ -389,7 +389,7 @@ def test_a_second_moment_never_becomes_zero() -> None:
 def test_training_in_fewer_bits_stays_near(kind: str, distance: float, share: float) -> None:
     exact, compact = model(), model()
     train(exact, torch.optim.AdamW(exact.parameters(), fused=True, lr=1e-3), range(50))
-    optimizer = SwapAdamW(compact.parameters(), lr=1e-3, moments=kind, chunk=CUT)
+    optimizer = SwapAdamW(compact.parameters(), lr=1e-3, moments=kind, chunk=ALIGNMENT)
     train(compact, optimizer, range(50))
     start = model()
     moved, apart = 0.0, 0.0
@@ -407,14 +407,14 @@ def test_training_in_fewer_bits_stays_near(kind: str, distance: float, share: fl
 def test_refusals() -> None:
     params = [nn.Parameter(torch.zeros(4))]
     for settings, message in (
-        ({"moments": "int4"}, "moments is 'int4': use one of exact, bfloat16, int8"),
+        ({"moments": "int4"}, "moments is 'int4', expected one of exact, bfloat16, int8"),
         ({"chunk": 1000}, "multiple of 65536"),
         ({"ring": 1}, "ring is 1"),
         ({"prefetch": 2.0}, "prefetch is 2.0"),
     ):
         with pytest.raises(ValueError, match=message):
             SwapAdamW(params, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"takes float32 parameters, got torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"needs float32 parameters, and one is torch\.bfloat16"):
         SwapAdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))], moments="int8")
     with pytest.raises(ValueError, match="has holes or overlaps"):
         SwapAdamW([nn.Parameter(torch.zeros(4, 4)[:, ::2])])
@@ -422,7 +422,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="amsgrad=True"):
         SwapAdamW(params).load_state_dict(amsgrad.state_dict())
     state = SwapAdamW(params).state_dict()
-    with pytest.raises(ValueError, match="shape \\(4,\\) here, the parameter \\(5,\\)"):
+    with pytest.raises(ValueError, match="shape \\(4,\\), expected \\(5,\\)"):
         SwapAdamW([nn.Parameter(torch.zeros(5))]).load_state_dict(state)
     del state["state"][0]["exp_avg_sq"]
     with pytest.raises(ValueError, match="has no exp_avg_sq"):

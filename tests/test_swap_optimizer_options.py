@@ -13,8 +13,8 @@ from test_swap_optimizer import SETTINGS, assert_same, give_gradients, model, mo
 from torch import nn
 
 from whorl.titan.moments import FORMATS
-from whorl.titan.swap_memory import CUT
-from whorl.titan.swap_optimizer import FIXED, SwapAdamW
+from whorl.titan.swap_memory import ALIGNMENT
+from whorl.titan.swap_optimizer import FIXED_OPTIONS, SwapAdamW
 
 SAME: dict[str, dict[str, Any]] = {
     "lr": {"lr": 2e-2},
@@ -40,7 +40,7 @@ REFUSED: dict[str, Any] = {
 def test_no_option_is_forgotten() -> None:
     theirs = {*torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).defaults}
     assert theirs == {name.split()[0].strip(",") for name in SAME} - {"no"} | {*REFUSED}
-    assert {*FIXED} == {*REFUSED}
+    assert {*FIXED_OPTIONS} == {*REFUSED}
     taken = {*inspect.signature(SwapAdamW).parameters}
     assert theirs - taken == {*REFUSED}, "what is not taken is an unexpected keyword, never ignored"
 
@@ -54,7 +54,7 @@ def test_an_option_of_one_group(name: str) -> None:
         groups = [{"params": params[:2], **copy.deepcopy(SAME[name])}, {"params": params[2:5]}]
         return params, cls(groups, **SETTINGS, **more)
 
-    both = [build(SwapAdamW, chunk=CUT), build(torch.optim.AdamW, fused=True)]
+    both = [build(SwapAdamW, chunk=ALIGNMENT), build(torch.optim.AdamW, fused=True)]
     for step in range(5):
         for params, optimizer in both:
             if step == 2:
@@ -69,7 +69,7 @@ def test_an_option_of_one_group(name: str) -> None:
 def test_an_option_that_it_has_not(name: str) -> None:
     params = parameters()[:3]
     asked = {"params": params[:1], name: REFUSED[name]}
-    message = f"{name} is {REFUSED[name]} in a group of parameters, and SwapAdamW has"
+    message = f"{name} is {REFUSED[name]} in a parameter group, SwapAdamW expects"
     with pytest.raises(ValueError, match=message):
         SwapAdamW([asked])
     optimizer = SwapAdamW(params[1:])
@@ -97,7 +97,7 @@ def test_a_state_of_another_way_to_compute(how: str) -> None:
     for group in saved["param_groups"]:
         group.update(options)
     nets = [copy.deepcopy(net) for _ in range(2)]
-    both = [SwapAdamW(nets[0].parameters(), chunk=CUT), torch.optim.AdamW(nets[1].parameters(), fused=True)]
+    both = [SwapAdamW(nets[0].parameters(), chunk=ALIGNMENT), torch.optim.AdamW(nets[1].parameters(), fused=True)]
     both[0].load_state_dict(copy.deepcopy(saved))
     for group in saved["param_groups"]:
         group.update({"foreach": None, "capturable": False, "fused": True})
@@ -129,14 +129,14 @@ def test_a_copy_goes_on_by_itself(through: Callable[[Any], Any], kind: str) -> N
     """Model and optimizer together, in the middle of training: both go on to the same bits, each with its own."""
     net = model()
     groups = [{"params": net[0].parameters(), "maximize": True}, {"params": net[2:].parameters(), "lr": 1e-2}]
-    optimizer = SwapAdamW(groups, **SETTINGS, chunk=CUT, ring=2, prefetch=0.4, moments=kind)
+    optimizer = SwapAdamW(groups, **SETTINGS, chunk=ALIGNMENT, ring=2, prefetch=0.4, moments=kind)
     frozen = net[4].bias.requires_grad_(False)
     train(net, optimizer, range(3))
     other_net, other = through((net, optimizer))
     at_copy = [p.detach().clone() for p in net.parameters()]
     train(other_net, other, range(3, 6))
     assert_same(net.parameters(), at_copy)
-    assert other._next > 0 or other._slots == []
+    assert other._next > 0 or other._buffers == []
     train(net, optimizer, range(3, 6))
     assert_same(other_net.parameters(), net.parameters())
     assert_same(moments(other), moments(optimizer))
@@ -151,7 +151,7 @@ def test_a_copy_goes_on_by_itself(through: Callable[[Any], Any], kind: str) -> N
 
 def test_a_copy_loads_ahead_too() -> None:
     net = model(600)
-    net, optimizer = copy.deepcopy((net, SwapAdamW(net.parameters(), chunk=CUT, ring=2, prefetch=0.4)))
+    net, optimizer = copy.deepcopy((net, SwapAdamW(net.parameters(), chunk=ALIGNMENT, ring=2, prefetch=0.4)))
     train(net, optimizer, range(1))
     net(torch.ones(8, 64)).sum().backward()
     assert optimizer._next == 2
@@ -159,7 +159,7 @@ def test_a_copy_loads_ahead_too() -> None:
 
 def test_a_shallow_copy_shares_no_moments() -> None:
     net = model()
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     train(net, optimizer, range(2))
     other = copy.copy(optimizer)
     before = [x.clone() for x in moments(optimizer)]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from whorl.titan.swap_memory import CUT
+from whorl.titan.swap_memory import ALIGNMENT
 from whorl.titan.swap_optimizer import SwapAdamW
 
 
@@ -34,7 +34,7 @@ def sharded() -> tuple[nn.Module, SwapAdamW]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    return net, SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    return net, SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def resume_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[list[Tensor
 
 def test_one_rank_resumes_as_two_and_two_as_one(tmp_path: Path) -> None:
     net = uneven_model()
-    optimizer = SwapAdamW(net.parameters(), chunk=CUT, **SETTINGS)
+    optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, **SETTINGS)
     train(net, optimizer, range(3))
     state = get_optimizer_state_dict(net, optimizer, options=FLAT)
     dcp.save(state, checkpoint_id=tmp_path / "one")

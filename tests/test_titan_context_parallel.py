@@ -163,4 +163,4 @@ def _without_positions() -> str:
 
 
 def test_positions_are_needed() -> None:
-    assert "TorchTitan cut together" in shared(2).run(_without_positions, timeout=TIMEOUT)[0]
+    assert "TorchTitan shards with the tokens" in shared(2).run(_without_positions, timeout=TIMEOUT)[0]

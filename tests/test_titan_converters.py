@@ -16,9 +16,9 @@ pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
 cpu.install()
 
 from whorl.titan.converters import gmm, permute, rms_norm, rope  # noqa: E402
-from whorl.titan.converters.conversion import become  # noqa: E402
+from whorl.titan.converters.conversion import replace_forward  # noqa: E402
 from whorl.titan.converters.table import CONVERTERS  # noqa: E402
-from whorl.titan.local import cover  # noqa: E402
+from whorl.titan.local import assign_padding  # noqa: E402
 
 OURS = ("whorl_rms_norm", "whorl_rope", "whorl_permute", "whorl_gmm", "whorl_dsa")
 FOR = {
@@ -127,7 +127,7 @@ def test_names_of_the_ascend_plug_in() -> None:
 
 
 def test_a_match_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"whorl_gmm matched nothing in Transformer, which is made of .*FeedForward"):
+    with pytest.raises(ValueError, match=r"whorl_gmm matched nothing in Transformer, which consists of .*FeedForward"):
         convert(build("llama3"), "whorl_gmm")
     with pytest.raises(ValueError, match="whorl_dsa matched nothing"):
         convert(build("deepseek_v3"), "whorl_dsa")
@@ -142,11 +142,11 @@ def test_twice_is_an_error() -> None:
 
 def test_what_is_passed_over_has_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     plain = nn.Sequential(nn.RMSNorm(8, elementwise_affine=False), nn.RMSNorm((4, 8)))
-    with pytest.raises(ValueError, match=r"passed over 0 \(it has no weight\); 1 \(it is over 2 dims, \[4, 8\]\)"):
+    with pytest.raises(ValueError, match=r"skipped 0 \(it has no weight\); 1 \(it normalises 2 dims, \[4, 8\]\)"):
         convert(plain, "whorl_rms_norm")
     with caplog.at_level("INFO"):
         convert(nn.Sequential(nn.RMSNorm(8), nn.RMSNorm(8, elementwise_affine=False)), "whorl_rms_norm")
-    assert "1 modules stay as they are: 1 (it has no weight)" in caplog.text
+    assert "1 modules are not converted: 1 (it has no weight)" in caplog.text
     assert "whorl_rms_norm: 1 modules, rms_norm by torch" in caplog.text
 
 
@@ -160,13 +160,11 @@ def test_other_ways_to_rotate_and_dispatch_are_refused() -> None:
 
     attention = Attention.__new__(Attention)
     nn.Module.__init__(attention)
-    with pytest.raises(
-        ValueError, match=r"torchtitan.models.llama4.model.model.apply_rotary_emb is none that is known"
-    ):
+    with pytest.raises(ValueError, match=r"torchtitan.models.llama4.model.model.apply_rotary_emb is unknown"):
         convert(nn.Sequential(attention), "whorl_rope")
     model = build("deepseek_v3")
     model.layers["1"].moe.__class__ = Other  # type: ignore[index, union-attr]
-    with pytest.raises(ValueError, match="Other dispatches in its own way"):
+    with pytest.raises(ValueError, match="Other has another dispatch"):
         convert(model, "whorl_permute")
 
 
@@ -187,7 +185,7 @@ def test_other_numbers_are_an_error(forward: Any) -> None:
         name = "off"
 
         def replace(self, module: nn.Module) -> None:
-            become(module, forward)
+            replace_forward(module, forward)
 
     model = build("llama3")
     with pytest.raises(ValueError, match=r"off: on a small RMSNorm in torch.float32: .*times"):
@@ -200,7 +198,7 @@ def test_tokens_of_each_expert_are_counted_as_before() -> None:
     """What the biases of the experts are balanced by."""
     torch.manual_seed(0)
     plain = permute.MoE(permute.MoEArgs(num_experts=4, num_shared_experts=0, top_k=2), dim=16, hidden_dim=8)
-    plain.experts = permute.Numbered(4)
+    plain.experts = permute.ScalingExperts(4)
     converted = copy.deepcopy(plain)
     permute.PermuteConverter.replace(None, converted)  # type: ignore[arg-type]
     for x in torch.randn(2, 1, 6, 16):
@@ -226,8 +224,8 @@ def test_comparing_draws_no_random_numbers() -> None:
 
 
 def test_padding_rows_go_to_the_last_expert() -> None:
-    assert cover(torch.tensor([3, 0, 2], dtype=torch.int32), 9).tolist() == [3, 0, 6]
-    assert cover(torch.tensor([4, 5]), 9).tolist() == [4, 5]
+    assert assign_padding(torch.tensor([3, 0, 2], dtype=torch.int32), 9).tolist() == [3, 0, 6]
+    assert assign_padding(torch.tensor([4, 5]), 9).tolist() == [4, 5]
 
 
 # ---- compiled

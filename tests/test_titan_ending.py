@@ -13,7 +13,7 @@ import titan_job
 from typer.testing import CliRunner
 
 from whorl.cli import app
-from whorl.titan.folder_lock import FILE, FolderLock, Held, check_free
+from whorl.titan.folder_lock import FILE, FolderLock, FolderLocked, check_free
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 60  # seconds; what is left behind stays for ever
@@ -91,7 +91,7 @@ def test_a_signal_is_passed_on(name: str, tmp_path: Path) -> None:
     run.process.send_signal(getattr(signal, name))
     assert run.line() == f"got {name}"
     assert run.line() == ""
-    assert "stopped; the same command goes on" in run.end()
+    assert "stopped; the same command resumes" in run.end()
     assert run.process.returncode == 1
 
 
@@ -129,10 +129,10 @@ def test_nohup_stays(tmp_path: Path) -> None:
 def test_a_folder_is_locked_once(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     with pytest.raises(
-        Held, match=rf"another run writes into .*run: process {os.getpid()} on \S+, since 20\d\d-.*kill"
+        FolderLocked, match=rf"another run writes into .*run: process {os.getpid()} on \S+, since 20\d\d-.*kill"
     ):
         FolderLock(tmp_path / "run")
-    with pytest.raises(Held):
+    with pytest.raises(FolderLocked):
         check_free([tmp_path, tmp_path / "run"])
     lock.release()
     check_free([tmp_path / "run"])
@@ -154,7 +154,7 @@ def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
-    with pytest.raises(Held, match=f"process {holder.pid} on"):
+    with pytest.raises(FolderLocked, match=f"process {holder.pid} on"):
         FolderLock(tmp_path)
     holder.kill()
     holder.communicate()
@@ -186,7 +186,7 @@ def test_a_rank_locks_what_it_writes(tmp_path: Path) -> None:
         if event[0] == "loss":
             break
     for folder in ("one", "shared"):
-        with pytest.raises(Held, match=f"process {first.processes[0].pid} on"):
+        with pytest.raises(FolderLocked, match=f"process {first.processes[0].pid} on"):
             FolderLock(tmp_path / folder)
     first.kill()
     check_free([tmp_path / "one", tmp_path / "shared"])

@@ -258,7 +258,7 @@ def test_other_configurations_are_refused(change: dict[str, Any], said: str) -> 
     [
         (
             {"experts": {"score_func": "softmax"}},
-            "score_func is 'softmax', and Hugging Face's deepseek_v32 has 'sigmoid'",
+            "score_func is 'softmax', Hugging Face's deepseek_v32 supports only 'sigmoid'",
         ),
         ({"experts": {"score_before_experts": True}}, "score_before_experts is True"),
         ({"rope_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.0}, "mscale is 0.7"),

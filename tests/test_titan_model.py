@@ -116,7 +116,7 @@ def test_wrong_calls_are_refused() -> None:
     model = make_model(tiny())
     with pytest.raises(ValueError, match="attention_masks"):
         model(torch.zeros(1, 8, dtype=torch.long), attention_masks=object())
-    with pytest.raises(ValueError, match=r"65 tokens, the rotary table has 64"):
+    with pytest.raises(ValueError, match=r"65 tokens, expected at most 64"):
         model(torch.zeros(1, 65, dtype=torch.long))
     with pytest.raises(ValueError, match=r"rotary table is torch\.bfloat16"):
         model.bfloat16()(torch.zeros(1, 8, dtype=torch.long))

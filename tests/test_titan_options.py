@@ -31,21 +31,31 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--model.flavor", "huge"), ("model.flavor is 'huge'; there are tiny, debug, 4l, 8l", "671b")),
-        (("--model.name", "gpt"), ("model.name is 'gpt'; there are", " deepseek_v3, deepseek_v32, flux")),
-        (("--model.converters", "whorl_rope,whorl_rop"), ("model.converters is 'whorl_rop'; there are", "whorl_rope")),
-        (("--model.converters", "float8"), ("model.converters is 'float8'; there are", "quantize.linear.float8")),
-        (("--optimizer.name", "Lion"), ("optimizer.name is 'Lion'; there are Adam, AdamW",)),
+        (("--model.flavor", "huge"), ("model.flavor is 'huge', expected one of tiny, debug, 4l, 8l", "671b")),
+        (("--model.name", "gpt"), ("model.name is 'gpt', expected one of", " deepseek_v3, deepseek_v32, flux")),
+        (
+            ("--model.converters", "whorl_rope,whorl_rop"),
+            ("model.converters is 'whorl_rop', expected one of", "whorl_rope"),
+        ),
+        (("--model.converters", "float8"), ("model.converters is 'float8', expected one of", "quantize.linear.float8")),
+        (("--optimizer.name", "Lion"), ("optimizer.name is 'Lion', expected one of Adam, AdamW",)),
         (
             ("--ranks", "2", "--parallelism.tensor_parallel_degree", "4"),
-            ("do not fit 2 ranks", "tensor_parallel_degree 4", "data_parallel_shard_degree -1 takes what is left"),
+            (
+                "do not fit 2 ranks",
+                "tensor_parallel_degree 4",
+                "data_parallel_shard_degree -1 takes the remaining ranks",
+            ),
         ),
         (("--parallelism.context_parallel_degree", "0"), ("do not fit 1 ranks", "context_parallel_degree 0", ">= 1")),
         (
             ("--ranks", "2", "--parallelism.expert_parallel_degree", "4"),
-            ("expert_parallel_degree 4 times expert_tensor_parallel_degree 1 has to divide the 2 ranks",),
+            ("expert_parallel_degree 4 times expert_tensor_parallel_degree 1 must divide the 2 ranks",),
         ),
-        (("--ranks", "8", "--parallelism.tensor_parallel_degree", "8"), ("4 heads cannot be shared out over 8",)),
+        (
+            ("--ranks", "8", "--parallelism.tensor_parallel_degree", "8"),
+            ("tensor_parallel_degree is 8, expected a divisor of the 4 heads",),
+        ),
         (
             (
                 "--ranks",
@@ -67,32 +77,32 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
         (("--memory_estimation.enable",), ("memory_estimation.enable would have no effect", "--plan")),
         (("--training.dataset", "c4"), ("training.dataset would have no effect", "whorl.data")),
         (("--training.dataloader.num_workers", "2"), ("training.dataloader.num_workers would have no effect",)),
-        (("--validation.enable",), ("validation.enable would have no effect", "no validator")),
+        (("--validation.enable",), ("validation.enable would have no effect", "no TorchTitan validator")),
         (
             ("--parallelism.context_parallel_rotate_method", "alltoall"),
             ("context_parallel_rotate_method would have no effect", "gathered"),
         ),
         (
             ("--quantize.linear.float8.recipe_name", "rowwise"),
-            ("quantize.linear.float8.recipe_name would have no effect", "which model.converters does not name"),
+            ("quantize.linear.float8.recipe_name would have no effect", "which is not in model.converters"),
         ),
         (("--parallelism.enable_async_tensor_parallel",), ("enable_async_tensor_parallel would have no effect",)),
         (("--training.enable_cpu_offload",), ("training.enable_cpu_offload would have no effect",)),
         (("--optimizer.early_step_in_backward",), ("updates weights before gradients are clipped", "no_watch")),
         *(
-            ((*TP2, "--model.converters", name), (f"{name} does not go with tensor parallelism",))
+            ((*TP2, "--model.converters", name), (f"{name} does not support tensor parallelism",))
             for name in ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8")
         ),
     ],
 )
-def test_asked_wrongly(options: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_bad_usage(options: tuple[str, ...], words: tuple[str, ...]) -> None:
     done = run("tiny", "--dry-run", *options)
     assert done.exit_code == 2, done.output
     for word in words:
         assert word in done.output.replace("\n", ""), done.output
 
 
-def test_a_file_of_settings_asked_wrongly(tmp_path: Path) -> None:
+def test_a_file_with_bad_settings(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[model]\nname = "llama3"\nflavour = "8B"\n')
     done = run(str(file), "--dry-run")
@@ -101,7 +111,7 @@ def test_a_file_of_settings_asked_wrongly(tmp_path: Path) -> None:
     file.write_text('[model]\nname = "llama3"\nflavor = "9B"\n')
     done = run(str(file), "--dry-run")
     assert done.exit_code == 2
-    assert "model.flavor is '9B'; there are debugmodel" in done.output
+    assert "model.flavor is '9B', expected one of debugmodel" in done.output
 
 
 def test_what_has_an_effect_is_taken(tmp_path: Path) -> None:

@@ -353,8 +353,12 @@ def _refused(layout: Degrees, length: int) -> str:
     ("layout", "length", "words"),
     [
         (Degrees(cp=2), 30, "training.seq_len is 30, expected a multiple of 4"),
-        (Degrees(tp=2, model=(("n_heads", 3),)), LENGTH, "3 heads cannot be shared out over 2"),
-        (Degrees(replicate=2), LENGTH, "data_parallel_replicate_degree is 2 without shards"),
+        (
+            Degrees(tp=2, model=(("n_heads", 3),)),
+            LENGTH,
+            "tensor_parallel_degree is 2, expected a divisor of the 3 heads",
+        ),
+        (Degrees(replicate=2), LENGTH, "data_parallel_replicate_degree is 2 without FSDP"),
         (Degrees(cp=2, balancer="ptrr"), LENGTH, "expected 'headtail'"),
         (dataclasses.replace(SPLIT, checkpointing="full"), LENGTH, "activation_checkpoint.mode is 'full'"),
         (dataclasses.replace(SPLIT, compiled=True), LENGTH, "DualPipeV, splits backward"),

@@ -163,11 +163,11 @@ def test_refusals(plain: Any, tmp_path: Path) -> None:
 
     said = titan_job.run(flags(tmp_path), function=titan_tasks.refusals)[0].answer
     expected = {
-        "cut": ("Refused", "step-4: __0_0.distcp has 10000 bytes, written were", "whorl.fall_back", "from step-2"),
-        "cut_metadata": ("Refused", "step-4: its .metadata cannot be read", "remove the folder to start anew"),
+        "cut": ("Refused", "step-4: __0_0.distcp has 10000 bytes, expected", "whorl.fall_back", "from step-2"),
+        "cut_metadata": ("Refused", "step-4: its .metadata cannot be read", "remove the folder to start from scratch"),
         "lost": ("Refused", "step-4: __0_0.distcp is missing"),
         "pickle": ("Refused", "its .metadata cannot be read"),
-        "foreign": ("Refused", "is no checkpoint of TorchTitan; it has model.pt"),
+        "foreign": ("Refused", "it is not a TorchTitan checkpoint: it has model.pt"),
         "export": ("Refused", "Hugging Face export"),
         "unfinished": ("loaded step 2",),
         "only_unfinished": ("nothing to load",),
@@ -188,9 +188,9 @@ def test_falling_back_is_asked_for(plain: Any, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model(plain: Any, tmp_path: Path) -> None:
     copy_checkpoint(plain[0] / "checkpoint", tmp_path / "checkpoint", 4)
     deeper = titan_job.refusal(flags(tmp_path, "--model.flavor", "deeper"))
-    assert "step-4: it is of another model: it lacks layers.2." in deeper
+    assert "step-4: it belongs to another model: it lacks layers.2." in deeper
     other = flags(tmp_path, "--model.flavor", "fewer_keys")  # the same tensors
-    assert "the model's settings differ: index_topk is 16 there, 8 here" in titan_job.refusal(other)
+    assert "index_topk is 16 in the checkpoint and 8 in this run" in titan_job.refusal(other)
     assert min(titan_job.run([*other, "--whorl.accept_changes"])[0].losses) == 5
 
 
@@ -209,7 +209,7 @@ def test_the_folder_of_a_run(plain: Any, tmp_path: Path) -> None:
     (left,) = found["left_when_written_again"]
     assert set(left) <= NAMES, "old metadata would call a mixture of files whole"
     assert set(found["written"]) - NAMES == {".metadata", "__0_0.distcp"}
-    assert "step-10: it holds the model alone" in found["model_alone"]
+    assert "step-10: it has only the model" in found["model_alone"]
 
 
 def test_initial_weights_survive_a_kill_in_the_first_save(plain: Any, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_sparse_training_goes_on_from_warm_up(swap: bool, warm: Any, by_hand: ti
 def test_no_way_back_to_warm_up(plain: Any, tmp_path: Path) -> None:
     copy_checkpoint(plain[0] / "checkpoint", tmp_path / "checkpoint", 4)
     said = titan_job.refusal(flags(tmp_path, "--whorl.stage", "warmup"))
-    assert "it is of the sparse stage and this run warms up" in said
+    assert "its stage is sparse and whorl.stage is warmup" in said
 
 
 def test_frozen_parameters_have_no_state_and_experts_keep_their_biases(tmp_path: Path) -> None:
@@ -295,15 +295,15 @@ def model_alone(folder: Path) -> Path:
 
 
 def test_a_file_with_more_than_was_written_is_refused(tmp_path: Path) -> None:
-    from whorl.titan.checkpoint_files import Refused, read_whole
+    from whorl.titan.checkpoint_files import Refused, read_complete
 
     folder = model_alone(tmp_path / "step-2")
-    assert read_whole(folder).state_dict_metadata.keys() == {"weight"}
+    assert read_complete(folder).state_dict_metadata.keys() == {"weight"}
     (file,) = folder.glob("*.distcp")
     with file.open("ab") as data:
         data.write(b"\0")
-    with pytest.raises(Refused, match=rf"{file.name} has \d+ bytes, written were \d+"):
-        read_whole(folder)
+    with pytest.raises(Refused, match=rf"{file.name} has \d+ bytes, expected \d+"):
+        read_complete(folder)
 
 
 def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) 
     from whorl.titan.checkpoint import Checkpoints
 
     manager = object.__new__(Checkpoints)
-    manager.folder, manager._spoilt = str(tmp_path), {}
+    manager.folder, manager._not_finite_steps = str(tmp_path), {}
     for step in (0, 2):
         model_alone(tmp_path / f"step-{step}")
-    assert manager._why_not(0) is None
-    assert str(manager._why_not(2)).startswith("it holds the model alone")
+    assert manager._problem(0) is None
+    assert str(manager._problem(2)).startswith("it has only the model")

@@ -92,17 +92,17 @@ def test_the_whole_model() -> None:
 
 
 def test_the_command_of_torchrun(tmp_path: Path) -> None:
-    made = train_command.prepare("tiny", ["--training.steps", "3"], ranks=2, torchrun="")
+    made = train_command.build_job("tiny", ["--training.steps", "3"], ranks=2, torchrun="")
     assert made.folder == Path("outputs/tiny")
     assert "--nproc-per-node=2" in made.command
     assert made.command[-2:] == ["--training.steps", "3"]
     assert "--rdzv-endpoint=localhost:0" in made.command
-    many = train_command.prepare("tiny", [], ranks=16, torchrun="--nnodes=8 --node-rank=1")
+    many = train_command.build_job("tiny", [], ranks=16, torchrun="--nnodes=8 --node-rank=1")
     assert {"--nnodes=8", "--node-rank=1"} <= set(many.command)
     assert "--rdzv-endpoint=localhost:0" not in many.command
     plain = tmp_path / "plain.toml"
     plain.write_text('[model]\nname = "llama3"\n')
-    made = train_command.prepare(str(plain), ["--job.dump-folder=there"], ranks=1, torchrun="")
+    made = train_command.build_job(str(plain), ["--job.dump-folder=there"], ranks=1, torchrun="")
     assert made.folder == Path("there")
     assert made.command[made.command.index("--job.custom_config_module") + 1] == "whorl.titan.config"
     done = run("tiny", "--dry-run", "--ranks", "3", "--training.steps", "7", "--optimizer.lr=-1")
@@ -113,16 +113,16 @@ def test_the_command_of_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("giant",), "no recipe 'giant'; there are 4l, 4l_top8, 671b, 8l, 8l_top8, debug, tiny"),
+        (("giant",), "no recipe 'giant', expected one of 4l, 4l_top8, 671b, 8l, 8l_top8, debug, tiny"),
         (("nothing.toml",), "nothing.toml: no such file"),
-        (("--training.steps", "3", "tiny"), "say the recipe first"),
-        (("tiny", "--steps", "3"), "no such option: --steps. TorchTitan's are --section.name"),
+        (("--training.steps", "3", "tiny"), "give the recipe before TorchTitan's options"),
+        (("tiny", "--steps", "3"), "no such option: --steps. TorchTitan's options are --section.name"),
         (("tiny", "--plan", "deepseek-v3.2"), "say one of RECIPE"),
         (("--plan", "deepseek-v3.2", "--card", "8"), "no such option: --card"),
         (("--plot", "nowhere"), "no such file"),
     ],
 )
-def test_asked_wrongly(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_usage(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert message in done.output
@@ -353,7 +353,7 @@ def test_the_default_text_is_the_standard_library() -> None:
 def test_another_text_is_refused(texts: Path) -> None:
     state = loader(text_job(texts)).state_dict()
     (texts / "a.md").write_text("a changed one")
-    with pytest.raises(ValueError, match=r"the checkpoint's data has text .*exclude_from_loading dataloader"):
+    with pytest.raises(ValueError, match=r"the text of the checkpoint's data is .*exclude_from_loading dataloader"):
         loader(text_job(texts)).load_state_dict(state)
 
 
@@ -366,7 +366,7 @@ def test_bad_text_is_named(texts: Path) -> None:
     with pytest.raises(ValueError, match=r"c.jsonl:1: expected an object with a field 'text'"):
         loader(text_job(texts))
     (texts / "short.txt").write_text("ab")
-    with pytest.raises(ValueError, match="hold 3 tokens, fewer than a sequence of 8"):
+    with pytest.raises(ValueError, match="have 3 tokens, fewer than a sequence of 8"):
         loader(text_job(texts / "short.txt"))
     config = text_job(texts)
     config.whorl = job(tokenizer="hf").whorl
@@ -468,7 +468,7 @@ def test_a_signal_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
         process.kill()
     if name != "SIGKILL":
         assert process.returncode == 1
-        assert "stopped; the same command goes on" in said
+        assert "stopped; the same command resumes" in said
     deadline = time.monotonic() + 30
     while (left := ranks_in(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.5)

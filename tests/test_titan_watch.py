@@ -20,7 +20,7 @@ def poisoned(folder: Path, where: str, *more: str, size: int = 1, plain: bool = 
 def test_a_layers_output(tmp_path: Path) -> None:
     (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a forward 0 3", "--checkpoint.interval", "2")
     assert "NotFinite: step 3: the loss is not finite" in said
-    assert f"Nothing was updated in this step; {tmp_path}/checkpoint/step-2 is whole" in said
+    assert f"Nothing was updated in this step; the last good checkpoint is {tmp_path}/checkpoint/step-2" in said
     assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
     assert said.endswith("weights as before")
 
@@ -29,8 +29,8 @@ def test_a_gradient(tmp_path: Path) -> None:
     """The loss is finite. Backward meets wo's own gradient first, as what goes back to its output is spoilt."""
     (said,) = poisoned(tmp_path, "layers.1.attention.wo backward 0 2", "--optimizer.swap")
     assert "step 2: the gradient is not finite" in said
-    assert "this run has no whole checkpoint in" in said
-    assert "that of layers.1.attention.wo is the first that is not, after layers.1." in said
+    assert "this run has no complete checkpoint in" in said
+    assert "the gradient of layers.1.attention.wo is the first that is not, after layers.1." in said
     assert said.endswith("weights as before")
 
 
@@ -60,7 +60,7 @@ def test_torchtitans_own_trainer(tmp_path: Path) -> None:
     assert "the output of layers.1.attention.wkv_a is the first that is not finite, from finite inputs" in said
     assert said.endswith("weights as before")
     (said,) = poisoned(tmp_path / "b", "layers.1.attention.wo backward 0 2", plain=True)
-    assert "it is made in backward, where WhorlTrainer (`whorl train`) finds the layer" in said
+    assert "it appears in backward, where only WhorlTrainer (`whorl train`) can find the layer" in said
 
 
 def test_without_the_watch_it_goes_on(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: t
     titan_job.run([*flags, "--training.steps", "2", where], function=titan_tasks.spoiled_checkpoint)
     said = titan_job.refusal([*flags, "--training.steps", "6"])
     assert f"step-4: {where} of layers.1.ffn_norm" in said
-    assert "are not finite in it. Remove the folder, or set whorl.fall_back, to continue from step-2" in said
+    assert "are not finite. Remove the folder, or set whorl.fall_back, to continue from step-2" in said
     asked = titan_job.refusal([*flags, "--training.steps", "6", "--checkpoint.load_step", "4"])
-    assert "was asked for, but" in asked
+    assert "checkpoint.load_step is 4, and" in asked
     (told,) = titan_job.run([*flags, "--training.steps", "6", "--whorl.fall_back"])
     assert sorted(told.losses) == [3, 4, 5, 6]
     (again,) = titan_job.run([*flags, "--training.steps", "8"])
@@ -128,23 +128,23 @@ def test_a_gradient_is_looked_at_when_another_is_gone() -> None:
     model, watch = small()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    watch.look()
+    watch.check()
     watch._probe.grad = None
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.fill_(math.nan)
     with pytest.raises(NotFinite, match="the gradient is not finite"):
-        watch.look()
+        watch.check()
 
 
 def test_batches_are_kept_for_one_step_of_training_alone() -> None:
     model, watch = small()
-    model.register_forward_pre_hook(watch._keep, with_kwargs=True)
+    model.register_forward_pre_hook(watch._record_inputs, with_kwargs=True)
     with torch.no_grad():
         model(torch.ones(1, 4))
     assert watch._batches == [], "validation is not run again"
     for _ in range(2):
         model(torch.ones(1, 4)).sum().backward()
     assert len(watch._batches) == 2
-    watch.look()
+    watch.check()
     assert watch._batches == []

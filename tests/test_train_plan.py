@@ -12,10 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from whorl.cli import app
-from whorl.plan.command import prepare
+from whorl.plan.command import build_plan
 from whorl.plan.hardware import A3, H200, Cluster
-from whorl.plan.layout import Parallelism, PlanSettings, fullest, held, layouts, stage_weights, stages
-from whorl.plan.memory import GB, Part, masks, memory_of, peak
+from whorl.plan.layout import (
+    Parallelism,
+    PlanSettings,
+    layouts,
+    peak_expert_load,
+    sharded_parameters,
+    stage_weights,
+    stages,
+)
+from whorl.plan.memory import GB, Part, memory_of, peak, uses_masked_attention
 from whorl.plan.model_shape import DEEPSEEK_V32, ModelShape, from_hugging_face, read_model
 from whorl.plan.options import PlanOptions
 from whorl.plan.search import Plan, make_plan
@@ -60,11 +68,11 @@ def test_the_built_in_model_is_the_configuration() -> None:
 def test_parameters_by_how_they_are_shared() -> None:
     model = on_meta(transformers.DeepseekV32Config(num_hidden_layers=4))
     for index in (0, 3):
-        kinds = {"split": 0, "whole": 0, "experts": 0}
+        kinds = {"split": 0, "replicated": 0, "experts": 0}
         for name, p in model.model.layers[index].named_parameters():
-            is_whole = any(word in name for word in ("norm", "indexer", "q_a_proj", "kv_a_proj", "mlp.gate."))
+            is_replicated = any(word in name for word in ("norm", "indexer", "q_a_proj", "kv_a_proj", "mlp.gate."))
             is_expert = "mlp.experts" in name
-            kinds["experts" if is_expert else "whole" if is_whole else "split"] += p.numel()
+            kinds["experts" if is_expert else "replicated" if is_replicated else "split"] += p.numel()
         assert dataclasses.asdict(DEEPSEEK_V32.layer(index)) == kinds
 
 
@@ -92,7 +100,7 @@ def test_work_of_sparse_attention() -> None:
     ):
         work = DEEPSEEK_V32.attention_work(seq)
         assert work.split * seq / 1e12 == pytest.approx(2 * forward + backward + target, rel=0.005)
-        assert work.whole * seq / 1e12 == pytest.approx(2 * scores + gradient, rel=0.01)
+        assert work.replicated * seq / 1e12 == pytest.approx(2 * scores + gradient, rel=0.01)
 
 
 def test_the_efficiency_is_that_of_the_published_trims() -> None:
@@ -182,9 +190,10 @@ def test_context_parallel_ranks_take_two_pieces_of_a_sequence_each() -> None:
 @pytest.mark.parametrize("layout", [PUBLISHED, Parallelism(pp=4, tp=2, cp=4, dp=4, ep=8, swap=False)])
 def test_all_ranks_together_hold_the_model_once(layout: Parallelism) -> None:
     total = sum(
-        held(stage_weights(DEEPSEEK_V32, layers), layout) * layout.stage for layers in stages(DEEPSEEK_V32, layout.pp)
+        sharded_parameters(stage_weights(DEEPSEEK_V32, layers), layout) * layout.stage
+        for layers in stages(DEEPSEEK_V32, layout.pp)
     )
-    repeated = sum(DEEPSEEK_V32.layer(i).whole for i in range(61)) * (layout.tp - 1)
+    repeated = sum(DEEPSEEK_V32.layer(i).replicated for i in range(61)) * (layout.tp - 1)
     assert total == pytest.approx(DEEPSEEK_V32.parameters - DEEPSEEK_V32.hidden + repeated)
 
 
@@ -228,7 +237,7 @@ def test_all_ranks_together_do_the_work_once(layout: Parallelism) -> None:
     settings = PlanSettings(seq=32768, batch=layout.dp, imbalance=0)
     cluster = Cluster(hardware=A3, cards=64, dies=2, memory=64)
     done = time_of(DEEPSEEK_V32, layout, cluster, settings).compute * A3.flops * A3.efficiency * layout.tp * layout.cp
-    repeated = sum(DEEPSEEK_V32.layer_work(i, 32768).whole for i in range(61)) * (layout.tp - 1)
+    repeated = sum(DEEPSEEK_V32.layer_work(i, 32768).replicated for i in range(61)) * (layout.tp - 1)
     assert done == pytest.approx(32768 * (DEEPSEEK_V32.token_work(32768) + repeated))
 
 
@@ -240,7 +249,7 @@ def test_load_of_the_fullest_rank() -> None:
         layout = Parallelism(pp=1, tp=1, cp=1, dp=128, ep=ep, swap=False)
         loads = 1 + settings.imbalance * torch.randn(2000, ep, 256 // ep)
         drawn = loads.mean(2).amax(1).mean().item() - 1
-        assert drawn < fullest(DEEPSEEK_V32, layout, settings) - 1 < 1.5 * drawn
+        assert drawn < peak_expert_load(DEEPSEEK_V32, layout, settings) - 1 < 1.5 * drawn
 
 
 def test_dense_models_have_no_expert_parallelism() -> None:
@@ -307,7 +316,7 @@ def test_what_was_measured_is_varied() -> None:
 
 
 def test_peak_follows_backward() -> None:
-    first, last = Part(kept=10, working=1, gradients=100), Part(kept=20, working=50, gradients=5)
+    first, last = Part(saved=10, working=1, gradients=100), Part(saved=20, working=50, gradients=5)
     assert peak([first, last]).total == 10 + 1 + 105  # the last one's 20 are free, its gradient stays
     assert peak([last]).total == 20 + 50 + 5
     found = peak([first, last], accumulates=True)
@@ -339,14 +348,14 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
 
     for topk in (64, 2048, 4096):
         for keys in (16, 64, 212, 213, 2048, 4096, 6800, 6801, 13600, 13601, 32768):
-            assert masks(keys, topk) == (choose_attention(keys, topk, "cpu") == "masked")
+            assert uses_masked_attention(keys, topk) == (choose_attention(keys, topk, "cpu") == "masked")
 
 
 @pytest.mark.slow
 def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
     """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
     asked = [PlanOptions(hardware=name, seq=4096, dies=2) for name in ("a3", "h200")]
-    plans = [prepare("deepseek-v3.2", 64, each) for each in asked]
+    plans = [build_plan("deepseek-v3.2", 64, each) for each in asked]
     assert [plan.settings.masked for plan in plans] == [False, True]
     size = {"weight": 2, "gradient": 2, "moment": 2}
     own = [PlanSettings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]
@@ -420,16 +429,16 @@ def test_a_config_file_is_a_model(tmp_path: Path) -> None:
     [
         ((), "say one of RECIPE"),
         (("--plan", "deepseek-v3.2"), "say --cards N"),
-        (("--plan", "nothing", "--cards", "8"), "nothing: no such model"),
-        (("--plan", "deepseek-v3.2", "--cards", "8", "--hardware", "abacus"), "use one of a3, h200"),
+        (("--plan", "nothing", "--cards", "8"), "no model nothing"),
+        (("--plan", "deepseek-v3.2", "--cards", "8", "--hardware", "abacus"), "expected one of a3, h200"),
         (("--plan", "deepseek-v3.2", "--cards", "8", "--efficiency", "2"), "over 0 and at most 1"),
-        (("--plan", "deepseek-v3.2", "--cards", "8", "--states", "int8"), "use one of float32, bfloat16"),
+        (("--plan", "deepseek-v3.2", "--cards", "8", "--states", "int8"), "expected one of float32, bfloat16"),
         (("--plan", "deepseek-v3.2", "--cards", "8", "--link", "0"), "link is 0 GB/s"),
-        (("--plan", "deepseek-v3.2", "--cards", "8", "--memory", "-1"), "it must be positive"),
+        (("--plan", "deepseek-v3.2", "--cards", "8", "--memory", "-1"), "memory is -1.0 GB, expected"),
         (("--plan", "deepseek-v3.2", "--cards", "127", "--dies", "1", "--batch", "1"), "no layout divides"),
     ],
 )
-def test_asked_wrongly(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_usage(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert message in done.output

@@ -21,11 +21,11 @@ from whorl.selftest_ranks.layouts import (
     collect,
     dims,
     fuse,
+    install_cpu_shims,
     job,
+    merge_ranks,
     one_rank,
-    prepare,
     run,
-    together,
 )
 
 __all__ = [
@@ -54,7 +54,7 @@ TIMEOUT = 300  # the first call imports TorchTitan
 
 
 def alone(micro_batches: int, stage: str, model: tuple[tuple[str, Any], ...]) -> Result:
-    prepare("cpu")
+    install_cpu_shims("cpu")
     return one_rank(micro_batches, stage, **dict(model))
 
 
@@ -66,7 +66,7 @@ def wanted(ranks: int, micro_batches: int = 1, stage: str = "sparse", model: tup
 
 def found(ranks: int, layout: Degrees) -> Result:
     """What the ranks have together."""
-    return together(shared(ranks).run(run, layout, timeout=TIMEOUT), layout)
+    return merge_ranks(shared(ranks).run(run, layout, timeout=TIMEOUT), layout)
 
 
 def check(ranks: int, layout: Degrees) -> None:

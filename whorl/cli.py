@@ -335,7 +335,7 @@ def _plan(model: str, cards: int, asked: PlanOptions, as_json: bool) -> int:
     from whorl.plan import command as plan_command
 
     with asking():
-        made = plan_command.prepare(model, cards, asked)
+        made = plan_command.build_plan(model, cards, asked)
     if as_json:
         print_json(plan_command.as_dict(made, asked.top))
     else:
@@ -349,7 +349,7 @@ def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torc
     from whorl.titan.folder_lock import check_free
 
     with asking():
-        job = train_command.prepare(recipe, options, ranks=ranks, torchrun=torchrun)
+        job = train_command.build_job(recipe, options, ranks=ranks, torchrun=torchrun)
     if dry_run:
         print(shlex.join(job.command))
         return 0

@@ -1,4 +1,4 @@
-"""`whorl train --plan`: from what was asked to a plan."""
+"""Build the plan that `whorl train --plan` prints from its command-line options."""
 
 from dataclasses import replace
 
@@ -10,42 +10,52 @@ from whorl.plan.options import PlanOptions
 from whorl.plan.report import as_dict, render
 from whorl.plan.search import Plan, make_plan
 
-__all__ = ["as_dict", "prepare", "render"]
+__all__ = ["as_dict", "build_plan", "render"]
 
-STATES = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def _hardware(asked: PlanOptions) -> Hardware:
-    if asked.hardware not in HARDWARE:
-        raise ValueError(f"hardware is {asked.hardware!r}: use one of {', '.join(HARDWARE)}")
-    found = HARDWARE[asked.hardware]
-    if asked.efficiency is not None:
-        if not 0 < asked.efficiency <= 1:
-            raise ValueError(f"efficiency is {asked.efficiency:g}: a share of the peak, over 0 and at most 1")
-        found = replace(found, efficiency=asked.efficiency, efficiency_source="as asked")
-    speeds = {"link": asked.link, "network": asked.network, "host": asked.host}
-    given = {name: value for name, value in speeds.items() if value is not None}
-    for name, value in given.items():
+def _hardware(options: PlanOptions) -> Hardware:
+    """Return the named hardware with the bandwidths and the efficiency that the options override."""
+    if options.hardware not in HARDWARE:
+        raise ValueError(f"hardware is {options.hardware!r}, expected one of {', '.join(HARDWARE)}")
+    hardware = HARDWARE[options.hardware]
+    if options.efficiency is not None:
+        if not 0 < options.efficiency <= 1:
+            raise ValueError(
+                f"efficiency is {options.efficiency:g}, expected a share of the peak FLOP/s: over 0 and at most 1"
+            )
+        hardware = replace(hardware, efficiency=options.efficiency, efficiency_source="given by --efficiency")
+    speeds = {"link": options.link, "network": options.network, "host": options.host}
+    overrides = {name: value for name, value in speeds.items() if value is not None}
+    for name, value in overrides.items():
         if value <= 0:
-            raise ValueError(f"{name} is {value:g} GB/s: it must be positive")
-    return replace(found, **{name: value * GB for name, value in given.items()})  # type: ignore[arg-type]
+            raise ValueError(f"{name} is {value:g} GB/s, expected a positive number")
+    return replace(hardware, **{name: value * GB for name, value in overrides.items()})  # type: ignore[arg-type]
 
 
-def prepare(model: str, cards: int, asked: PlanOptions) -> Plan:
-    found = _hardware(asked)
-    memory = found.memory if asked.memory is None else asked.memory
-    cluster = Cluster(hardware=found, cards=cards, dies=asked.dies or found.dies, memory=memory)
-    if asked.states not in STATES:
-        raise ValueError(f"states is {asked.states!r}: use one of {', '.join(STATES)}")
-    size = STATES[asked.states]
+def build_plan(model: str, cards: int, options: PlanOptions) -> Plan:
+    """Return the plan of a model on `cards` cards, with every layout that divides evenly.
+
+    model: a built-in name, a config.json or its folder; options.batch defaults to one sequence for each rank. Raises
+    ValueError when an option is out of range, the model is unknown, or no layout divides evenly.
+
+        print(render(build_plan("deepseek-v3.2", 64, PlanOptions(seq=32768)), top=10))
+    """
+    hardware = _hardware(options)
+    memory = hardware.memory if options.memory is None else options.memory
+    cluster = Cluster(hardware=hardware, cards=cards, dies=options.dies or hardware.dies, memory=memory)
+    if options.states not in STATE_BYTES:
+        raise ValueError(f"states is {options.states!r}, expected one of {', '.join(STATE_BYTES)}")
+    element_bytes = STATE_BYTES[options.states]
     settings = PlanSettings(
-        seq=asked.seq,
-        batch=asked.batch or cluster.ranks,
-        imbalance=asked.imbalance,
-        weight=size,
-        gradient=size,
-        moment=size,
-        checkpoint=asked.checkpointing,
-        masked=found.masked,
+        seq=options.seq,
+        batch=options.batch or cluster.ranks,
+        imbalance=options.imbalance,
+        weight=element_bytes,
+        gradient=element_bytes,
+        moment=element_bytes,
+        checkpoint=options.checkpointing,
+        masked=hardware.masked,
     )
     return make_plan(read_model(model), cluster, settings)

@@ -1,24 +1,24 @@
-"""What a plan is made for: cards by what one rank has of them, and how many there are."""
+"""The hardware a plan is made for: what one rank (one die of a card) has, and how many cards the cluster has."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One rank's share; bytes and FLOPs per second."""
+    """What one rank has, in bytes per second and FLOPs per second."""
 
     name: str
-    dies: int  # of a card
+    dies: int  # dies of a card; each is a rank
     memory: float  # GB of a die
-    flops: float
+    flops: float  # peak, dense bf16
     memory_bandwidth: float
-    link: float  # to the ranks of its domain
-    domain: int  # ranks that reach each other at that speed
-    network: float  # to all others
-    host: float  # to the host's memory, each way
-    efficiency: float  # share of `flops` that a layer reaches
+    link: float  # bandwidth to the ranks of the same domain
+    domain: int  # how many ranks reach each other at the speed of `link`
+    network: float  # bandwidth to the ranks of other domains
+    host: float  # bandwidth to host memory, each way
+    efficiency: float  # the share of `flops` that a layer reaches
     efficiency_source: str
-    masked: bool = True  # see `Settings`
+    masked: bool = True  # whether there is a kernel for masked attention; see `PlanSettings.masked`
 
 
 A3 = Hardware(
@@ -54,6 +54,8 @@ HARDWARE = {h.name: h for h in (A3, H200)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
+    """A number of equal cards."""
+
     hardware: Hardware
     cards: int
     dies: int = 1
@@ -65,4 +67,5 @@ class Cluster:
 
     @property
     def total(self) -> float:
+        """Return the memory of all ranks, in GB."""
         return self.ranks * self.memory

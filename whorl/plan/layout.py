@@ -1,4 +1,7 @@
-"""Who holds what: layouts of ranks, pipeline stages, and a rank's share of the weights."""
+"""How a model is divided over ranks: the layouts to consider, the pipeline stages, and a rank's share of the weights.
+
+A layout is a `Parallelism`: one choice of the degrees of each kind of parallelism.
+"""
 
 import itertools
 import math
@@ -10,36 +13,45 @@ from whorl.plan.model_shape import ModelShape, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """As in the recipe of the whole model, unless said; weight, gradient, moment, compute: bytes of an element."""
+    """What is trained and how; the defaults are those of the 671b recipe.
+
+    weight, gradient, moment and compute are bytes of one element.
+    """
 
     seq: int
-    batch: int  # sequences of a step, over all ranks
-    imbalance: float = 0.25  # spread of the load of one expert, as a share of its mean
-    reserve: float = 2.0  # GB that the allocator does not see: runtime, communication buffers
-    comm_efficiency: float = 0.6
+    batch: int  # sequences of one optimizer step, over all ranks
+    imbalance: float = 0.25  # standard deviation of one expert's load, as a share of its mean
+    reserve: float = 2.0  # GB outside the allocator: runtime and communication buffers
+    comm_efficiency: float = 0.6  # the share of a bandwidth that collectives reach
     weight: int = 4
     gradient: int = 4
     moment: int = 4
     compute: int = 2
-    checkpoint: bool = True  # a layer keeps its input alone, and is computed again in backward
-    fused: bool = True  # attention; otherwise small operators, with scores of all pairs
-    masked: bool = True  # short sequences, where the device has a kernel that masks what is not chosen
-    chunk: int = 1024  # tokens of the cross entropy at once; 0: all
+    checkpoint: bool = True  # full activation checkpointing: save only the input of a layer and recompute the layer
+    fused: bool = True  # fused attention; otherwise small operators that store the scores of all pairs
+    masked: bool = True  # the device has a kernel for masked attention, which is used for short sequences
+    chunk: int = 1024  # tokens that the cross entropy takes at once; 0: all tokens
 
     def needed(self, parameters: int) -> float:
-        """Bytes of weights and gradients, which no setting takes off the device."""
+        """Return the bytes of weights and gradients, which always stay on the device."""
         return parameters * (self.weight + self.gradient)
 
     @property
     def states(self) -> str:
-        """What weights, gradients and moments are."""
-        found = [{4: "fp32", 2: "bf16"}.get(n, f"{n}-byte") for n in (self.weight, self.gradient, self.moment)]
-        return found[0] if len(set(found)) == 1 else "/".join(found)
+        """Return the dtypes of weights, gradients and moments as text, as one name where they are the same."""
+        dtypes = [
+            {4: "fp32", 2: "bf16"}.get(size, f"{size}-byte") for size in (self.weight, self.gradient, self.moment)
+        ]
+        return dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Ranks = pp * tp * cp * dp; dp is FSDP. Experts are shared by ep of the tp * cp * dp ranks of a stage."""
+    """The degrees of a layout: ranks = pp * tp * cp * dp.
+
+    dp is data parallelism by FSDP. Experts are spread over ep of the tp * cp * dp ranks of a pipeline stage. swap: the
+    moments of the optimizer live in host memory.
+    """
 
     pp: int
     tp: int
@@ -50,11 +62,12 @@ class Parallelism:
 
     @property
     def stage(self) -> int:
+        """Return the number of ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP shares weights among; 1: there is no FSDP."""
+        """Return the number of ranks that FSDP shards weights over; 1 means that there is no FSDP."""
         return self.dp * self.cp
 
     def __str__(self) -> str:
@@ -63,14 +76,14 @@ class Parallelism:
 
 
 def powers(limit: int) -> list[int]:
-    """Powers of two that divide `limit`, and `limit` itself."""
+    """Return the powers of two that divide `limit`, and `limit` itself."""
     return sorted({2**i for i in range(limit.bit_length()) if limit % 2**i == 0} | {limit})
 
 
 def layouts(model: ModelShape, ranks: int, settings: PlanSettings) -> Iterator[Parallelism]:
-    """Those that divide evenly, as TorchTitan asks, with a layer for each stage.
+    """Yield every layout that divides evenly, as TorchTitan requires, and gives each pipeline stage a layer.
 
-    And with a microbatch, which is one sequence, for each stage: torch refuses 1F1B with fewer.
+    A layout has at least as many micro-batches, of one sequence each, as stages: torch refuses 1F1B with fewer.
     """
     for pp in powers(ranks):
         if not all(stages(model, pp)):
@@ -89,44 +102,49 @@ def layouts(model: ModelShape, ranks: int, settings: PlanSettings) -> Iterator[P
 
 
 def stages(model: ModelShape, pp: int) -> list[range]:
-    """Layers of each stage, as TorchTitan cuts them: embedding and head count as a layer each."""
+    """Return the layers of each pipeline stage as TorchTitan divides them: embedding and head count as a layer each."""
     if pp == 1:
         return [range(model.layers)]
-    size, more = divmod(model.layers + 2, pp)
-    counts = [size + (i < more) for i in range(pp)]
+    size, remainder = divmod(model.layers + 2, pp)
+    counts = [size + (i < remainder) for i in range(pp)]
     counts[0] -= 1
     starts = [min(sum(counts[:i]), model.layers) for i in range(pp)]
-    return [range(a, b) for a, b in itertools.pairwise([*starts, model.layers])]
+    return [range(start, stop) for start, stop in itertools.pairwise([*starts, model.layers])]
 
 
-def fullest(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> float:
-    """Load of the fullest expert-parallel rank over the mean: the largest of ep sums of independent loads."""
+def peak_expert_load(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> float:
+    """Estimate the load of the busiest expert-parallel rank over the mean load.
+
+    It is the expected maximum of ep sums of independent expert loads.
+    """
     if layout.ep == 1 or not model.experts:
         return 1.0
     return 1 + settings.imbalance * math.sqrt(2 * math.log(layout.ep) / (model.experts / layout.ep))
 
 
-def held(weights: Weights, layout: Parallelism) -> float:
-    """Parameters that a rank keeps: everything is sharded over its stage, but for what TP replicates."""
-    return (weights.split / layout.tp + weights.whole) / layout.shards + weights.experts / layout.stage
+def sharded_parameters(weights: Weights, layout: Parallelism) -> float:
+    """Return how many parameters a rank stores: all are sharded over its stage, except what TP replicates."""
+    return (weights.split / layout.tp + weights.replicated) / layout.shards + weights.experts / layout.stage
 
 
-def gathered(weights: Weights, layout: Parallelism) -> float:
-    """Parameters that a rank computes with; TP cuts experts where expert parallelism does not spread them."""
-    by = layout.ep if layout.ep > 1 else layout.tp
-    return weights.split / layout.tp + weights.whole + weights.experts / by
+def gathered_parameters(weights: Weights, layout: Parallelism) -> float:
+    """Return how many parameters a rank gathers to compute; without expert parallelism TP shards the experts."""
+    expert_ranks = layout.ep if layout.ep > 1 else layout.tp
+    return weights.split / layout.tp + weights.replicated + weights.experts / expert_ranks
 
 
 def stage_weights(model: ModelShape, layers: range) -> Weights:
-    found = sum((model.layer(i).times(count) for i, count in model.kinds(layers).items()), Weights())
-    return found + embedding_weights(model, layers) + head_weights(model, layers)
+    """Return the weights of a pipeline stage, with the embedding and the head where they belong to it."""
+    total = sum((model.layer(i).times(count) for i, count in model.kinds(layers).items()), Weights())
+    return total + embedding_weights(model, layers) + head_weights(model, layers)
 
 
 def embedding_weights(model: ModelShape, layers: range) -> Weights:
+    """Return the weights of the embedding if the stage with these layers has it, else none."""
     return Weights(split=model.embedding if layers.start == 0 else 0)
 
 
 def head_weights(model: ModelShape, layers: range) -> Weights:
-    """None of its own where the embedding, which it is tied to, is on the same stage."""
+    """Return the weights of the head if the stage has it; a head tied to an embedding of the same stage adds none."""
     is_shared = model.tied and layers.start == 0
     return Weights(split=model.embedding if layers.stop == model.layers and not is_shared else 0)

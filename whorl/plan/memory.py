@@ -1,7 +1,7 @@
-"""What a rank's allocator holds at the peak of a step: weights and moments, and the rest by a walk of backward.
+"""Estimate the peak memory of a rank during a step: weights and moments, and the rest by a walk through backward.
 
-Backward goes from the head to the embedding: what a part has kept is free when it is through, its gradients stay.
-`docs/training_plan.md` sets this next to what was measured.
+Backward goes from the head to the embedding. When a part is done, what it saved for backward is freed, and its
+gradients stay. `docs/training_plan.md` compares these estimates with measurements.
 """
 
 from dataclasses import dataclass, replace
@@ -10,31 +10,31 @@ from whorl.plan.layout import (
     Parallelism,
     PlanSettings,
     embedding_weights,
-    fullest,
-    gathered,
+    gathered_parameters,
     head_weights,
-    held,
+    peak_expert_load,
+    sharded_parameters,
     stage_weights,
     stages,
 )
 from whorl.plan.model_shape import ModelShape, Weights
 
 GB = 1e9
-RING = 3 * 2 * (1 << 25)  # elements: the swap optimizer's chunks on the device, of two moments
-WIDE, INDEX = 4, 4  # bytes: fp32, int32
-CROSSOVER = 6800  # keys up to which `choose_attention` masks, for 2048 chosen ones
+RING = 3 * 2 * (1 << 25)  # elements: three buffers of the swap optimizer on the device, of two moments each
+FP32, INT32 = 4, 4  # bytes of an element
+CROSSOVER = 6800  # `choose_attention` takes masked attention up to this many keys, where 2048 keys are selected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """GB of the fullest rank, at the peak."""
+    """The memory of the rank that needs most, at the peak of a step, in GB."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    buffers: float  # gathered weights, unreduced gradients, the ring of a swapped optimizer
-    reserve: float  # not the allocator's
+    buffers: float  # gathered weights, unreduced gradients, the device buffers of a swapped optimizer
+    reserve: float  # outside the allocator
 
     @property
     def allocated(self) -> float:
@@ -47,16 +47,18 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Bytes of an attention, a feed-forward layer, the head or the embedding, in the order of forward."""
+    """The bytes that one attention, feed-forward layer, head or embedding needs."""
 
-    kept: float  # from forward to backward
-    working: float  # of backward alone
+    saved: float  # stored in forward for backward
+    working: float  # temporary memory of backward
     gradients: float
-    buffers: float = 0.0  # FSDP's
+    buffers: float = 0.0  # of FSDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
+    """The bytes in use at one moment of backward, without weights and moments."""
+
     activations: float = 0.0
     gradients: float = 0.0
     buffers: float = 0.0
@@ -67,177 +69,194 @@ class Peak:
 
 
 def peak(parts: list[Part], *, accumulates: bool = False) -> Peak:
-    """accumulates: gradients of an earlier microbatch are there already."""
-    kept, most = sum(part.kept for part in parts), Peak()
+    """Return the moment of backward that needs most memory; the parts come in the order of forward.
+
+    accumulates: the gradients of an earlier micro-batch are already stored.
+    """
+    saved, highest = sum(part.saved for part in parts), Peak()
     gradients = sum(part.gradients for part in parts) if accumulates else 0.0
     for part in reversed(parts):
         gradients += 0 if accumulates else part.gradients
-        now = Peak(activations=kept + part.working, gradients=gradients, buffers=part.buffers)
-        most = max(most, now, key=lambda p: p.total)
-        kept -= part.kept
-    return most
+        now = Peak(activations=saved + part.working, gradients=gradients, buffers=part.buffers)
+        highest = max(highest, now, key=lambda p: p.total)
+        saved -= part.saved
+    return highest
 
 
 def memory_of(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> Memory:
-    """Of the stage that needs most."""
+    """Return the peak memory of a rank in the pipeline stage that needs most."""
     return max((stage_memory(model, layout, settings, s) for s in range(layout.pp)), key=lambda m: m.total)
 
 
 def stage_memory(model: ModelShape, layout: Parallelism, settings: PlanSettings, stage: int) -> Memory:
+    """Return the peak memory of a rank in one pipeline stage."""
     layers = stages(model, layout.pp)[stage]
-    weights = held(stage_weights(model, layers), layout)
-    parts = _Parts(model, layout, settings).of_stage(layers)
+    weights = sharded_parameters(stage_weights(model, layers), layout)
+    parts = _PartSizes(model, layout, settings).stage_parts(layers)
     microbatches = settings.batch // layout.dp
-    others = min(layout.pp - stage, microbatches) - 1  # in flight besides the one in backward
+    in_flight = min(layout.pp - stage, microbatches) - 1  # micro-batches besides the one in backward
     top = peak(parts, accumulates=microbatches > 1)
-    # Without FSDP, whose units have theirs in turn, autocast keeps a copy of all weights.
+    # Without FSDP, autocast keeps a copy of all weights in the compute dtype; with FSDP only gathered units have one.
     copies = weights * settings.compute if layout.shards == 1 and settings.compute != settings.weight else 0
     ring = RING * settings.moment if layout.swap else 0
     return Memory(
         parameters=weights * settings.weight / GB,
         gradients=top.gradients / GB,
         optimizer=0.0 if layout.swap else 2 * weights * settings.moment / GB,
-        activations=(top.activations + others * sum(part.kept for part in parts)) / GB,
+        activations=(top.activations + in_flight * sum(part.saved for part in parts)) / GB,
         buffers=(top.buffers + copies + ring) / GB,
         reserve=settings.reserve,
     )
 
 
-class _Parts:
-    """What the parts of a stage hold, with one sequence in a microbatch."""
+class _PartSizes:
+    """Computes the sizes of the parts of a stage, for micro-batches of one sequence."""
 
     def __init__(self, model: ModelShape, layout: Parallelism, settings: PlanSettings) -> None:
         self.model, self.layout, self.settings = model, layout, settings
         self.size, self.accumulates = settings.compute, settings.batch // layout.dp > 1
         self.tokens = settings.seq / layout.cp
-        # The residual is shared out over TP; what a projection takes has been gathered.
-        self.whole = self.tokens * model.hidden * self.size
-        self.stream = self.whole / layout.tp
+        # TP shards the residual stream over tokens; a projection takes the gathered tokens.
+        self.gathered_hidden = self.tokens * model.hidden * self.size
+        self.residual = self.gathered_hidden / layout.tp
 
-    def of_stage(self, layers: range) -> list[Part]:
-        """Each with what FSDP has gathered for it and, ahead of time, for the part whose turn is next."""
+    def stage_parts(self, layers: range) -> list[Part]:
+        """Return the parts of a stage; the buffers hold its gathered weights and those of the prefetched next unit."""
         kinds = {self.model.has_experts(i): (self.layer(i), self.model.layer(i)) for i in self.model.kinds(layers)}
-        units = [kinds[self.model.has_experts(i)][0] for i in layers]
+        unit_parts = [kinds[self.model.has_experts(i)][0] for i in layers]
         weights = [kinds[self.model.has_experts(i)][1] for i in layers]
         if layers.stop == self.model.layers:
-            units.append([self.head(head_weights(self.model, layers))])
+            unit_parts.append([self.head(head_weights(self.model, layers))])
             weights.append(Weights(split=self.model.embedding))
         following = [Weights(), *weights]  # backward does not look up embeddings again
-        found = [
-            replace(part, buffers=self.buffers(mine, ahead))
-            for unit, mine, ahead in zip(units, weights, following, strict=False)
+        parts = [
+            replace(part, buffers=self.buffers(unit_weights, next_weights))
+            for unit, unit_weights, next_weights in zip(unit_parts, weights, following, strict=False)
             for part in unit
         ]
         table = embedding_weights(self.model, layers)
         if not table.total:
-            return found
+            return parts
         gradients = self.gradients(table)
-        return [Part(kept=0, working=self.stream, gradients=gradients, buffers=self.unreduced(table)), *found]
+        return [Part(saved=0, working=self.residual, gradients=gradients, buffers=self.unreduced(table)), *parts]
 
     def gradients(self, weights: Weights) -> float:
-        return held(weights, self.layout) * self.settings.gradient
+        return sharded_parameters(weights, self.layout) * self.settings.gradient
 
     def unreduced(self, weights: Weights) -> float:
-        """Gradients of a unit, as they are computed and as they are summed over ranks."""
+        """Return the bytes of a unit's unsharded gradients: as computed, and in the dtype that they are reduced in."""
         if self.layout.shards == 1:
             return 0.0
-        return gathered(weights, self.layout) * (self.size + self.settings.gradient)
+        return gathered_parameters(weights, self.layout) * (self.size + self.settings.gradient)
 
-    def buffers(self, mine: Weights, ahead: Weights) -> float:
+    def buffers(self, unit_weights: Weights, next_weights: Weights) -> float:
+        """Return the bytes that FSDP needs while a unit is in backward and the next one is gathered."""
         if self.layout.shards == 1:
             return 0.0
-        return gathered(mine + ahead, self.layout) * self.size + self.unreduced(mine)
+        return gathered_parameters(unit_weights + next_weights, self.layout) * self.size + self.unreduced(unit_weights)
 
     def head(self, weights: Weights) -> Part:
         vocab = self.model.vocab / self.layout.tp
-        logits = self.tokens * vocab * self.size  # their gradient takes their place
-        chunk = min(self.settings.chunk or self.tokens, self.tokens) * vocab * WIDE * 2
-        hidden = self.stream + self.whole  # the norm's input and output; as much flows back
-        return Part(kept=hidden + logits, working=hidden + chunk, gradients=self.gradients(weights))
+        logits = self.tokens * vocab * self.size  # the gradient overwrites the logits
+        chunk = min(self.settings.chunk or self.tokens, self.tokens) * vocab * FP32 * 2
+        hidden = self.residual + self.gathered_hidden  # input and output of the norm; the gradients are as large
+        return Part(saved=hidden + logits, working=hidden + chunk, gradients=self.gradients(weights))
 
     def layer(self, index: int) -> list[Part]:
-        found = [self.attention(), self.feed_forward(index)]
+        parts = [self.attention(), self.feed_forward(index)]
         if not self.settings.checkpoint:
-            return found
-        # Of which only the input is kept: backward has all of it, and goes through it.
-        gradients = sum(part.gradients for part in found)
-        working = peak(found, accumulates=self.accumulates).total - gradients
-        return [Part(kept=self.stream, working=working, gradients=gradients)]
+            return parts
+        # Only the input of the layer is saved: backward recomputes the layer and then walks through its parts.
+        gradients = sum(part.gradients for part in parts)
+        working = peak(parts, accumulates=self.accumulates).total - gradients
+        return [Part(saved=self.residual, working=working, gradients=gradients)]
 
     def attention(self) -> Part:
         model = self.model
-        hidden = self.stream + self.whole
+        hidden = self.residual + self.gathered_hidden
         # Low-rank queries and keys, before and after their norms.
         low = self.tokens * (2 * model.q_rank + 2 * model.kv_rank + model.rope) * self.size
         if not model.index_heads:
-            kept, working = self.dense_core()
+            saved, working = self.dense_core()
         else:
-            kept, working = self.fused_core() if self.settings.fused else self.small_core()
+            saved, working = self.fused_core() if self.settings.fused else self.small_core()
         gradients = self.gradients(model.attention())
-        return Part(kept=hidden + low + kept, working=hidden + working, gradients=gradients)
+        return Part(saved=hidden + low + saved, working=hidden + working, gradients=gradients)
 
     @property
-    def rows(self) -> float:
+    def token_heads(self) -> float:
+        """Return the number of (token, head) pairs of a rank."""
         return self.tokens * self.model.heads / self.layout.tp
 
     def dense_core(self) -> tuple[float, float]:
-        """Kept between the projections, and what backward needs besides: queries, keys, values and the result."""
+        """Return the saved and the working bytes of dense attention between its projections.
+
+        Saved are queries, keys, values, the result and its log-sum-exp; backward needs their gradients.
+        """
         model = self.model
         if model.latent:
-            channels = self.rows * (2 * (model.nope + model.rope) + 2 * model.value)
+            channels = self.token_heads * (2 * (model.nope + model.rope) + 2 * model.value)
         else:
             channels = self.tokens * 2 * (model.heads + model.kv_heads) / self.layout.tp * model.head_dim
-        return channels * self.size + self.rows * WIDE, channels * self.size
+        return channels * self.size + self.token_heads * FP32, channels * self.size
 
     def small_core(self) -> tuple[float, float]:
-        model, size, rows = self.model, self.size, self.rows
+        """Return the saved and the working bytes of sparse attention in small operators."""
+        model, size, token_heads = self.model, self.size, self.token_heads
         query, keys = model.nope + model.rope, self.settings.seq
-        pairs, index_pairs = rows * keys, self.tokens * keys * model.index_heads * WIDE
-        heads = rows * (3 * query + 2 * model.value) * size  # queries twice, keys, values, the result
+        pairs, index_pairs = token_heads * keys, self.tokens * keys * model.index_heads * FP32
+        heads = token_heads * (3 * query + 2 * model.value) * size  # queries twice, keys, values and the result
         index_q = self.tokens * model.index_heads * model.index_dim * size
-        # The softmax, wide and as it is multiplied; in backward its gradient before and after, and that of the second.
-        kept = pairs * (WIDE + size) + index_pairs + 3 * index_q + heads
-        return kept, max(pairs * (2 * WIDE + size), 2 * index_pairs)
+        # Saved: the softmax in fp32 and in the compute dtype. Backward: the gradients of its input, its output and the
+        # copy in the compute dtype.
+        saved = pairs * (FP32 + size) + index_pairs + 3 * index_q + heads
+        return saved, max(pairs * (2 * FP32 + size), 2 * index_pairs)
 
     def fused_core(self) -> tuple[float, float]:
-        model, size, rows = self.model, self.size, self.rows
+        """Return the saved and the working bytes of fused sparse attention, masked or absorbed."""
+        model, size, token_heads = self.model, self.size, self.token_heads
         query, keys = model.nope + model.rope, self.settings.seq
         index_q = self.tokens * model.index_heads * model.index_dim * size
         chosen = self.tokens * min(model.index_topk, keys)
-        result = rows * model.value * size
-        kept = index_q + chosen * INDEX + rows * WIDE + result
-        learned = 2 * chosen * WIDE + index_q  # the target, its gradient, that of the indexer's queries
-        if self.settings.masked and masks(keys, model.index_topk):
-            kept += rows * query * size + self.tokens * keys / 8
-            return kept, learned + rows * (3 * query + 3 * model.value) * size
-        key, latent = rows * (model.kv_rank + model.rope) * size, rows * model.kv_rank * size
-        # Turned channels are new, the others lie in the projection's result. What the output projection has kept is
-        # free when the gradient of it, as large, comes back; absorbed queries are made again.
-        kept += rows * (query + model.rope) * size + latent
-        return kept, learned + latent + 2 * key + rows * model.nope * size
+        result = token_heads * model.value * size
+        saved = index_q + chosen * INT32 + token_heads * FP32 + result
+        learned = 2 * chosen * FP32 + index_q  # the target, its gradient and the gradient of the indexer's queries
+        if self.settings.masked and uses_masked_attention(keys, model.index_topk):
+            saved += token_heads * query * size + self.tokens * keys / 8
+            return saved, learned + token_heads * (3 * query + 3 * model.value) * size
+        key, latent = token_heads * (model.kv_rank + model.rope) * size, token_heads * model.kv_rank * size
+        # Rotated channels are a new tensor; the others lie in the result of the projection. What the output projection
+        # saved is freed when its gradient, which is as large, arrives. Absorbed queries are recomputed in backward.
+        saved += token_heads * (query + model.rope) * size + latent
+        return saved, learned + latent + 2 * key + token_heads * model.nope * size
 
     def feed_forward(self, index: int) -> Part:
-        """Gate before and after its activation, the other projection, their product, which is free when the others'
-        gradients come."""
+        """Return the sizes of a feed-forward layer.
+
+        Saved are the gate before and after its activation, the up projection and their product, which is freed before
+        the gradients of the other three are stored.
+        """
         model, layout = self.model, self.layout
         gradients = self.gradients(model.feed_forward(index))
-        hidden = self.stream + self.whole
+        hidden = self.residual + self.gathered_hidden
         if not model.has_experts(index):
             width = self.tokens * model.ffn / layout.tp * self.size
-            return Part(kept=hidden + 4 * width, working=hidden + 2 * width, gradients=gradients)
-        # A rank's own tokens go to whole experts, from all ranks; to experts cut by TP go all of the group.
-        own, cut = (self.tokens, layout.tp) if layout.ep == 1 else (self.tokens / layout.tp, 1)
-        own *= model.chosen
-        come = own * fullest(model, layout, self.settings)
+            return Part(saved=hidden + 4 * width, working=hidden + 2 * width, gradients=gradients)
+        # With EP a rank sends its own tokens to unsharded experts. Experts sharded by TP take all tokens of the group.
+        sent, expert_shards = (self.tokens, layout.tp) if layout.ep == 1 else (self.tokens / layout.tp, 1)
+        sent *= model.chosen
+        received = sent * peak_expert_load(model, layout, self.settings)
         shared = self.tokens * model.shared_experts / layout.tp
-        width = (come / cut + shared) * model.expert_ffn * self.size
-        into, out = come * model.hidden * self.size, own * model.hidden * self.size
-        # What the experts gave is free once its gradient is there, which then goes to the ranks of the experts: two of
-        # that. When hidden gradients come, one is left.
-        working = max(into, 2 * width - out)
-        return Part(kept=hidden + 4 * width + into + out, working=hidden + working, gradients=gradients)
+        width = (received / expert_shards + shared) * model.expert_ffn * self.size
+        input_bytes, output_bytes = received * model.hidden * self.size, sent * model.hidden * self.size
+        # The output of the experts is freed once its gradient exists. That gradient goes to the ranks of the experts:
+        # there are two copies of it; one is left when the gradients of the hidden activations are computed.
+        working = max(input_bytes, 2 * width - output_bytes)
+        return Part(
+            saved=hidden + 4 * width + input_bytes + output_bytes, working=hidden + working, gradients=gradients
+        )
 
 
-def masks(keys: int, topk: int) -> bool:
-    """`whorl.ops.choose_attention` where a kernel masks, without torch."""
+def uses_masked_attention(keys: int, topk: int) -> bool:
+    """Return whether `whorl.ops.choose_attention` takes masked attention on a device that has its kernel."""
     return keys <= max(topk, CROSSOVER * topk // 2048)

@@ -1,6 +1,6 @@
-"""What a model weighs and computes, from its configuration alone: parameters by how they are sharded, FLOPs per token.
+"""Count the parameters and the FLOPs per token of a model from its configuration.
 
-No torch: a plan is made on any machine.
+Parameters are counted by how they are sharded. Nothing here imports torch, so that a plan is made on any machine.
 """
 
 import json
@@ -10,45 +10,49 @@ from typing import Any
 
 from whorl.models.deepseek_v32 import DeepSeekV32Config
 
-FORWARDS = 2  # what full activation checkpointing makes of one: a layer is computed again in backward
+FORWARDS = 2  # forward passes of a layer with full activation checkpointing, which recomputes it in backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Parameters, by what may share them."""
+    """Numbers of parameters, by how they can be sharded."""
 
-    split: int = 0  # by tensor parallelism
-    whole: int = 0  # on every tensor-parallel rank
-    experts: int = 0  # by expert parallelism
+    split: int = 0  # sharded by tensor parallelism
+    replicated: int = 0  # on every tensor-parallel rank
+    experts: int = 0  # sharded by expert parallelism
 
     @property
     def total(self) -> int:
-        return self.split + self.whole + self.experts
+        return self.split + self.replicated + self.experts
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
-            split=self.split + other.split, whole=self.whole + other.whole, experts=self.experts + other.experts
+            split=self.split + other.split,
+            replicated=self.replicated + other.replicated,
+            experts=self.experts + other.experts,
         )
 
     def times(self, count: int) -> "Weights":
-        return Weights(split=self.split * count, whole=self.whole * count, experts=self.experts * count)
+        return Weights(split=self.split * count, replicated=self.replicated * count, experts=self.experts * count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """FLOPs of a token in a layer, forward and backward together."""
+    """The FLOPs of one token in a layer, forward and backward together."""
 
-    split: float  # shared by tensor parallelism
-    whole: float  # done by every tensor-parallel rank
-    experts: float  # of the experts that the token visits
+    split: float  # divided by tensor parallelism
+    replicated: float  # repeated on every tensor-parallel rank
+    experts: float  # of the experts that the router selects for the token
 
     @property
     def total(self) -> float:
-        return self.split + self.whole + self.experts
+        return self.split + self.replicated + self.experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
+    """The sizes of a transformer that its parameters, memory and FLOPs follow from."""
+
     name: str
     hidden: int
     layers: int
@@ -69,59 +73,62 @@ class ModelShape:
     index_dim: int = 0
     index_topk: int = 0
     experts: int = 0
-    chosen: int = 0
+    chosen: int = 0  # experts per token
     expert_ffn: int = 0
     shared_experts: int = 0
-    dense: frozenset[int] = frozenset()  # layers without experts, in a model that has them
+    dense: frozenset[int] = frozenset()  # layers without experts, in a model that has experts
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense
 
     def kinds(self, layers: range) -> dict[int, int]:
-        """One layer of each kind, and how many are like it."""
+        """Map one layer of each kind (with and without experts) to the number of layers like it."""
         with_experts = [i for i in layers if self.has_experts(i)]
         without = [i for i in layers if not self.has_experts(i)]
-        return {same[0]: len(same) for same in (without, with_experts) if same}
+        return {indices[0]: len(indices) for indices in (without, with_experts) if indices}
 
     @property
     def latent(self) -> bool:
+        """Return whether the attention is multi-head latent attention."""
         return self.kv_heads == 0
 
     # ---- parameters
 
     @property
     def indexer(self) -> int:
+        """Return the number of parameters of a layer's lightning indexer."""
         if not self.index_heads:
             return 0
         queries = self.q_rank * self.index_heads * self.index_dim
         return queries + self.hidden * (self.index_dim + self.index_heads) + 2 * self.index_dim
 
     def attention(self) -> Weights:
+        """Return the parameters of a layer's attention, its indexer included."""
         if not self.latent:
             out = self.heads * self.head_dim
             keys = 2 * self.kv_heads * self.head_dim
             bias = out + keys if self.qkv_bias else 0
             norms = 2 * self.head_dim if self.qk_norm else 0
-            return Weights(split=self.hidden * (2 * out + keys) + bias, whole=norms)
+            return Weights(split=self.hidden * (2 * out + keys) + bias, replicated=norms)
         per_head = self.kv_rank * (self.nope + self.value) + self.value * self.hidden
         query = self.nope + self.rope
         down = self.hidden * (self.kv_rank + self.rope) + self.kv_rank + self.indexer
         if not self.q_rank:
-            return Weights(split=self.heads * (per_head + self.hidden * query), whole=down)
+            return Weights(split=self.heads * (per_head + self.hidden * query), replicated=down)
         per_head += self.q_rank * query
-        return Weights(split=self.heads * per_head, whole=down + self.hidden * self.q_rank + self.q_rank)
+        return Weights(split=self.heads * per_head, replicated=down + self.hidden * self.q_rank + self.q_rank)
 
     def layer(self, index: int) -> Weights:
         return self.attention() + self.feed_forward(index)
 
     def feed_forward(self, index: int) -> Weights:
-        """With both norms of the layer."""
-        found = Weights(whole=2 * self.hidden)
+        """Return the parameters of a layer's feed-forward part and of both norms of the layer."""
+        norms = Weights(replicated=2 * self.hidden)
         if not self.has_experts(index):
-            return found + Weights(split=3 * self.hidden * self.ffn)
+            return norms + Weights(split=3 * self.hidden * self.ffn)
         expert = 3 * self.hidden * self.expert_ffn
-        return found + Weights(
-            split=self.shared_experts * expert, whole=self.hidden * self.experts, experts=self.experts * expert
+        return norms + Weights(
+            split=self.shared_experts * expert, replicated=self.hidden * self.experts, experts=self.experts * expert
         )
 
     @property
@@ -130,49 +137,54 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
+        """Return the number of parameters of the model, without multi-token prediction layers."""
         ends = self.embedding * (1 if self.tied else 2) + self.hidden
         return ends + sum(self.layer(i).total * count for i, count in self.kinds(range(self.layers)).items())
 
     # ---- work
 
     def keys(self, seq: int) -> float:
-        """That a token attends to, on average."""
+        """Return the average number of keys that a token attends to."""
         top = self.index_topk
         if not top or seq <= top:
             return (seq + 1) / 2
         return (top * (top + 1) / 2 + (seq - top) * top) / seq
 
     def attention_work(self, seq: int, forwards: int = FORWARDS) -> Work:
-        """Products of queries, keys and values; those with weights are not among them."""
+        """Return the FLOPs of the products of queries, keys and values; products with weights are not counted here."""
         keys = self.keys(seq)
         if self.index_heads:
             key, value = self.kv_rank + self.rope, self.kv_rank  # absorbed
             pairs = 2 * self.heads * keys
             forward, backward = pairs * (key + value), pairs * (3 * key + 2 * value)
-            target = pairs * key  # what the indexer learns from
+            target = pairs * key  # the attention scores that the indexer is trained on
             index = 2 * self.index_heads * self.index_dim
             scores, gradient = index * (seq + 1) / 2, 3 * index * keys
-            return Work(split=forwards * forward + backward + target, whole=forwards * scores + gradient, experts=0)
+            return Work(
+                split=forwards * forward + backward + target, replicated=forwards * scores + gradient, experts=0
+            )
         key = self.nope + self.rope if self.latent else self.head_dim
         value = self.value if self.latent else self.head_dim
         forward = 2 * self.heads * keys * (key + value)
-        return Work(split=(forwards + 2.5) * forward, whole=0, experts=0)  # backward is 2.5 times forward
+        return Work(split=(forwards + 2.5) * forward, replicated=0, experts=0)  # backward is 2.5 times forward
 
     def layer_work(self, index: int, seq: int, forwards: int = FORWARDS) -> Work:
-        """6 FLOPs for a parameter; 8 with full activation checkpointing."""
+        """Return the FLOPs of a layer: 6 per parameter, 8 with full activation checkpointing, plus its attention."""
         weights, attention = self.layer(index), self.attention_work(seq, forwards)
-        each = 2 * forwards + 4
-        visited = self.chosen / self.experts * weights.experts if self.experts else 0
+        flops_per_parameter = 2 * forwards + 4
+        active_experts = self.chosen / self.experts * weights.experts if self.experts else 0
         return Work(
-            split=each * weights.split + attention.split,
-            whole=each * weights.whole + attention.whole,
-            experts=each * visited,
+            split=flops_per_parameter * weights.split + attention.split,
+            replicated=flops_per_parameter * weights.replicated + attention.replicated,
+            experts=flops_per_parameter * active_experts,
         )
 
     def head_work(self) -> float:
+        """Return the FLOPs of one token in the head, forward and backward."""
         return 6 * self.embedding
 
     def token_work(self, seq: int) -> float:
+        """Return the FLOPs of one token in the model, with full activation checkpointing."""
         kinds = self.kinds(range(self.layers)).items()
         return self.head_work() + sum(self.layer_work(i, seq).total * count for i, count in kinds)
 
@@ -181,13 +193,17 @@ MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "llama", "qwen2", "qwen3", "qwen3_
 
 
 def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"{name}: model_type is {kind!r}; a plan can be made for {', '.join(MODEL_TYPES)}")
+    """Return the shape that the values of a config.json describe.
+
+    Raises ValueError when the model type is unknown, a size is missing, or the config has biases that are not counted.
+    """
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"{name}: model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")
 
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise ValueError(f"{name}: {key} is set; a plan counts no such biases")
+            raise ValueError(f"{name}: {key} is set, expected false: a plan does not count these biases")
 
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key, default)
@@ -204,28 +220,28 @@ def from_hugging_face(config: dict[str, Any], name: str) -> ModelShape:
         "ffn": number("intermediate_size"),
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
-    if kind.startswith("deepseek"):
-        return ModelShape(**common, **_deepseek(config, number, indexed=kind == "deepseek_v32"))
+    if model_type.startswith("deepseek"):
+        return ModelShape(**common, **_deepseek(config, number, indexed=model_type == "deepseek_v32"))
     common |= {
         "kv_heads": number("num_key_value_heads", common["heads"]),
         "head_dim": config.get("head_dim") or common["hidden"] // common["heads"],
-        "qk_norm": kind.startswith("qwen3"),
-        "qkv_bias": kind == "qwen2",
+        "qk_norm": model_type.startswith("qwen3"),
+        "qkv_bias": model_type == "qwen2",
     }
-    if kind == "qwen3_moe":
-        stride, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if model_type == "qwen3_moe":
+        stride, dense_layers = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
         common |= {
             "experts": number("num_experts", config.get("num_local_experts")),  # transformers 5 writes the latter
             "chosen": number("num_experts_per_tok"),
             "expert_ffn": number("moe_intermediate_size"),
-            "dense": frozenset(i for i in range(common["layers"]) if i in plain or (i + 1) % stride),
+            "dense": frozenset(i for i in range(common["layers"]) if i in dense_layers or (i + 1) % stride),
         }
     return ModelShape(**common)
 
 
 def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str, Any]:
     kinds = config.get("mlp_layer_types") or ["dense"] * number("first_k_dense_replace")
-    found = {
+    sizes = {
         "q_rank": int(config.get("q_lora_rank") or 0),
         "kv_rank": number("kv_lora_rank"),
         "nope": number("qk_nope_head_dim"),
@@ -239,8 +255,8 @@ def _deepseek(config: dict[str, Any], number: Any, *, indexed: bool) -> dict[str
     }
     if indexed:
         index = {"index_heads": "index_n_heads", "index_dim": "index_head_dim", "index_topk": "index_topk"}
-        found |= {mine: number(theirs) for mine, theirs in index.items()}
-    return found
+        sizes |= {ours: number(theirs) for ours, theirs in index.items()}
+    return sizes
 
 
 DEEPSEEK_V32 = from_hugging_face(DeepSeekV32Config().to_hf(), "deepseek-v3.2")
@@ -248,17 +264,20 @@ BUILT_IN = {DEEPSEEK_V32.name: DEEPSEEK_V32}
 
 
 def read_model(model: str) -> ModelShape:
-    """A built-in name, a config.json or a folder that has one."""
+    """Return the shape of a model, named by a built-in name, a config.json or a folder with one.
+
+    Raises ValueError when there is no such model or its config cannot be read.
+    """
     if model in BUILT_IN:
         return BUILT_IN[model]
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{model}: no such model; give {', '.join(BUILT_IN)}, a config.json or its folder")
+        raise ValueError(f"plan: no model {model}; give {', '.join(BUILT_IN)}, a config.json or its folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{path} is not JSON: {e}") from e
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no object")
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected a JSON object")
     return from_hugging_face(config, model)

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON, with what it rests on."""
+"""Print a plan as text or return it as JSON values, with its assumptions."""
 
 from dataclasses import asdict
 from typing import Any
@@ -7,7 +7,7 @@ from whorl.plan.layout import Parallelism
 from whorl.plan.memory import GB, RING
 from whorl.plan.search import Plan, Row
 
-# What others have published, to set beside a prediction: (model, hardware, cards, tokens), layout, tokens/s of a card.
+# Published runs to compare a prediction with: (model, hardware, cards, tokens) -> layout and tokens/s per card.
 PUBLISHED: dict[tuple[str, str, int, int], tuple[Parallelism, float]] = {
     ("deepseek-v3.2", "a3", 64, 32768): (Parallelism(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True), 29.0),
 }
@@ -15,34 +15,36 @@ COLUMNS = ("layout", "params", "grads", "optim", "activ", "buffers", "reserve", 
 
 
 def published(plan: Plan) -> tuple[Parallelism, float] | None:
+    """Return the layout and the tokens/s per card of a published run of the same job, if there is one."""
     key = (plan.model.name, plan.cluster.hardware.name, plan.cluster.cards, plan.settings.seq)
     return PUBLISHED.get(key)
 
 
 def assumptions(plan: Plan) -> list[str]:
+    """Return the sentences that state what the numbers of a plan assume."""
     hardware, settings = plan.cluster.hardware, plan.settings
     attention = "absorbed sparse attention" if plan.model.index_heads else "dense causal attention"
-    kept = (
-        "full activation checkpointing: a layer keeps its input, sharded over TP"
+    checkpointing = (
+        "full activation checkpointing: a layer saves its input, sharded over TP"
         if settings.checkpoint
-        else "no activation checkpointing: a layer keeps all that its backward reads"
+        else "no activation checkpointing: a layer saves all that its backward reads"
     )
     return [
-        f"weights, gradients and both moments in {settings.states}, {settings.compute} bytes for what is computed; "
-        "FSDP shards all of them over a stage's ranks and gathers a block again in backward, the next ahead of time; "
-        "with a pipeline that takes fsdp_reshard_after_forward always",
-        f"{kept}; backward frees layer after layer; gradients all the time where a rank has several microbatches; "
-        f"cross entropy {'of all' if not settings.chunk else settings.chunk} tokens at once",
-        f"1F1B, {settings.batch} sequences a step, one in a microbatch; {attention}; q/kv down-projections, router and "
-        "indexer are repeated on every TP rank",
-        f"load of an expert varies by {settings.imbalance:.0%} of its mean (sqrt(2 ln EP / experts per rank) of "
-        "that on the fullest rank)",
-        f"{settings.reserve:g} GB for the runtime; a swapped optimizer keeps {RING * settings.moment / GB:.1f} GB "
-        f"of buffers and moves {2 * settings.moment} bytes a parameter each way at {hardware.host / GB:g} GB/s",
-        f"a rank: {hardware.flops / 1e12:g} TFLOP/s at {hardware.efficiency:g} ({hardware.efficiency_source}), "
-        f"{hardware.link / GB:g} GB/s to {hardware.domain} ranks and {hardware.network / GB:g} GB/s beyond, at "
-        f"{settings.comm_efficiency:g}",
-        "FSDP's traffic hides behind computing; TP's, EP's and CP's does not; host launch time is not counted",
+        f"weights, gradients and both moments in {settings.states}, activations in {settings.compute} bytes; "
+        "FSDP shards all of them over the ranks of a stage, gathers a block again in backward and prefetches the next; "
+        "with a pipeline this needs fsdp_reshard_after_forward always",
+        f"{checkpointing}; backward frees layer after layer; with several micro-batches a rank stores all its "
+        f"gradients; cross entropy of {settings.chunk or 'all'} tokens at once",
+        f"1F1B, {settings.batch} sequences per step, one per micro-batch; {attention}; q/kv down-projections, router "
+        "and indexer are repeated on every TP rank",
+        f"the load of an expert has a standard deviation of {settings.imbalance:.0%} of its mean; the busiest rank is "
+        "above the mean by sqrt(2 ln EP / experts per rank) of that",
+        f"{settings.reserve:g} GB for the runtime; a swapped optimizer needs {RING * settings.moment / GB:.1f} GB "
+        f"on the device and moves {2 * settings.moment} bytes per parameter each way at {hardware.host / GB:g} GB/s",
+        f"a rank reaches {hardware.efficiency:g} of {hardware.flops / 1e12:g} TFLOP/s ({hardware.efficiency_source}), "
+        f"and {settings.comm_efficiency:g} of {hardware.link / GB:g} GB/s to the {hardware.domain} ranks of its domain "
+        f"and of {hardware.network / GB:g} GB/s to others",
+        "FSDP traffic overlaps with compute; TP, EP and CP traffic does not; host launch time is not counted",
     ]
 
 
@@ -61,32 +63,34 @@ def _table(rows: list[Row]) -> list[str]:
     ]
 
 
-def _split(plan: Plan) -> dict[str, list[Row]]:
+def _by_context_parallelism(plan: Plan) -> dict[str, list[Row]]:
     return {
         "without context parallelism": [row for row in plan.feasible if row.layout.cp == 1],
         "with context parallelism": [row for row in plan.feasible if row.layout.cp > 1],
     }
 
 
-def _beside(plan: Plan) -> str | None:
-    found = published(plan)
-    if found is None:
+def _comparison(plan: Plan) -> str | None:
+    run = published(plan)
+    if run is None:
         return None
-    layout, speed = found
+    layout, speed = run
     row = next((row for row in plan.rows if row.layout == layout), None)
     if row is None:
         return None
     if not row.fits:
-        return f"published: {layout} at {speed:g} tokens/s per card; here it does not fit ({row.memory.total:.1f} GB)"
-    same = [r.layout for r in plan.feasible if (r.layout.cp == 1) == (layout.cp == 1)]
+        need = f"{row.memory.total:.1f} GB"
+        return f"published: {layout} at {speed:g} tokens/s per card; by this plan it needs {need} and does not fit"
+    table = [r.layout for r in plan.feasible if (r.layout.cp == 1) == (layout.cp == 1)]
     return (
         f"published: {layout} at {speed:g} tokens/s per card; predicted {row.tokens_per_card:.1f}, "
-        f"number {same.index(layout) + 1} of {len(same)} in its table, "
-        f"{plan.rank(layout)} of {len(plan.feasible)} in all"
+        f"rank {table.index(layout) + 1} of {len(table)} in its table and "
+        f"{plan.rank(layout)} of {len(plan.feasible)} overall"
     )
 
 
 def render(plan: Plan, top: int) -> str:
+    """Return the plan as text: the `top` fastest layouts with and without context parallelism, and the assumptions."""
     model, cluster = plan.model, plan.cluster
     need = plan.settings.needed(model.parameters) / GB
     lines = [
@@ -97,14 +101,21 @@ def render(plan: Plan, top: int) -> str:
         "",
     ]
     if plan.problem is not None:
-        lines += [f"nothing fits: {plan.problem}", "", "the smallest:", *_table(plan.rows[: min(top, 3)])]
+        lines += [
+            f"nothing fits: {plan.problem}",
+            "",
+            "the layouts that need least:",
+            *_table(plan.rows[: min(top, 3)]),
+        ]
     else:
-        lines.append(f"{len(plan.feasible)} of {len(plan.rows)} layouts fit; GB of the fullest rank; fastest first")
-        for title, rows in _split(plan).items():
+        lines.append(
+            f"{len(plan.feasible)} of {len(plan.rows)} layouts fit; GB of the rank that needs most; fastest first"
+        )
+        for title, rows in _by_context_parallelism(plan).items():
             if rows:
                 lines += ["", f"{title} ({len(rows)}):", *_table(rows[:top])]
-    beside = _beside(plan)
-    lines += [] if beside is None else ["", beside]
+    comparison = _comparison(plan)
+    lines += [] if comparison is None else ["", comparison]
     return "\n".join([*lines, "", "assumed:", *(f"- {line}" for line in assumptions(plan))])
 
 
@@ -119,8 +130,13 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def as_dict(plan: Plan, top: int) -> dict[str, Any]:
-    found = published(plan)
-    shown = plan.rows[:top] if plan.problem is not None else [r for rows in _split(plan).values() for r in rows[:top]]
+    """Return the plan as JSON values, with the rows that `render` shows."""
+    run = published(plan)
+    shown = (
+        plan.rows[:top]
+        if plan.problem is not None
+        else [r for rows in _by_context_parallelism(plan).values() for r in rows[:top]]
+    )
     return {
         "model": plan.model.name,
         "parameters": plan.model.parameters,
@@ -132,7 +148,7 @@ def as_dict(plan: Plan, top: int) -> dict[str, Any]:
         "problem": plan.problem,
         "rows": [_row(row) for row in shown],
         "published": None
-        if found is None
-        else {"layout": asdict(found[0]), "tokens_per_second_per_card": found[1], "rank": plan.rank(found[0])},
+        if run is None
+        else {"layout": asdict(run[0]), "tokens_per_second_per_card": run[1], "rank": plan.rank(run[0])},
         "assumptions": assumptions(plan),
     }

@@ -1,6 +1,6 @@
-"""All layouts of a model on a cluster, those that fit first, and why nothing does.
+"""Estimate every layout of a model on a cluster, sort them, and say why none fits if none does.
 
-Memory is per rank (one die of a card), GB of 10**9 bytes. `report.assumptions` says what the numbers rest on.
+Memory is per rank (one die of a card), in GB of 10**9 bytes. `report.assumptions` lists what the numbers assume.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,6 +15,8 @@ from whorl.plan.speed import Time, time_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
+    """The estimates for one layout."""
+
     layout: Parallelism
     memory: Memory
     time: Time
@@ -24,33 +26,37 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
+    """All layouts of a model on a cluster, with their estimates."""
+
     model: ModelShape
     cluster: Cluster
     settings: PlanSettings
-    rows: list[Row]  # all that fit, fastest first, then those that do not, smallest first
-    problem: str | None  # why nothing fits
+    rows: list[Row]  # those that fit, fastest first, then those that do not, least memory first
+    problem: str | None  # why no layout fits
 
     @property
     def feasible(self) -> list[Row]:
         return [row for row in self.rows if row.fits]
 
     def rank(self, layout: Parallelism) -> int | None:
-        """1: the fastest; None: it does not fit."""
+        """Return the place of a layout by speed, 1 for the fastest; None when it does not fit."""
         return next((n for n, row in enumerate(self.feasible, 1) if row.layout == layout), None)
 
 
 def make_plan(model: ModelShape, cluster: Cluster, settings: PlanSettings) -> Plan:
+    """Return the plan of a model on a cluster; raises ValueError when a number is out of range or no layout divides."""
     counts = {"cards": cluster.cards, "dies": cluster.dies, "seq": settings.seq, "batch": settings.batch}
     for name, value in counts.items():
         if value < 1:
-            raise ValueError(f"{name} is {value}: at least 1")
+            raise ValueError(f"{name} is {value}, expected at least 1")
     if cluster.memory <= 0:
-        raise ValueError(f"memory is {cluster.memory} GB: it must be positive")
+        raise ValueError(f"memory is {cluster.memory} GB, expected a positive number")
     rows = [_row(model, layout, cluster, settings) for layout in layouts(model, cluster.ranks, settings)]
     if not rows:
         raise ValueError(
             f"{model.name} on {cluster.ranks} ranks: no layout divides {model.heads} heads, {settings.seq} tokens and "
-            f"{settings.batch} sequences evenly, with a sequence of each data-parallel rank for each pipeline stage"
+            f"{settings.batch} sequences evenly, with as many sequences per data-parallel rank as stages; "
+            "change --cards, --seq or --batch"
         )
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_card if row.fits else row.memory.total))
     problem = _problem(model, cluster, settings, rows)
@@ -69,20 +75,21 @@ def _row(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: Pla
 
 
 def _problem(model: ModelShape, cluster: Cluster, settings: PlanSettings, rows: list[Row]) -> str | None:
+    """Return why no layout fits, or None when one does."""
     if rows[0].fits:
         return None
     need = settings.needed(model.parameters) / GB
     if need > cluster.total:
-        without = settings.needed(model.parameters - model.layers * model.indexer) / GB
-        aside = f" ({without:.0f} GB without the indexers)" if model.indexer else ""
+        without_indexers = settings.needed(model.parameters - model.layers * model.indexer) / GB
+        note = f" ({without_indexers:.0f} GB without the indexers)" if model.indexer else ""
         return (
-            f"{settings.states} weights and gradients alone take {need:.0f} GB{aside}; "
+            f"{settings.states} weights and gradients alone take {need:.0f} GB{note}; "
             f"{cluster.cards} cards have {cluster.total:.0f} GB"
         )
-    least = rows[0]
-    parts: dict[str, Any] = asdict(least.memory)
+    smallest = rows[0]
+    parts: dict[str, Any] = asdict(smallest.memory)
     largest = max(parts, key=parts.__getitem__)
     return (
-        f"the smallest layout, {least.layout}, needs {least.memory.total:.1f} GB of a rank's {cluster.memory:.0f}, "
-        f"most of it {largest} ({parts[largest]:.1f} GB)"
+        f"the smallest layout, {smallest.layout}, needs {smallest.memory.total:.1f} GB of a rank's "
+        f"{cluster.memory:.0f}, most of it {largest} ({parts[largest]:.1f} GB)"
     )

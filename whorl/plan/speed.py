@@ -1,22 +1,22 @@
-"""Seconds of a training step: computing, what of the communication it does not hide, and the update."""
+"""Estimate the seconds of a training step: compute, communication that compute does not hide, and the update."""
 
 from dataclasses import asdict, dataclass, replace
 
 from whorl.plan.hardware import Cluster
-from whorl.plan.layout import Parallelism, PlanSettings, fullest, held, stage_weights, stages
+from whorl.plan.layout import Parallelism, PlanSettings, peak_expert_load, sharded_parameters, stage_weights, stages
 from whorl.plan.model_shape import FORWARDS, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Time:
-    """Seconds of a step; communication is what computing does not hide."""
+    """The seconds of a step; communication counts only where compute does not hide it."""
 
     compute: float
     tensor: float
     expert: float
     context: float
     fsdp: float
-    pipeline: float  # the bubble, and sending between stages
+    pipeline: float  # the bubble, and the transfers between stages
     optimizer: float
 
     @property
@@ -25,17 +25,17 @@ class Time:
 
 
 def _speed(cluster: Cluster, settings: PlanSettings, span: int) -> float:
-    """Bytes per second within a group of ranks whose first and last are `span` apart."""
+    """Return the bytes per second within a group of ranks whose first and last are `span` ranks apart."""
     hardware = cluster.hardware
     return (hardware.link if span <= hardware.domain else hardware.network) * settings.comm_efficiency
 
 
 def time_of(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> Time:
-    """Of the slowest stage, one microbatch after the other (1F1B), and of the fullest rank's update."""
+    """Return the time of a step: the micro-batches of the slowest stage (1F1B), and the slowest rank's update."""
     slowest = max((_stage_time(model, layout, cluster, settings, s) for s in range(layout.pp)), key=lambda t: t.total)
     micro = settings.batch // layout.dp
-    sent = 2 * settings.seq / layout.cp * model.hidden / layout.tp * settings.compute if layout.pp > 1 else 0
-    sending = micro * sent / _speed(cluster, settings, cluster.ranks)
+    stage_bytes = 2 * settings.seq / layout.cp * model.hidden / layout.tp * settings.compute if layout.pp > 1 else 0
+    sending = micro * stage_bytes / _speed(cluster, settings, cluster.ranks)
     return replace(
         slowest,
         compute=slowest.compute * micro,
@@ -49,24 +49,24 @@ def time_of(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: 
 
 
 def _update_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> float:
-    """AdamW reads weight, gradient and moments, and writes all but the gradient."""
-    kept = max(held(stage_weights(model, layers), layout) for layers in stages(model, layout.pp))
-    moved = 2 * settings.weight + settings.gradient + 4 * settings.moment
-    update = kept * moved / cluster.hardware.memory_bandwidth
-    return max(update, 2 * kept * settings.moment / cluster.hardware.host) if layout.swap else update
+    """Return the seconds of AdamW, which reads weight, gradient and moments and writes all but the gradient."""
+    parameters = max(sharded_parameters(stage_weights(model, layers), layout) for layers in stages(model, layout.pp))
+    bytes_per_parameter = 2 * settings.weight + settings.gradient + 4 * settings.moment
+    update = parameters * bytes_per_parameter / cluster.hardware.memory_bandwidth
+    return max(update, 2 * parameters * settings.moment / cluster.hardware.host) if layout.swap else update
 
 
 def _stage_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings, stage: int) -> Time:
-    """One microbatch, forward and backward."""
+    """Return the seconds of one micro-batch in one stage, forward and backward."""
     layers = stages(model, layout.pp)[stage]
     tokens = settings.seq / layout.cp
     rate = cluster.hardware.flops * cluster.hardware.efficiency
-    load = fullest(model, layout, settings)
+    load = peak_expert_load(model, layout, settings)
     forwards, size = FORWARDS if settings.checkpoint else 1, settings.compute
     flops = 0.0
     for i, count in model.kinds(layers).items():
         work = model.layer_work(i, settings.seq, forwards)
-        flops += count * tokens * (work.split / layout.tp + work.whole + work.experts / layout.tp * load)
+        flops += count * tokens * (work.split / layout.tp + work.replicated + work.experts / layout.tp * load)
     if stage == layout.pp - 1:
         flops += tokens * model.head_work() / layout.tp
     compute = flops / rate
@@ -75,20 +75,20 @@ def _stage_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settin
     def speed(span: int) -> float:
         return _speed(cluster, settings, span)
 
-    def away(n: int) -> float:
+    def remote_share(n: int) -> float:
         return (n - 1) / n
 
     passes = forwards + 1
     hidden = tokens * model.hidden * size
-    tensor = len(layers) * passes * 4 * hidden * away(layout.tp) / speed(layout.tp)
-    rows = hidden / layout.tp * model.chosen * load
-    expert = with_experts * passes * 2 * rows * away(layout.ep) / speed(layout.ep)
+    tensor = len(layers) * passes * 4 * hidden * remote_share(layout.tp) / speed(layout.tp)
+    dispatched = hidden / layout.tp * model.chosen * load
+    expert = with_experts * passes * 2 * dispatched * remote_share(layout.ep) / speed(layout.ep)
     keys = model.kv_rank + model.rope + model.index_dim if model.latent else 2 * model.kv_heads * model.head_dim
-    context = len(layers) * passes * settings.seq * keys * size * away(layout.cp) / speed(layout.tp * layout.cp)
+    context = len(layers) * passes * settings.seq * keys * size * remote_share(layout.cp) / speed(layout.tp * layout.cp)
     weights = stage_weights(model, layers)
-    moved = (weights.split / layout.tp + weights.whole) * away(layout.dp * layout.cp)
-    moved += weights.experts / layout.ep * away(layout.stage // layout.ep)
-    fsdp = moved * (2 * size + settings.gradient) / speed(layout.stage)
+    gathered = (weights.split / layout.tp + weights.replicated) * remote_share(layout.dp * layout.cp)
+    gathered += weights.experts / layout.ep * remote_share(layout.stage // layout.ep)
+    fsdp = gathered * (2 * size + settings.gradient) / speed(layout.stage)
     return Time(
         compute=compute,
         tensor=tensor,

@@ -1,7 +1,7 @@
-"""`whorl selftest --ranks N`: what several processes do together, on this machine's own cards and collectives.
+"""Run `whorl selftest --ranks N`: check what several processes compute together on this machine's cards.
 
-Each check is a job of its own, started by torchrun: one that hangs or dies is ended, named, and does not take the
-others with it. `checks` says what is compared with what; `worker` is one process of a job.
+Each check is a separate torchrun job. A job that hangs or dies is ended and reported, and the other checks still run.
+`checks` defines what is compared; `worker` is one process of a job.
 """
 
 import contextlib
@@ -27,7 +27,10 @@ _LIMIT = 300.0  # seconds for one check: the first run of a kernel compiles it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One check. detail: what was compared, why it was left out, or the first error of the lowest rank that has one."""
+    """The result of one check.
+
+    detail: what was compared, why the check was skipped, or the first line of the error of the lowest failed rank.
+    """
 
     name: str
     status: Status
@@ -37,6 +40,8 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
+    """The machine, its versions, and the outcome of every check."""
+
     device: str
     device_name: str
     ranks: int
@@ -60,14 +65,22 @@ def run(
     limit: float = _LIMIT,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Every check, or those named, on so many ranks of `device`; `tell` hears each as it ends."""
+    """Run every check, or those in `names`, on `ranks` ranks of `device`, and return the report.
+
+    limit: seconds for one check. tell: called with each outcome as it is known. Raises ValueError when there are fewer
+    than 2 ranks, fewer cards than ranks, or an unknown name.
+
+        print(render(run(2, "cpu", names=["collectives"])))
+    """
     cards = devices.device_count(device)
     if ranks < 2:
-        raise ValueError(f"selftest: {ranks} ranks were asked for; several processes are at least 2")
+        raise ValueError(f"selftest: ranks is {ranks}, expected at least 2")
     if cards is not None and cards < ranks:
-        raise ValueError(f"selftest: {ranks} ranks were asked for, and this machine has {cards} of {device}")
+        raise ValueError(
+            f"selftest: ranks is {ranks}, expected at most {cards}: this machine has {cards} {device} devices"
+        )
     if unknown := sorted(set(names) - CHECKS.keys()):
-        raise ValueError(f"selftest: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+        raise ValueError(f"selftest: unknown checks {', '.join(unknown)}, expected some of {', '.join(CHECKS)}")
     report = Report(
         device=device,
         device_name=devices.device_name(device),
@@ -88,13 +101,13 @@ def _run_check(name: str, ranks: int, device: str, limit: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += ["-m", "whorl.selftest_ranks.worker", name, device, str(ranks), folder]
-        is_over = _run_job(command, limit)
-        status, detail = _judge(Path(folder), processes, is_over, limit)
+        is_complete = _run_job(command, limit)
+        status, detail = _judge(Path(folder), processes, is_complete, limit)
     return Outcome(name=name, status=status, detail=detail, seconds=round(time.monotonic() - start, 1))
 
 
 def _run_job(command: list[str], limit: float) -> bool:
-    """Whether the job ended by itself; one that does not is ended with all its processes."""
+    """Run a command and return whether it ended within the limit; one that did not is killed with all its processes."""
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     job = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -110,23 +123,23 @@ def _run_job(command: list[str], limit: float) -> bool:
         job.wait()
 
 
-def _judge(folder: Path, processes: int, is_over: bool, limit: float) -> tuple[Status, str]:
-    """From what the ranks wrote down."""
-    said = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    for answer in said:
+def _judge(folder: Path, processes: int, is_complete: bool, limit: float) -> tuple[Status, str]:
+    """Return the status and the detail of a check from the files that its ranks wrote."""
+    answers = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    for answer in answers:
         if answer["status"] == "failed":
             return "failed", f"rank {answer['rank']}: {answer['detail']}"
-    if not is_over:
-        ended = [answer["rank"] for answer in said]
-        return "hung", f"no end after {limit:g} s; ranks that came through: {ended or 'none'} of {processes}"
-    if len(said) < processes:
-        missing = sorted(set(range(processes)) - {answer["rank"] for answer in said})
-        return "failed", f"ranks {missing} died without a word"
-    return said[0]["status"], said[0]["detail"]
+    if not is_complete:
+        finished = [answer["rank"] for answer in answers]
+        return "hung", f"not finished after {limit:g} s; ranks that finished: {finished or 'none'} of {processes}"
+    if len(answers) < processes:
+        missing = sorted(set(range(processes)) - {answer["rank"] for answer in answers})
+        return "failed", f"ranks {missing} ended without a result"
+    return answers[0]["status"], answers[0]["detail"]
 
 
 def render(report: Report) -> str:
-    """The report as text to paste into a bug report."""
+    """Return the report as text that can be pasted into a bug report."""
     width = 2 + max(len(outcome.name) for outcome in report.outcomes)
     lines = [
         f"whorl selftest --ranks {report.ranks}",
@@ -136,7 +149,10 @@ def render(report: Report) -> str:
         "",
     ]
     lines += [f"{o.name:<{width}}{o.status:<9}{o.seconds:>6.1f} s  {o.detail}" for o in report.outcomes]
-    wrong = [outcome.name for outcome in report.outcomes if outcome.status in ("failed", "hung")]
+    failed = [outcome.name for outcome in report.outcomes if outcome.status in ("failed", "hung")]
     passed = sum(outcome.status == "passed" for outcome in report.outcomes)
-    lines += ["", f"{passed} of {len(report.outcomes)} checks passed" + (f"; not: {', '.join(wrong)}" if wrong else "")]
+    lines += [
+        "",
+        f"{passed} of {len(report.outcomes)} checks passed" + (f"; failed: {', '.join(failed)}" if failed else ""),
+    ]
     return "\n".join(lines)

@@ -8,6 +8,8 @@ from . import Outcome, render, run
 
 
 def run_and_print(ranks: int, device: str, as_json: bool) -> NoReturn:
+    """Run all checks, print the report as text or JSON, and exit with 0 if all passed, else 1."""
+
     def tell(outcome: Outcome) -> None:
         print(f"{outcome.name}: {outcome.status}", file=sys.stderr, flush=True)
 

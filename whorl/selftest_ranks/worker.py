@@ -1,4 +1,4 @@
-"""One process of a check: runs it, and writes down what came of it."""
+"""One process of a check: runs the check and writes its result into a file."""
 
 import datetime
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .checks import CHECKS, Skipped
 
-_LIMIT = datetime.timedelta(seconds=240)  # of a collective; less than a whole check has
+_LIMIT = datetime.timedelta(seconds=240)  # of a collective; shorter than the limit of a check
 
 
 def main(name: str, device: str, ranks: str, folder: str) -> int:
@@ -19,13 +19,13 @@ def main(name: str, device: str, ranks: str, folder: str) -> int:
         detail = _run(name, device, int(ranks), rank)
     except Skipped as reason:
         status, detail = "skipped", str(reason)
-    except BaseException as error:  # whatever a vendor's library raises belongs in the report
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        first = (str(error).strip().splitlines() or [""])[0]
-        status, detail = "failed", f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
-    done = Path(folder) / f"rank{rank}.json"
-    done.with_suffix(".part").write_text(json.dumps({"rank": rank, "status": status, "detail": detail}))
-    done.with_suffix(".part").rename(done)
+    except BaseException as error:  # whatever a vendor's library raises goes into the report
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        status, detail = "failed", f"{type(error).__name__}: {first_line} ({Path(frame.filename).name}:{frame.lineno})"
+    path = Path(folder) / f"rank{rank}.json"
+    path.with_suffix(".part").write_text(json.dumps({"rank": rank, "status": status, "detail": detail}))
+    path.with_suffix(".part").rename(path)
     return int(status == "failed")
 
 
@@ -33,7 +33,7 @@ def _run(name: str, device: str, ranks: int, rank: int) -> str:
     check = CHECKS[name]
     if check.starts_ranks:
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(variable, None)  # the engine starts ranks of its own
+            os.environ.pop(variable, None)  # the engine starts its ranks itself
         return check.run(device, ranks)
     import torch
     from torch import distributed
@@ -46,11 +46,11 @@ def _run(name: str, device: str, ranks: int, rank: int) -> str:
     try:
         return check.run(device, ranks)
     finally:
-        if sys.exc_info()[0] is None:  # with a lost rank this would wait for it
+        if sys.exc_info()[0] is None:  # after an error this could wait for ever for a lost rank
             distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread of a broken collective may hold a normal exit
+    os._exit(code)  # a thread of a broken collective may block a normal exit

@@ -1,7 +1,8 @@
-"""Training with TorchTitan. Importing this imports none of it; a TorchTitan 0.2 that is already there learns our names.
+"""Train with TorchTitan.
 
-`--experimental.custom_import whorl.titan` is that import: TorchTitan makes it before it looks a model up. For 0.3 see
-`whorl.titan.v030`.
+Importing this package does not import TorchTitan. If TorchTitan 0.2 is already imported, our models and converters are
+registered with it: `--experimental.custom_import whorl.titan` makes TorchTitan import this package before it looks up
+the model of a job. For TorchTitan 0.3 see `whorl.titan.v030`.
 """
 
 import importlib.util

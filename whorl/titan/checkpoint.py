@@ -1,7 +1,7 @@
-"""TorchTitan's checkpoints, made whole: a half-written, damaged or foreign one is never taken for a good one.
+"""Save and load TorchTitan's checkpoints; an incomplete, damaged or mismatched checkpoint is never loaded.
 
-A checkpoint is whole when its `.metadata`, which torch writes last and at once, names files that are there in full.
-The format is torch.distributed.checkpoint's: TorchTitan's own trainer reads what is written here, and the other way.
+A checkpoint is complete when its `.metadata`, which torch writes last and atomically, names files that exist in full.
+The format is that of torch.distributed.checkpoint, so that this trainer and TorchTitan's can read each other's files.
 """
 
 import os
@@ -24,16 +24,16 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.tools.logging import logger
 
-from whorl.titan.checkpoint_files import METADATA, Refused, is_resumable, is_unfinished, read_whole, remove
+from whorl.titan.checkpoint_files import METADATA, Refused, is_resumable, is_unfinished, read_complete, remove
 from whorl.titan.checkpoint_record import (
     RECORD,
     Record,
     check_model,
     check_optimizer,
     check_record,
-    listed,
+    join_names,
     read_record,
-    shapes,
+    tensor_shapes,
 )
 from whorl.titan.watch import NotFinite, bad_moments, bad_weights
 
@@ -44,52 +44,52 @@ T = TypeVar("T")
 
 
 def agree(decide: Callable[[], T]) -> T:
-    """Rank 0 decides; all ranks get its answer or its refusal, so that none waits for another."""
-    box: list[Any] = [None, None]
+    """Call `decide` on rank 0; return its result or raise its `Refused` on all ranks, so that none waits for ever."""
+    message: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            box[0] = decide()
+            message[0] = decide()
         except Refused as e:
-            box[1] = str(e)
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise Refused(box[1])
-    return box[0]
+            message[1] = str(e)
+    dist.broadcast_object_list(message)
+    if message[1] is not None:
+        raise Refused(message[1])
+    return message[0]
 
 
-def first_of(found: str | None) -> str | None:
-    """What the first rank found that found anything; all ranks get it."""
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return next((each for each in everyone if each is not None), None)
+def first_problem(problem: str | None) -> str | None:
+    """Return the problem of the first rank that has one, on all ranks; None when no rank has one."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((text for text in problems if text is not None), None)
 
 
 @dataclass(slots=True)
-class Wanted:
-    """What a run expects to find; pipeline stages have a part of it each."""
+class ExpectedState:
+    """The tensors that a run expects in a checkpoint; each pipeline stage expects a part of them."""
 
     model: dict[str, list[int]] = field(default_factory=dict)
     optimizer: list[str] = field(default_factory=list)
 
-    def over_ranks(self) -> "Wanted":
-        """On rank 0: of all ranks."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self, everyone if dist.get_rank() == 0 else None)
-        whole = Wanted()
-        for part in everyone if dist.get_rank() == 0 else [self]:
-            whole.model |= part.model
-            whole.optimizer += part.optimizer
-        return whole
+    def over_ranks(self) -> "ExpectedState":
+        """Return the union over all ranks on rank 0; on other ranks, what this rank expects."""
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self, parts if dist.get_rank() == 0 else None)
+        union = ExpectedState()
+        for part in parts if dist.get_rank() == 0 else [self]:
+            union.model |= part.model
+            union.optimizer += part.optimizer
+        return union
 
 
 # ---- the folder of a run
 
 
 class Checkpoints(CheckpointManager):
-    """TorchTitan's, but what is loaded is checked first, and what is written never looks whole before it is.
+    """TorchTitan's checkpoint manager with checks: nothing unchecked is loaded, nothing incomplete looks complete.
 
     begin_stage: called with the step that a stage starts after, before its learning rate is loaded. describe: writes
-    beside the weights what a server needs.
+    the files that a server needs beside the weights. fall_back and accept_changes are options of `[whorl]`.
     """
 
     folder: str
@@ -109,8 +109,8 @@ class Checkpoints(CheckpointManager):
         self.fall_back, self.accept_changes = fall_back, accept_changes
         self.states[RECORD] = record
         self._writing = ""
-        self._finite: set[int] = set()  # steps whose checkpoint this run looked into
-        self._spoilt: dict[int, str] = {}
+        self._finite: set[int] = set()  # steps whose weights and moments this run has checked
+        self._not_finite_steps: dict[int, str] = {}
 
     # ---- loading
 
@@ -119,21 +119,21 @@ class Checkpoints(CheckpointManager):
         if not self.enable:
             return False
         while True:
-            chosen = agree(lambda: self._choose(step))
-            if not self._load(chosen):
+            loaded_step = agree(lambda: self._choose_step(step))
+            if not self._load(loaded_step):
                 return False
-            bad = first_of(self._not_finite())
-            if bad is None:
-                self._finite |= {chosen}
+            problem = first_problem(self._not_finite())
+            if problem is None:
+                self._finite |= {loaded_step}
                 return True
-            if chosen < 0:
-                raise Refused(f"checkpoint.initial_load_path {self.initial_load_path}: {bad} are not finite")
-            self._spoilt[chosen] = f"{bad} are not finite in it"
+            if loaded_step < 0:
+                raise Refused(f"checkpoint.initial_load_path {self.initial_load_path}: {problem} are not finite")
+            self._not_finite_steps[loaded_step] = f"{problem} are not finite"
 
-    def _load(self, chosen: int) -> bool:
-        if chosen >= 0:
-            return super().load(chosen)
-        # TorchTitan takes a folder without a finished checkpoint for a run of its own and forgets initial_load_path.
+    def _load(self, step: int) -> bool:
+        if step >= 0:
+            return super().load(step)
+        # TorchTitan ignores initial_load_path when the folder exists, even if no checkpoint in it is finished.
         folder, self.folder = self.folder, os.path.join(self.folder, "none")
         try:
             return super().load()
@@ -141,60 +141,63 @@ class Checkpoints(CheckpointManager):
             self.folder = folder
 
     def _not_finite(self) -> str | None:
-        """What this rank has now that no checkpoint should have."""
+        """Return which weights or moments of this rank are not finite, or None when all are finite."""
         if weights := bad_weights(self.states[MODEL].model):
-            return f"weights of {listed(weights)}"
+            return f"weights of {join_names(weights)}"
         if moments := bad_moments(self.states[OPTIMIZER]):
-            return f"moments of {listed(moments)}"
+            return f"moments of {join_names(moments)}"
         return None
 
     def last_good(self) -> str:
-        """For whoever has to go back, as this rank sees the folder."""
+        """Return a sentence that names the newest complete checkpoint with finite values that this rank knows."""
         for step in self._steps():
-            if step in self._finite and self._why_not(step) is None:
+            if step in self._finite and self._problem(step) is None:
                 folder = self._create_checkpoint_id(step)
-                return f"{folder} is whole, and its weights and moments were finite when this run last had them"
-        return f"this run has no whole checkpoint in {self.folder} to go back to"
+                return f"the last good checkpoint is {folder}: it is complete, and its weights and moments were finite"
+        return f"this run has no complete checkpoint in {self.folder}"
 
     def _steps(self) -> list[int]:
-        """Of all folders, newest first."""
+        """Return the steps of all checkpoint folders, newest first."""
         folder = Path(self.folder)
         names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
         return sorted((int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name))), reverse=True)
 
-    def _why_not(self, step: int) -> str | None:
-        if step in self._spoilt:
-            return self._spoilt[step]
+    def _problem(self, step: int) -> str | None:
+        """Return why a run cannot continue from a step, or None when it can."""
+        if step in self._not_finite_steps:
+            return self._not_finite_steps[step]
         try:
-            metadata = read_whole(Path(self._create_checkpoint_id(step)))
+            metadata = read_complete(Path(self._create_checkpoint_id(step)))
         except Refused as e:
             return str(e)
         if step > 0 and not is_resumable(metadata):
-            return "it holds the model alone (checkpoint.last_save_model_only), no optimizer and no place in the data"
+            return "it has only the model (checkpoint.last_save_model_only), no state of the optimizer and of the data"
         return None
 
-    def _choose(self, step: int) -> int:
-        """The step to load; -1: there is none."""
+    def _choose_step(self, step: int) -> int:
+        """Return the step to load, or -1 when there is none."""
         steps = self._steps()
         if step >= 0:
-            if step in steps and (reason := self._why_not(step)):
-                raise Refused(f"checkpoint {self._create_checkpoint_id(step)} was asked for, but {reason}")
+            if step in steps and (reason := self._problem(step)):
+                raise Refused(
+                    f"checkpoint.load_step is {step}, and {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
+                )
             newer = [f"step-{s}" for s in steps if s > step]
             if newer:
-                logger.warning(f"Loading step {step}; the next start takes {newer[0]}, unless it is removed.")
+                logger.warning(f"Loading step {step}. The next start loads {newer[0]} unless you remove it.")
             return step
-        for place, newest in enumerate(steps):
+        for position, newest in enumerate(steps):
             folder = Path(self._create_checkpoint_id(newest))
             if is_unfinished(folder):
-                logger.warning(f"{folder} was never finished (it has no {METADATA}): left out.")
+                logger.warning(f"Skipping {folder}: it is incomplete (it has no {METADATA}).")
                 continue
-            reason = self._why_not(newest)
+            reason = self._problem(newest)
             if reason is None:
                 return newest
-            older = next((s for s in steps[place + 1 :] if self._why_not(s) is None), None)
+            older = next((s for s in steps[position + 1 :] if self._problem(s) is None), None)
             if not self.fall_back or older is None:
                 raise Refused(f"checkpoint {folder}: {reason}. {_advice(older)}")
-            logger.warning(f"{folder} is left out: {reason}. Falling back to step {older}.")
+            logger.warning(f"Skipping {folder}: {reason}. Falling back to step {older}.")
             return older
         return -1
 
@@ -202,11 +205,11 @@ class Checkpoints(CheckpointManager):
         if from_hf:
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         is_full = TRAIN_STATE in state_dict
-        wanted = Wanted(shapes(self.states[MODEL].state_dict()))
+        expected = ExpectedState(tensor_shapes(self.states[MODEL].state_dict()))
         if OPTIMIZER in state_dict:
-            wanted.optimizer = [name for name in self.states[OPTIMIZER].state_dict() if name.startswith("state.")]
-        wanted = wanted.over_ranks()
-        record = agree(lambda: self._inspect(Path(checkpoint_id), wanted, is_full)) or {}
+            expected.optimizer = [name for name in self.states[OPTIMIZER].state_dict() if name.startswith("state.")]
+        expected = expected.over_ranks()
+        record = agree(lambda: self._inspect(Path(checkpoint_id), expected, is_full)) or {}
         state_dict.pop(RECORD, None)
         if not is_full:
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -219,23 +222,24 @@ class Checkpoints(CheckpointManager):
                 state_dict[LR_SCHEDULER] = self.states[LR_SCHEDULER]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
-    def _inspect(self, folder: Path, wanted: Wanted, is_full: bool) -> dict[str, Any] | None:
+    def _inspect(self, folder: Path, expected: ExpectedState, is_full: bool) -> dict[str, Any] | None:
+        """Return the record of a checkpoint, None when it has none; raises `Refused` when it does not fit this run."""
         try:
-            metadata = read_whole(folder)
-            check_model(metadata, wanted.model)
+            metadata = read_complete(folder)
+            check_model(metadata, expected.model)
             record = read_record(folder, metadata)
             if record is not None:
                 check_record(record, self.record, accept_changes=self.accept_changes)
             if is_full and (record is None or record["stage"] == self.record.stage):
-                check_optimizer(metadata, wanted.optimizer)
+                check_optimizer(metadata, expected.optimizer)
         except Refused as e:
             raise Refused(f"checkpoint {folder}: {e}") from e
         return record
 
     def _switch_stage(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        """From warm-up to sparse training: the learning rate is new, the moments go on."""
-        rest = {k: v for k, v in state_dict.items() if k not in (OPTIMIZER, LR_SCHEDULER)}
-        super().dcp_load(rest, checkpoint_id, from_hf=False, from_quantized=False)
+        """Start the sparse stage from a warm-up checkpoint: a new learning-rate schedule, and the saved moments."""
+        other_states = {k: v for k, v in state_dict.items() if k not in (OPTIMIZER, LR_SCHEDULER)}
+        super().dcp_load(other_states, checkpoint_id, from_hf=False, from_quantized=False)
         if OPTIMIZER in state_dict:
             self._load_moments(checkpoint_id)
         self.record.stage_start = self.states[TRAIN_STATE].state_dict()["step"]
@@ -243,16 +247,16 @@ class Checkpoints(CheckpointManager):
         logger.info(f"Stage {self.record.stage} starts after step {self.record.stage_start}.")
 
     def _load_moments(self, checkpoint_id: str) -> None:
-        """Those that were saved; what was frozen begins at zero. Settings, as the learning rate, are this run's."""
+        """Load the saved moments; those of parameters that were frozen are zero. The options of the optimizer stay."""
         optimizers = self.states[OPTIMIZER]
         saved = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-        mine = optimizers.state_dict()
-        states = {name: value for name, value in mine.items() if name.startswith("state.")}
+        current = optimizers.state_dict()
+        states = {name: value for name, value in current.items() if name.startswith("state.")}
         for value in states.values():
-            value.zero_()  # torch makes AdamW's state by a step: its counts are 1
-        kept = {OPTIMIZER: {name: value for name, value in states.items() if f"{OPTIMIZER}.{name}" in saved}}
-        dcp.load(kept, checkpoint_id=checkpoint_id)
-        optimizers.load_state_dict(mine | kept[OPTIMIZER])
+            value.zero_()  # torch creates AdamW's state by running a step, so that its step counts are 1
+        loaded = {OPTIMIZER: {name: value for name, value in states.items() if f"{OPTIMIZER}.{name}" in saved}}
+        dcp.load(loaded, checkpoint_id=checkpoint_id)
+        optimizers.load_state_dict(current | loaded[OPTIMIZER])
 
     # ---- saving
 
@@ -264,31 +268,32 @@ class Checkpoints(CheckpointManager):
         super().save(curr_step, last_step)
         if is_due:
             self._finite |= {curr_step}
-            self._spoilt.pop(curr_step, None)  # fallen back from, and written again
+            self._not_finite_steps.pop(curr_step, None)  # the run fell back from this step and wrote it again
 
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *args: Any, **more: Any
     ) -> Any:
         self._writing = checkpoint_id
-        if dist.get_rank() == 0:  # the others write after its plan is known
+        if dist.get_rank() == 0:  # the other ranks write only after rank 0 has made the plan
             remove(Path(checkpoint_id))
             self.describe(Path(checkpoint_id))
         return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **more)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep as many as asked for, but count those that can be loaded: TorchTitan counts unfinished ones, too."""
+        """Remove old checkpoints; keep_latest_k counts only finished ones, where TorchTitan counts all."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
         folders = [Path(self._create_checkpoint_id(s)) for s in self._steps()]
-        others = [f for f in folders if str(f) != self._writing]
-        finished = [f for f in others if not is_unfinished(f)]
-        stale = [*finished[self.keep_latest_k - 1 :], *(f for f in others if is_unfinished(f))]
+        candidates = [f for f in folders if str(f) != self._writing]
+        finished = [f for f in candidates if not is_unfinished(f)]
+        stale = [*finished[self.keep_latest_k - 1 :], *(f for f in candidates if is_unfinished(f))]
         for folder in stale:
-            (folder / METADATA).unlink(missing_ok=True)  # first: what is half removed does not look whole
+            # Removed first, so that a half removed checkpoint does not look complete.
+            (folder / METADATA).unlink(missing_ok=True)
             self.purge_queue.put(str(folder))
 
 
 def _advice(older: int | None) -> str:
     if older is None:
-        return "There is no whole one before it: remove the folder to start anew"
+        return "There is no complete checkpoint before it; remove the folder to start from scratch"
     return f"Remove the folder, or set whorl.fall_back, to continue from step-{older}"

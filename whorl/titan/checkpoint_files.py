@@ -1,4 +1,4 @@
-"""One checkpoint on disk, of torch.distributed.checkpoint: is it whole, and what is wrong with it?"""
+"""Check whether a checkpoint of torch.distributed.checkpoint on disk is complete."""
 
 import shutil
 from pathlib import Path
@@ -13,57 +13,62 @@ METADATA = ".metadata"
 
 
 class Refused(ValueError):
-    """A checkpoint that cannot be continued; the message says what was found and what to do."""
+    """A checkpoint that a run cannot continue from; the message says why and what to do."""
 
 
 def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of a checkpoint; raises `Refused` when it cannot be read."""
     try:
-        found = dcp.FileSystemReader(folder).read_metadata()
-    except Exception as e:  # a pickle of which a part is missing can raise anything
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except Exception as e:  # a truncated pickle can raise any exception
         raise Refused(f"its {METADATA} cannot be read ({type(e).__name__}: {e})") from e
-    if not isinstance(found, Metadata) or not found.storage_data:
-        raise Refused(f"its {METADATA} is not torch.distributed.checkpoint's")
-    return found
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
+        raise Refused(f"its {METADATA} was not written by torch.distributed.checkpoint")
+    return metadata
 
 
 def check_files(folder: Path, metadata: Metadata) -> None:
-    """Every file that the metadata names is there, as long as it was written."""
+    """Raise `Refused` unless every file that the metadata names exists with the length it was written with."""
     lengths: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
+    for entry in metadata.storage_data.values():
+        end = entry.offset + entry.length
+        lengths[entry.relative_path] = max(end, lengths.get(entry.relative_path, 0))
     for name, length in sorted(lengths.items()):
         path = folder / name
         if not path.is_file():
             raise Refused(f"{name} is missing")
         if path.stat().st_size != length:
-            raise Refused(f"{name} has {path.stat().st_size} bytes, written were {length}")
+            raise Refused(f"{name} has {path.stat().st_size} bytes, expected {length}")
 
 
-def read_whole(folder: Path) -> Metadata:
-    """The metadata of a whole checkpoint; else `Refused` says what is wrong with it."""
+def read_complete(folder: Path) -> Metadata:
+    """Return the metadata of a complete checkpoint; raises `Refused` with the reason when it is not complete."""
     if not (folder / METADATA).is_file():
         names = sorted(p.name for p in folder.iterdir() if p.name not in NAMES) if folder.is_dir() else []
         if any(name.endswith(".safetensors") or name.endswith(".safetensors.index.json") for name in names):
-            raise Refused("it is a Hugging Face export: load it with checkpoint.initial_load_path and _in_hf")
+            raise Refused(
+                "it is a Hugging Face export; load it with checkpoint.initial_load_path and initial_load_in_hf"
+            )
         if any(name.endswith(".distcp") for name in names) or not names:
-            raise Refused(f"it has no {METADATA}: writing it was never finished")
-        raise Refused(f"it has no {METADATA} and is no checkpoint of TorchTitan; it has {', '.join(names[:4])}")
+            raise Refused(f"it is incomplete: it has no {METADATA}, which is written last")
+        raise Refused(f"it is not a TorchTitan checkpoint: it has {', '.join(names[:4])} and no {METADATA}")
     metadata = read_metadata(folder)
     check_files(folder, metadata)
     return metadata
 
 
 def is_resumable(metadata: Metadata) -> bool:
+    """Return whether the checkpoint has the state of a run and not only a model."""
     return f"{TRAIN_STATE}.step" in metadata.state_dict_metadata
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Nothing but data, and what a server needs beside it: torch writes `.metadata` when all of it is there."""
+    """Return whether a folder has only data files: torch writes `.metadata` after all of them."""
     names = [p.name for p in folder.iterdir() if p.name not in NAMES]
     return METADATA not in names and all(n.endswith(".distcp") or n.startswith(METADATA) for n in names)
 
 
 def remove(folder: Path) -> None:
+    """Remove a checkpoint, its metadata first, so that it never looks complete."""
     (folder / METADATA).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

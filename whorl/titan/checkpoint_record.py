@@ -1,4 +1,4 @@
-"""Of which model, stage and optimizer a checkpoint is, and whether a run may go on from it."""
+"""Record the model and the stage of a checkpoint, and check whether a run may continue from it."""
 
 import json
 import warnings
@@ -17,8 +17,8 @@ from whorl.titan.checkpoint_files import Refused
 
 RECORD = "whorl"
 PARTS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RECORD)
-# Settings of a run, not of a model: a checkpoint may be continued with others.
-OF_THE_RUN = frozenset(
+# Settings of a run and not of the model: they may change when a run continues from a checkpoint.
+RUN_SETTINGS = frozenset(
     [
         *("max_seq_len", "max_batch_size", "global_tokens", "stage", "bootstrap_indexer", "depth_init"),
         *("attention", "attn_type", "attn_mask_type", "moe_impl", "moe_args.use_grouped_mm"),
@@ -29,86 +29,100 @@ OF_THE_RUN = frozenset(
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """Kept in the checkpoint beside TorchTitan's own state: of which model, and of which stage."""
+    """The model, its settings and the stage of a run, saved in the checkpoint beside TorchTitan's state."""
 
     model: str
     settings: dict[str, Any]
     stage: str
-    stage_start: int = 0  # the last step of the stage before
+    stage_start: int = 0  # the last step of the previous stage
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": json.dumps(asdict(self), default=str, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What is loaded is read by `read_record`, before anything else."""
+        """Do nothing: `read_record` reads the record before anything is loaded."""
 
 
 def read_record(folder: Path, metadata: Metadata) -> dict[str, Any] | None:
-    if f"{RECORD}.run" not in metadata.state_dict_metadata:  # of TorchTitan's own trainer
+    """Return the record of a checkpoint, or None when TorchTitan's own trainer wrote it."""
+    if f"{RECORD}.run" not in metadata.state_dict_metadata:
         return None
-    found: dict[str, Any] = {RECORD: {"run": ""}}
+    state: dict[str, Any] = {RECORD: {"run": ""}}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it was asked for
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return json.loads(found[RECORD]["run"])
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist disables it
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return json.loads(state[RECORD]["run"])
 
 
-def listed(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
+    """Return the first three names as text, and the number of the others."""
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
 
 
-def shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
+def tensor_shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a state dict."""
     return {name: list(x.shape) for name, x in states.items() if isinstance(x, Tensor)}
 
 
-def check_model(metadata: Metadata, mine: dict[str, list[int]]) -> None:
-    """The tensors of the model are the same, neither more nor fewer."""
-    theirs = {
+def check_model(metadata: Metadata, expected: dict[str, list[int]]) -> None:
+    """Raise `Refused` unless the checkpoint has exactly the expected model tensors with the expected shapes."""
+    saved = {
         name: list(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.split(".")[0] not in PARTS
     }
-    missing, unknown = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    other = [
-        f"{n} ({theirs[n]} there, {mine[n]} here)" for n in sorted(mine.keys() & theirs.keys()) if theirs[n] != mine[n]
+    missing, unknown = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    differing = [
+        f"{n} is {saved[n]}, expected {expected[n]}"
+        for n in sorted(expected.keys() & saved.keys())
+        if saved[n] != expected[n]
     ]
-    found = []
+    problems = []
     if missing:
-        found.append(f"it lacks {listed(missing)}")
+        problems.append(f"it lacks {join_names(missing)}")
     if unknown:
-        found.append(f"it has {listed(unknown)}, which this model has not")
-    if other:
-        found.append(f"shapes differ: {listed(other)}")
-    if found:
-        raise Refused(f"it is of another model: {'; '.join(found)}")
+        problems.append(f"it has {join_names(unknown)}, which this model does not have")
+    if differing:
+        problems.append(f"shapes differ: {join_names(differing)}")
+    if problems:
+        raise Refused(f"it belongs to another model: {'; '.join(problems)}")
 
 
 def flat_settings(record: dict[str, Any]) -> dict[str, Any]:
-    found = {"model": record["model"]}
+    """Return the model and its settings by name, with the settings of nested sections as `section.name`."""
+    settings = {"model": record["model"]}
     for name, value in record["settings"].items():
-        found |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        settings |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return settings
 
 
-def check_record(theirs: dict[str, Any], mine: Record, *, accept_changes: bool) -> None:
-    if (theirs["stage"], mine.stage) == ("sparse", "warmup"):
+def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool) -> None:
+    """Raise `Refused` when a run with the record `current` may not continue from a checkpoint with `saved`."""
+    if (saved["stage"], current.stage) == ("sparse", "warmup"):
         raise Refused(
-            "it is of the sparse stage and this run warms up (whorl.stage), which would lose the optimizer's state: "
+            "its stage is sparse and whorl.stage is warmup, which would lose the state of the optimizer; "
             "start from its weights with checkpoint.initial_load_path and a new checkpoint.folder"
         )
-    before, now = flat_settings(theirs), flat_settings(json.loads(mine.state_dict()["run"]))
-    both = sorted(before.keys() & now.keys() - OF_THE_RUN)
-    changed = [f"{name} is {before[name]} there, {now[name]} here" for name in both if before[name] != now[name]]
+    before, after = flat_settings(saved), flat_settings(json.loads(current.state_dict()["run"]))
+    names = sorted(before.keys() & after.keys() - RUN_SETTINGS)
+    changed = [
+        f"{name} is {before[name]} in the checkpoint and {after[name]} in this run"
+        for name in names
+        if before[name] != after[name]
+    ]
     if changed and not accept_changes:
-        raise Refused(f"the model's settings differ: {listed(changed)}. whorl.accept_changes continues all the same")
+        raise Refused(
+            f"settings of the model differ: {join_names(changed)}. Set whorl.accept_changes to continue anyway"
+        )
     for change in changed:
-        logger.warning(f"The checkpoint was written with other settings: {change}")
+        logger.warning(f"Continuing from a checkpoint with other settings: {change}")
 
 
 def check_optimizer(metadata: Metadata, names: list[str]) -> None:
+    """Raise `Refused` unless the checkpoint has these states of the optimizer."""
     missing = sorted(name for name in names if f"{OPTIMIZER}.{name}" not in metadata.state_dict_metadata)
     if missing:
         raise Refused(
-            f"it has no {listed(missing)}: these weights were frozen when it was written, or the optimizer was "
-            f"another. checkpoint.exclude_from_loading {OPTIMIZER} starts with a new one"
+            f"it has no {join_names(missing)}: these weights were frozen when it was written, or another optimizer "
+            f"wrote it. Set checkpoint.exclude_from_loading to {OPTIMIZER} to start with a new one"
         )

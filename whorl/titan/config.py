@@ -1,4 +1,4 @@
-"""The `[whorl]` section of a TorchTitan job: `--job.custom_config_module whorl.titan.config` merges it in."""
+"""The `[whorl]` section of a TorchTitan job, added by `--job.custom_config_module whorl.titan.config`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,64 +6,68 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whorl:
+    """The options of the `[whorl]` section."""
+
     stage: Literal["sparse", "warmup"] = "sparse"
-    """sparse: all trains, the indexer by its KL loss only; warmup: only the indexer trains, on dense attention."""
+    """sparse: everything trains, the indexer by its KL loss only; warmup: only the indexer, on dense attention."""
 
     indexer_loss_coeff: float = 1.0
-    """Times the mean over tokens of a layer's KL loss."""
+    """Factor of the indexer loss, which is the mean over tokens of a layer's KL divergence."""
 
     mtp_loss_coeff: float = 0.3
-    """Times the loss of the multi-token prediction layers, where the model has them."""
+    """Factor of the loss of the multi-token prediction layers, if the model has them."""
 
     loss_chunk: int = 0
-    """Tokens whose logits are in memory at once in the cross entropy; 0: all."""
+    """Number of tokens whose cross entropy is computed at once in fp32; 0: all tokens."""
 
     attention: Literal["auto", "masked", "absorbed"] = "auto"
-    """Of whorl_dsa. masked: all keys are read, in heads of their own; absorbed: the chosen keys; auto: by length."""
+    """Path of whorl_dsa. masked: per-head keys, all read; absorbed: only the selected latent keys; auto: by length."""
 
     bootstrap_indexer: bool = False
-    """A Hugging Face checkpoint without indexer weights is taken; the indexer then starts from its initial values."""
+    """Accept a Hugging Face checkpoint without indexer weights and start the indexers from their initial values."""
 
     no_codegen: bool = False
-    """torch.compile without generated kernels: graph passes and one wrapper, every operator the library's own."""
+    """Use torch.compile without generated kernels: graph passes and one wrapper around library operators."""
 
     health_every: int = 0
-    """Steps between reports on each layer's indexer (KL, recall, ties); 0: never."""
+    """Steps between reports of recall and ties of each layer's indexer; 0: never."""
 
     data: str = ""
-    """A text file or a folder of them; "": the Python standard library's sources; "synthetic": random tokens."""
+    """A text file or a folder of text files; "": Python's standard library; "synthetic": random tokens."""
 
     data_suffixes: str = ".py,.md,.rst,.txt,.jsonl"
-    """Which files of a folder are read. Of a .jsonl file the field `text` of each line."""
+    """Suffixes of the files to read in a folder. From a .jsonl file the field `text` of each line is read."""
 
     tokenizer: Literal["auto", "bytes", "hf"] = "auto"
-    """bytes: no files needed; hf: from model.hf_assets_path; auto: hf where that folder has a tokenizer, else bytes."""
+    """bytes: UTF-8 bytes, no files; hf: from model.hf_assets_path; auto: hf if that folder has one, else bytes."""
 
     check_converters: bool = True
-    """Compare a sample of what converters replace with float64 before training; a difference is an error."""
+    """Before training, compare samples of the modules that converters replace with float64, and stop on an error."""
 
     fall_back: bool = False
-    """Where the newest checkpoint is damaged, resume from the newest whole one before it; else that is an error."""
+    """Resume from the newest complete checkpoint when a newer one is damaged, instead of raising an error."""
 
     accept_changes: bool = False
-    """Resume although the checkpoint was written with other settings of the model; else that is an error."""
+    """Resume from a checkpoint that was written with other settings of the model, instead of raising an error."""
 
 
 @dataclass
 class Optimizer:
-    """More for TorchTitan's own section: its builder of optimizers is given that section alone."""
+    """Options added to TorchTitan's `[optimizer]` section, the only one that its optimizer builder gets."""
 
     swap: bool = False
-    """AdamW's moments rest in pinned host memory between steps."""
+    """Keep AdamW's moments in pinned host memory between steps."""
 
     moments: Literal["exact", "bfloat16", "int8"] = "exact"
-    """How swapped moments are kept on the host. exact: in the dtype of the weights, as torch does."""
+    """Format of swapped moments on the host. exact: in the dtype of the weights, as torch does."""
 
     watch: bool = True
-    """Stop before an update that is not finite, and name the layer; one look at the device for each step."""
+    """Stop before an update that is not finite and name the layer; reads one number from the device in each step."""
 
 
 @dataclass
 class JobConfig:
+    """The sections that TorchTitan merges into its own job config."""
+
     optimizer: Optimizer = field(default_factory=Optimizer)
     whorl: Whorl = field(default_factory=Whorl)

@@ -1,6 +1,7 @@
-"""TorchTitan 0.2.2 on CPU ranks, for tests and laptops: every change that it needs is an entry of `LEDGER`.
+"""Run TorchTitan 0.2.2 on CPU ranks, for tests and laptops.
 
-`install()` makes them, once in a process and only where it is called; on an accelerator nothing here runs.
+Every change to TorchTitan or torch that this needs is an entry of `LEDGER`. `install()` makes the changes, once per
+process and only when it is called; on an accelerator nothing here runs.
 
     torchrun --nproc-per-node 2 -m whorl.titan.cpu --job.config_file FILE    # TorchTitan's own trainer
 """
@@ -25,14 +26,16 @@ _installed = False
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shim:
-    what: str
+    """A change to TorchTitan or torch: what is changed, why, and when the change can go."""
+
+    change: str
     why: str
     until: str
     install: Callable[[], None]
 
 
 def _rebind(home: str, name: str, new: object) -> None:
-    """`name` of module `home`, there and wherever TorchTitan has imported it from there."""
+    """Set `name` in module `home` and in every module of TorchTitan that has imported it from there."""
     old = getattr(importlib.import_module(home), name)
     for module_name, module in list(sys.modules.items()):
         is_theirs = module_name.split(".")[0] == "torchtitan"
@@ -41,11 +44,11 @@ def _rebind(home: str, name: str, new: object) -> None:
 
 
 def _host_module() -> types.ModuleType:
-    """torch.cpu with what TorchTitan asks of torch.cuda; its memory is the most that this process ever had."""
+    """Return torch.cpu with the functions of torch.cuda that TorchTitan calls; memory is this process's peak."""
     module = types.ModuleType("torch_cpu_for_torchtitan")
     module.__dict__.update({n: v for n, v in vars(torch.cpu).items() if not n.startswith("__")})
     memory = _physical_memory()
-    answers: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "get_device_name": lambda device=None: HOST,
         "get_device_properties": lambda device=None: types.SimpleNamespace(name=HOST, total_memory=memory),
         "memory_stats": lambda device=None: _memory_stats(),
@@ -53,15 +56,15 @@ def _host_module() -> types.ModuleType:
         "empty_cache": lambda: None,
         "current_device": lambda: 0,
     }
-    module.__dict__.update(answers)
+    module.__dict__.update(functions)
     return module
 
 
 def _memory_stats() -> dict[str, int]:
     import resource  # not on Windows
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"active_bytes.all.peak": most, "reserved_bytes.all.peak": most, "num_alloc_retries": 0, "num_ooms": 0}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _physical_memory() -> int:
@@ -120,35 +123,35 @@ def _permute_on_host() -> None:
 
 LEDGER = [
     Shim(
-        what="torchtitan.tools.utils: device_type, device_module and get_device_info say cpu",
-        why="without an accelerator TorchTitan takes 'cuda'; torch.cpu has no memory statistics and device names",
+        change="torchtitan.tools.utils: device_type, device_module and get_device_info are those of the CPU",
+        why="without an accelerator TorchTitan assumes 'cuda'; torch.cpu has no memory statistics and device names",
         until="TorchTitan chooses cpu by itself",
         install=_use_host,
     ),
     Shim(
-        what="torchtitan.distributed.utils.set_pg_timeouts waits by a barrier without device_ids",
-        why="gloo's barrier refuses device_ids",
-        until="the call there is made without them on a CPU",
+        change="torchtitan.distributed.utils.set_pg_timeouts calls the barrier without device_ids",
+        why="the barrier of gloo does not accept device_ids",
+        until="TorchTitan omits device_ids on a CPU",
         install=lambda: _rebind("torchtitan.distributed.utils", "set_pg_timeouts", _set_pg_timeouts),
     ),
     Shim(
-        what="torchtitan.models.llama3.infra.parallelize.disable_fsdp_gradient_division also forces plain sums",
-        why="a divide factor of 1 makes FSDP2 ask for PREMUL_SUM, which gloo does not have",
-        until="FSDP2 takes a plain sum for a factor of 1",
+        change="torchtitan.models.llama3.infra.parallelize.disable_fsdp_gradient_division also forces plain sums",
+        why="a divide factor of 1 makes FSDP2 use PREMUL_SUM, which gloo does not have",
+        until="FSDP2 uses a plain sum for a factor of 1",
         install=lambda: _rebind(
             "torchtitan.models.llama3.infra.parallelize", "disable_fsdp_gradient_division", _disable_gradient_division
         ),
     ),
     Shim(
-        what="torch.histc counts integers on a CPU, one bin for each number",
+        change="torch.histc counts integers on a CPU, one bin for each number",
         why="the router counts tokens with histc on int64, which torch implements on accelerators only",
-        until="torch.histc takes integers on a CPU",
+        until="torch.histc accepts integers on a CPU",
         install=_wrap_histc,
     ),
     Shim(
-        what="torchtitan.models.moe.utils.generate_permute_indices runs its own CPU path",
+        change="torchtitan.models.moe.utils.generate_permute_indices runs its own CPU path",
         why="the default is a Triton kernel, and the callers do not pass use_cpu",
-        until="it looks at the tensor's device",
+        until="it chooses by the device of the tensor",
         install=_permute_on_host,
     ),
 ]
@@ -165,7 +168,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """TorchTitan's own trainer; our model and converters are known to it."""
+    """Run TorchTitan's own trainer with our models and converters registered."""
     install()
     import torchtitan.train
 

@@ -1,4 +1,4 @@
-"""A run as seen from outside: reads DUMP_FOLDER/metrics.jsonl while it grows, shows it, plots it. No torch here."""
+"""Show and plot a run from its DUMP_FOLDER/metrics.jsonl, while it grows. This module does not import torch."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rich.text import Text
 
 FILE = "metrics.jsonl"
 Line = dict[str, Any]
-# Title, key, and how it is written.
+# Title, key and format of each column.
 COLUMNS = [
     ("loss", "loss", "{:.4f}"),
     ("indexer KL", "indexer_kl", "{:.4f}"),
@@ -30,7 +30,7 @@ BARS = "_.-~^"
 
 @dataclass
 class Tail:
-    """Whole lines that were added to a file since the last look."""
+    """Reads the complete lines that were added to a file since the last call."""
 
     path: Path
     offset: int = 0
@@ -41,21 +41,24 @@ class Tail:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = text[: text.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 @dataclass
 class History:
-    """The steps of a run. One that was resumed has steps twice: what was done last counts, and nothing after it."""
+    """The logged steps of a run.
+
+    A resumed run repeats steps: a repeated step replaces the earlier one and all steps after it.
+    """
 
     run: Line = field(default_factory=dict)
     steps: list[Line] = field(default_factory=list)
 
     def add(self, lines: list[Line]) -> list[Line]:
-        """The lines of steps among these."""
-        new = []
+        """Add lines, and return those that are steps."""
+        step_lines = []
         for line in lines:
             if "run" in line:
                 self.run = line["run"]
@@ -63,40 +66,48 @@ class History:
             while self.steps and self.steps[-1]["step"] >= line["step"] and "validation_loss" not in line:
                 self.steps.pop()
             self.steps.append(line)
-            new.append(line)
-        return new
+            step_lines.append(line)
+        return step_lines
 
 
 def read(folder: Path) -> History:
-    """Of a finished or running job."""
+    """Return the history of a finished or running job.
+
+    folder: the folder of the run or its metrics.jsonl. Raises ValueError when there is no such file or it is not JSON.
+    """
     history = History()
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run, as --job.dump_folder named it")
+        raise ValueError(f"{path}: no such file; give the folder of a run, which --job.dump_folder sets")
     try:
         history.add(Tail(path).read())
     except ValueError as error:
-        raise ValueError(f"{path} is not a file of metrics: {error}") from error
+        raise ValueError(f"{path} is not a metrics file: {error}") from error
     return history
 
 
 def number(line: Line, key: str) -> float | None:
+    """Return a value of a line as a number, or None if the line does not have it."""
     value = line.get(key)
     return None if value is None else float(value)
 
 
-def cell(line: Line, key: str, how: str) -> str:
+def cell(line: Line, key: str, template: str) -> str:
+    """Return a value of a line as text, or `-` if the line does not have it."""
     value = number(line, key)
-    return "-" if value is None else how.format(value)
+    return "-" if value is None else template.format(value)
 
 
 def as_text(line: Line) -> str:
-    shown = [f"{title} {cell(line, key, how)}" for title, key, how in COLUMNS if number(line, key) is not None]
+    """Return a logged step as one line of text."""
+    shown = [
+        f"{title} {cell(line, key, template)}" for title, key, template in COLUMNS if number(line, key) is not None
+    ]
     return f"step {line['step']}  " + "  ".join(shown)
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Falling or rising, in plain characters."""
+    """Return a small chart of the last values in ASCII characters."""
     recent = [v for v in values if math.isfinite(v)][-width:]
     if not recent:
         return ""
@@ -106,7 +117,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class Display:
-    """Shows a run: a table that changes in a terminal, else a line for each step."""
+    """Shows a run: a live table in a terminal, otherwise one line for each step."""
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -133,7 +144,7 @@ class Display:
             self._live.stop()
 
     def update(self) -> None:
-        """Show what the run has written since."""
+        """Show what the run has written since the last call."""
         for line in self.history.add(self._tail.read()):
             if not self.console.is_terminal:
                 self.console.print(as_text(line), highlight=False, soft_wrap=True)
@@ -151,13 +162,16 @@ class Display:
             return Group(self._progress, Text("first step ..."))
         self._progress.update(self._task, completed=steps[-1]["step"], total=run["steps"])
         table = Table(*(title for title, _, _ in COLUMNS), box=None, padding=(0, 2))
-        table.add_row(*(cell(steps[-1], key, how) for _, key, how in COLUMNS))
+        table.add_row(*(cell(steps[-1], key, template) for _, key, template in COLUMNS))
         losses = [loss for line in steps if (loss := number(line, "loss")) is not None]
         return Group(self._progress, table, Text(f"loss {sparkline(losses)}"))
 
 
 def plot(folders: list[Path], output: Path) -> None:
-    """Loss, gradient norm and indexer KL over the steps, a line for each run."""
+    """Plot loss, gradient norm and indexer KL over the steps into an image, one curve for each run.
+
+    Raises ValueError when a folder has no metrics file or no logged step.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +179,7 @@ def plot(folders: list[Path], output: Path) -> None:
 
     runs = {folder: read(folder) for folder in folders}
     if empty := [str(folder) for folder, history in runs.items() if not history.steps]:
-        raise ValueError(f"no step is logged in {', '.join(empty)}")
+        raise ValueError(f"train --plot: no step is logged in {', '.join(empty)}")
     figure, axes = pyplot.subplots(1, len(PLOTTED), figsize=(5 * len(PLOTTED), 3.6))
     for axis, (title, key) in zip(axes, PLOTTED, strict=True):
         for folder, history in runs.items():

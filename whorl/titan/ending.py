@@ -1,4 +1,4 @@
-"""How a run ends: signals reach torchrun, torchrun's ranks end with it, and nobody is left behind."""
+"""End a run cleanly: pass signals on to torchrun, and leave no process behind."""
 
 import contextlib
 import ctypes
@@ -12,34 +12,37 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# Ctrl-C, a scheduler's or systemd's end, a terminal that is gone. Not SIGHUP on Windows.
+# Sent by Ctrl-C, by a scheduler or systemd, and by a closed terminal. Windows has no SIGHUP.
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 POLL = 0.25  # seconds
-GRACE = 45.0  # seconds after the first signal; torchrun gives its ranks 30
+GRACE = 45.0  # seconds between the first signal and SIGKILL; torchrun gives its ranks 30
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int) -> Callable[[], None]:
-    """A call that lets the kernel send this process a signal when its parent ends, even by kill -9. Linux has it."""
+    """Return a function that asks the kernel to send this process a signal when its parent ends, even by kill -9.
+
+    Only Linux can do that; elsewhere the function does nothing.
+    """
     if not sys.platform.startswith("linux"):
         return lambda: None
-    libc = ctypes.CDLL(None)  # here: the call may be made between fork and exec
+    libc = ctypes.CDLL(None)  # loaded here, because the function may run between fork and exec
 
-    def ask() -> None:
+    def request_signal() -> None:
         libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
-    return ask
+    return request_signal
 
 
 class Signals:
-    """Those that end a run are noted while this is open; what was ignored before, as by nohup, stays so."""
+    """Records the signals that end a run while the context is open; ignored signals (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # Python has handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for number in ENDING:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
@@ -54,19 +57,19 @@ class Signals:
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
-    """In a session of its own, so that a terminal's Ctrl-C reaches us alone; it ends when we do."""
+    """Start a command in its own session, so that Ctrl-C reaches only this process; it ends when this process ends."""
     return subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=end_with_parent(signal.SIGTERM),  # one call of libc's
+        preexec_fn=end_with_parent(signal.SIGTERM),  # it makes a single libc call
     )
 
 
 def wait(process: "subprocess.Popen[str]", update: Callable[[], None], signals: Signals) -> str | None:
-    """What it wrote on standard error; None where a signal ended it. It does not outlive this call."""
+    """Wait for a process and return its standard error, or None if a signal ended it; it is over on return."""
     try:
         while not signals.seen:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -78,15 +81,15 @@ def wait(process: "subprocess.Popen[str]", update: Callable[[], None], signals: 
 
 
 def end(process: "subprocess.Popen[str]", signals: Signals) -> None:
-    """Pass the signal on, wait, and kill what has not ended in time, or at the second signal."""
+    """Pass the signal on and wait; kill the process after GRACE seconds or at a second signal."""
     if process.poll() is not None:
         return
     process.send_signal(signals.seen[0] if signals.seen else signal.SIGTERM)
-    until, count = time.monotonic() + GRACE, len(signals.seen)
-    while time.monotonic() < until and len(signals.seen) <= count:
+    deadline, count = time.monotonic() + GRACE, len(signals.seen)
+    while time.monotonic() < deadline and len(signals.seen) <= count:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=POLL)
             return
-    # Its ranks have sessions of their own; each asked the kernel to be killed with it.
+    # Its ranks are in other sessions; each has asked the kernel to kill it when torchrun ends.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

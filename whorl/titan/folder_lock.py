@@ -1,4 +1,4 @@
-"""One run writes into a folder. The lock is the system's: it is gone when its holder is, however that ended."""
+"""Lock the folder of a run, so that only one run writes into it; the system releases the lock when a run ends."""
 
 import contextlib
 import errno
@@ -12,38 +12,42 @@ from pathlib import Path
 from typing import Any
 
 FILE = ".lock"
-NOT_SUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # by a file system without locks
+NOT_SUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without locks
 
 
-class Held(ValueError):
-    """Another run writes there; the message says which."""
+class FolderLocked(ValueError):
+    """Another run writes into the folder; the message names it."""
 
 
 class FolderLock:
-    """Taken when it is made; `release`, or the end of the process, gives it back. The file itself stays."""
+    """A lock on a folder, acquired by the constructor and released by `release` or the end of the process.
+
+    The lock file stays. Raises FolderLocked when another process has the lock.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file: TextIOWrapper | None = (folder / FILE).open("a+", encoding="utf-8")  # not yet ours to empty
+        # Append mode does not truncate the file, which another run may have locked.
+        self._file: TextIOWrapper | None = (folder / FILE).open("a+", encoding="utf-8")
         try:
-            self._take(self._file)
+            self._acquire(self._file)
         except BaseException:
             self._file.close()
             raise
 
-    def _take(self, file: TextIOWrapper) -> None:
-        import fcntl  # not on Windows, where TorchTitan is not either
+    def _acquire(self, file: TextIOWrapper) -> None:
+        import fcntl  # Windows has neither fcntl nor TorchTitan
 
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(_who(self.folder, file)) from None
+            raise FolderLocked(_describe_holder(self.folder, file)) from None
         except OSError as error:
             if error.errno not in NOT_SUPPORTED:
                 raise
             warnings.warn(
-                f"{self.folder} cannot be locked ({error}): see to it yourself that no other run writes there",
+                f"{self.folder} cannot be locked ({error}); make sure that no other run writes into it",
                 stacklevel=3,
             )
         file.truncate(0)
@@ -57,13 +61,13 @@ class FolderLock:
             self._file = None
 
 
-def _who(folder: Path, file: TextIOWrapper) -> str:
+def _describe_holder(folder: Path, file: TextIOWrapper) -> str:
     file.seek(0)
     holder: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # it may be just about to write its name
+    with contextlib.suppress(ValueError):  # the holder may not have written its name yet
         holder = json.loads(file.read())
     if not holder:
-        name, end = "one that has not said its name yet", "end it"
+        name, end = "a process that has not written its name yet", "end it"
     else:
         name = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         end = f"end it (kill {holder['pid']} there)"
@@ -74,7 +78,10 @@ def _who(folder: Path, file: TextIOWrapper) -> str:
 
 
 def check_free(folders: list[Path]) -> None:
-    """Before anything is started. The run itself takes the locks: between the two another may have come."""
+    """Raise FolderLocked if another run writes into one of the folders.
+
+    This is for an early message. The run acquires the locks itself, because another run may start in between.
+    """
     for folder in folders:
         if folder.is_dir():
             FolderLock(folder).release()

@@ -1,4 +1,4 @@
-"""Our operators on the local parts of sharded tensors, as both versions of TorchTitan hand them over."""
+"""Call our operators on the local shards of DTensors, for both versions of TorchTitan."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from whorl import ops
 
 
 def local(x: Any) -> Any:
-    """What this rank has of a DTensor; anything else as it is."""
+    """Return the local shard of a DTensor; anything else is returned unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _like(x: Tensor, whole: Tensor) -> Tensor:
-    """A result for `whole`, placed as it is."""
-    if not isinstance(whole, DTensor):
+def _placed_like(x: Tensor, like: Tensor) -> Tensor:
+    """Return the local result x as a DTensor with the placements of `like`, if that is a DTensor."""
+    if not isinstance(like, DTensor):
         return x
-    shape, stride = whole.shape, whole.stride()
-    return DTensor.from_local(x, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """As nn.RMSNorm takes them: without eps it is that of the dtype it computes in."""
+    """Return the RMS norm of x. As in nn.RMSNorm, eps None is the eps of the dtype that the norm is computed in."""
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
     if eps is None:
@@ -32,24 +32,27 @@ def normalise(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor | None, rows: Tensor, style: str) -> tuple[Tensor, Tensor | None]:
-    """q and k [B, S, H, D] by rows [1 or B, S, R]. Heads and batch may be sharded: each rank turns what it has."""
-    here, here_k = local(q), local(k)
-    turned, turned_k = ops.rope(here, here_k, rows.expand(here.shape[0], -1, -1), style=style)
-    return _like(turned, q), None if k is None else _like(turned_k, k)
+    """Rotate q and k [B, S, H, D] by table rows [1 or B, S, R]; heads and batch may be sharded over ranks."""
+    local_q, local_k = local(q), local(k)
+    rotated_q, rotated_k = ops.rope(local_q, local_k, rows.expand(local_q.shape[0], -1, -1), style=style)
+    return _placed_like(rotated_q, q), None if k is None else _placed_like(rotated_k, k)
 
 
 def complex_rows(cis: Tensor) -> Tensor:
-    """[..., R/2] complex to [..., R]: cosines, then sines."""
+    """Convert [..., R/2] complex to [..., R] real: cosines, then sines."""
     return torch.view_as_real(cis).transpose(-1, -2).flatten(-2)
 
 
 def doubled_rows(table: Tensor) -> Tensor:
-    """[..., 2 R], cosines and sines each twice, to [..., R]."""
+    """Convert [..., 2 R] with cosines and sines each twice to [..., R]: cosines, then sines."""
     cos, _, sin, _ = table.split(table.shape[-1] // 4, -1)
     return torch.cat((cos, sin), -1)
 
 
-def cover(counts: Tensor, num_rows: int) -> Tensor:
-    """Expert parallelism ends its rows with zeros that belong to nobody: the last expert's, who makes zeros of them."""
-    rest = num_rows - counts.sum(dtype=counts.dtype)
-    return torch.cat((counts[:-1], counts[-1:] + rest))
+def assign_padding(counts: Tensor, num_rows: int) -> Tensor:
+    """Return counts that add up to `num_rows`, with the padding given to the last expert.
+
+    Expert parallelism pads its rows with zeros at the end. The last expert computes zeros from them.
+    """
+    padding = num_rows - counts.sum(dtype=counts.dtype)
+    return torch.cat((counts[:-1], counts[-1:] + padding))

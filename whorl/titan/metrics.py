@@ -1,6 +1,6 @@
-"""What a run says about itself: a line of JSON for each logged step in DUMP_FOLDER/metrics.jsonl.
+"""Write the metrics of a run: one line of JSON for each logged step in DUMP_FOLDER/metrics.jsonl.
 
-TorchTitan's own log, TensorBoard and W&B go on as they are. `whorl.titan.display` reads the file.
+TorchTitan's log, TensorBoard and W&B are unchanged. `whorl.titan.display` reads the file.
 """
 
 import json
@@ -18,12 +18,12 @@ from torchtitan.distributed import ParallelDims
 from whorl.plan.hardware import A3
 from whorl.titan.display import FILE
 
-# Their names, and ours.
+# TorchTitan's names of metrics, and the keys in the file.
 NAMES = {
     "loss_metrics/global_avg_loss": "loss",
     "loss_metrics/global_max_loss": "max_loss",
     "grad_norm": "grad_norm",
-    "throughput(tps)": "tokens_per_second",  # of one device
+    "throughput(tps)": "tokens_per_second",  # per device
     "tflops": "tflops",
     "mfu(%)": "mfu",
     "time_metrics/end_to_end(s)": "seconds",
@@ -33,19 +33,19 @@ NAMES = {
     "n_tokens_seen": "tokens",
     "validation_metrics/loss": "validation_loss",
 }
-A100 = 312e12  # what TorchTitan takes for a device that it does not know
+A100 = 312e12  # what TorchTitan assumes for an unknown device
 V_SHAPED = ("dualpipev", "zbvzerobubble")
 
 
-def peak_flops(device_name: str, found: float) -> float | None:
-    """`found` is TorchTitan's answer; None where it only guessed."""
+def peak_flops(device_name: str, assumed: float) -> float | None:
+    """Return the peak FLOP/s of a device, None when unknown. assumed: TorchTitan's value, which may be a default."""
     if "Ascend910_93" in device_name:
         return A3.flops
-    return found if found != A100 or "A100" in device_name else None
+    return assumed if assumed != A100 or "A100" in device_name else None
 
 
 class JsonLines(BaseLogger):
-    """One object for each call, flushed, so that a reader sees every step that is over."""
+    """Writes one JSON object for each call and flushes it, so that a reader sees every finished step."""
 
     def __init__(self, path: Path, run: dict[str, Any], *, knows_peak: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class JsonLines(BaseLogger):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: NaN and infinities become text, so that every reader takes the line."""
+    """Return a value that JSON can hold: NaN and infinities become text."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -77,17 +77,20 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-    """The first that knows the loss. A V ends on the rank where it begins, which TorchTitan knows of one schedule."""
+    """Return the first rank that knows the loss.
+
+    A V-shaped schedule ends on the rank where it begins; TorchTitan handles only one of these schedules.
+    """
     is_v = job_config.parallelism.pipeline_parallel_schedule.lower() in V_SHAPED
     return 0 if is_v else _get_metrics_rank(parallel_dims, job_config)
 
 
-# What a model says of itself, asked on every rank: (its parts, ..., step, steps since the last call) to numbers.
+# Metrics of a model, called on every rank: (model parts, dims, job config, step, steps since the last call) -> numbers.
 Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dict[str, float]]
 
 
 class WhorlMetrics(MetricsProcessor):
-    """TorchTitan's, with the lines of JSON and what the model says of itself."""
+    """TorchTitan's metrics processor with the JSON file and the metrics of the model."""
 
     gpu_peak_flops: float
     logger: BaseLogger
@@ -97,11 +100,11 @@ class WhorlMetrics(MetricsProcessor):
     ) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self._figures = figures
-        self._steps = 0  # since the last log
+        self._steps = 0  # steps since the last log
         if torch.distributed.get_rank() == metrics_rank(parallel_dims, job_config):
-            self._add_lines()
+            self._add_json_lines()
 
-    def _add_lines(self) -> None:
+    def _add_json_lines(self) -> None:
         job, name = self.job_config, self.device_memory_monitor.device_name
         peak = peak_flops(name, self.gpu_peak_flops)
         self.gpu_peak_flops = peak or self.gpu_peak_flops
@@ -120,7 +123,7 @@ class WhorlMetrics(MetricsProcessor):
         self.logger = loggers
 
     def should_log(self, step: int) -> bool:
-        self._steps += 1  # the trainer asks once for each step
+        self._steps += 1  # the trainer calls this once for each step
         return super().should_log(step)
 
     def log(
@@ -131,7 +134,7 @@ class WhorlMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # On every rank, as these are sums over all of them.
+        # Called on every rank, because these numbers are sums over ranks.
         figures = self._figures(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
         self._steps = 0
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **figures})
@@ -145,5 +148,5 @@ def build_metrics_processor(
     *,
     figures: Figures,
 ) -> MetricsProcessor:
-    """For `TrainSpec`, with `figures` filled in by the model."""
+    """Return the metrics processor for a `TrainSpec`; `figures` is the function of the model."""
     return WhorlMetrics(job_config, parallel_dims, tag, figures=figures)

@@ -1,4 +1,4 @@
-"""How AdamW's moments are kept on the host: as they are, in bfloat16, or in 8 bits of a logarithmic scale."""
+"""Formats of AdamW's moments on the host: unchanged, bfloat16, or 8 bits on a logarithmic scale."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,27 +7,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale in 8 bits
+BLOCK = 256  # number of values that share a scale in the 8-bit format
 
 
 class Format(Protocol):
-    """A flat tensor of n values is kept in parts; `decode` and `encode` work on the device."""
+    """Stores a flat tensor of n values in one or more parts; `decode` and `encode` run on the device."""
 
     name: str
     is_exact: bool
 
     def parts(self, dtype: torch.dtype) -> Sequence[tuple[torch.dtype, int]]:
-        """For values of `dtype`: what each part holds, and how many values one element of it stands for."""
+        """For values of `dtype`, return the dtype of each part and how many values one element of it covers."""
         ...
 
     def decode(self, parts: Sequence[Tensor], size: int) -> Tensor: ...
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], generator: torch.Generator | None) -> None:
-        """Rounds at random, so that it is right on average; without a generator to the nearest."""
+        """Round stochastically, which is unbiased; without a generator round to the nearest."""
         ...
 
 
 class Exact:
+    """Stores the values in their own dtype."""
+
     name, is_exact = "exact", True
 
     def parts(self, dtype: torch.dtype) -> Sequence[tuple[torch.dtype, int]]:
@@ -37,12 +39,15 @@ class Exact:
         return parts[0][:size]
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], generator: torch.Generator | None) -> None:
-        if x.data_ptr() != parts[0].data_ptr():  # else it was updated in place
+        if x.data_ptr() != parts[0].data_ptr():  # otherwise it was updated in place
             parts[0][: x.numel()].copy_(x)
 
 
 class Bfloat16:
-    """Each value is within 2**-7 of what was computed. To the nearest, a beta2 of 0.999 would never move it."""
+    """Stores values in bfloat16, within 2**-7 of the computed ones.
+
+    With rounding to the nearest, an update with a beta2 of 0.999 would never change a stored value.
+    """
 
     name, is_exact = "bfloat16", False
 
@@ -60,10 +65,11 @@ class Bfloat16:
 
 
 class Int8:
-    """A scale for 256 values and a level for each: levels are 9.2 % apart, `octaves` below the block's largest.
+    """Stores a scale for each block of 256 values and an 8-bit level for each value.
 
-    Each value is within one level of what was computed. A positive second moment is never kept as zero, since the
-    first is divided by its root.
+    Levels are 9.2 % apart and reach `octaves` octaves below the largest value of the block. Each value is within one
+    level of the computed one. A positive second moment is never stored as zero, because the first is divided by its
+    root.
     """
 
     name, is_exact = "int8", False
@@ -75,7 +81,7 @@ class Int8:
         return ((torch.int8 if self.signed else torch.uint8, 1), (torch.float32, BLOCK))
 
     def _value(self, level: Tensor) -> Tensor:
-        """Of the block's largest; level 0 is zero."""
+        """Return the value of a level relative to the largest value of the block; level 0 is zero."""
         value = torch.exp2((level - self.levels) * (self.octaves / (self.levels - 1)))
         return torch.where(level == 0, torch.zeros_like(value), value)
 
@@ -88,21 +94,21 @@ class Int8:
         size = x.numel()
         blocks = F.pad(x, (0, -size % BLOCK)).view(-1, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True)
-        share = torch.where(scales > 0, blocks.abs() / scales, torch.zeros_like(blocks))
-        exact = self.levels + torch.log2(share) * ((self.levels - 1) / self.octaves)
-        below = exact.floor().clamp(0, self.levels - 1)
+        relative = torch.where(scales > 0, blocks.abs() / scales, torch.zeros_like(blocks))
+        exact_level = self.levels + torch.log2(relative) * ((self.levels - 1) / self.octaves)
+        below = exact_level.floor().clamp(0, self.levels - 1)
         low, high = self._value(below), self._value(below + 1)
-        chance = (share - low) / (high - low)
-        drawn = 0.5 if generator is None else torch.rand(chance.shape, device=x.device, generator=generator)
-        level = below + (chance > drawn)
+        probability = (relative - low) / (high - low)
+        threshold = 0.5 if generator is None else torch.rand(probability.shape, device=x.device, generator=generator)
+        level = below + (probability > threshold)
         if not self.signed:
-            level = torch.where(share > 0, level.clamp(min=1), level)
+            level = torch.where(relative > 0, level.clamp(min=1), level)
         codes = (blocks.sign() * level).view(-1)[:size]
         parts[0][:size].copy_(codes)
         parts[1][: len(scales)].copy_(scales[:, 0])
 
 
-FORMATS: dict[str, tuple[Format, Format]] = {  # of the first and the second moment
+FORMATS: dict[str, tuple[Format, Format]] = {  # the formats of the first and of the second moment
     "exact": (Exact(), Exact()),
     "bfloat16": (Bfloat16(), Bfloat16()),
     "int8": (Int8(signed=True), Int8(signed=False)),

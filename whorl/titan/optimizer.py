@@ -1,6 +1,6 @@
-"""TorchTitan's optimizers with two switches more: moments on the host, and a stop before an update that is not finite.
+"""Build TorchTitan's optimizers with two more options: moments on the host, and a check that updates are finite.
 
-The containers, the hook that balances experts and the checkpoint format are TorchTitan's own.
+The containers, the hook that balances experts and the checkpoint format are those of TorchTitan.
 """
 
 from collections.abc import Iterator
@@ -25,54 +25,62 @@ def build_optimizers(
     parallel_dims: ParallelDims,
     ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
-    """As TorchTitan's `build_optimizers_with_moe_load_balancing`; frozen parameters have no state."""
-    _check_learns(model_parts)
+    """Return the optimizers for a `TrainSpec`, as TorchTitan's `build_optimizers_with_moe_load_balancing` does.
+
+    Frozen parameters have no state. Raises ValueError when a model part has nothing to train, or when optimizer.swap
+    contradicts another option.
+    """
+    _check_trainable(model_parts)
     swap = getattr(optimizer_config, "swap", False)
     if swap:
         _check_swap(optimizer_config, ft_manager)
     optimizers = build_optimizers_with_moe_load_balancing(model_parts, optimizer_config, parallel_dims, ft_manager)
-    others = list(_beside_layers(model_parts))
-    if others:
-        optimizers.register_step_pre_hook(lambda *_: _balance(others, parallel_dims))
+    mtp_experts = list(_moe_outside_layers(model_parts))
+    if mtp_experts:
+        optimizers.register_step_pre_hook(lambda *_: _update_expert_biases(mtp_experts, parallel_dims))
     if swap:
-        optimizers.optimizers = [_swapped(o, optimizer_config) for o in optimizers.optimizers]
+        optimizers.optimizers = [_swap_optimizer(o, optimizer_config) for o in optimizers.optimizers]
     if getattr(optimizer_config, "watch", True) and dist.get_backend() != "fake":
         Watch.attach(optimizers, can_replay=not parallel_dims.pp_enabled)
     return optimizers
 
 
-def _check_learns(model_parts: list[nn.Module]) -> None:
+def _check_trainable(model_parts: list[nn.Module]) -> None:
     for part in model_parts:
         if not any(p.requires_grad for p in part.parameters()):
-            found = ", ".join(name for name, module in part.named_children() if any(True for _ in module.parameters()))
+            modules = ", ".join(
+                name for name, module in part.named_children() if any(True for _ in module.parameters())
+            )
             raise ValueError(
-                f"a pipeline stage ({found}) has nothing that learns: in warm-up only indexers do. Give every stage a "
-                "layer: fewer stages, or set parallelism.module_fqns_per_model_part"
+                f"a pipeline stage ({modules}) has no trainable parameters: in warm-up only indexers train. Give every "
+                "stage a layer: use fewer stages, or set parallelism.module_fqns_per_model_part"
             )
 
 
 def _check_swap(config: OptimizerConfig, ft_manager: FTManager | None) -> None:
-    wanted = {"name": "AdamW", "implementation": "fused", "early_step_in_backward": False}
-    for field, value in wanted.items():
+    required = {"name": "AdamW", "implementation": "fused", "early_step_in_backward": False}
+    for field, value in required.items():
         if getattr(config, field) != value:
             raise ValueError(
-                f"optimizer.swap takes optimizer.{field} = {value!r}, got {getattr(config, field)!r}: "
-                "change that, or do without optimizer.swap"
+                f"optimizer.{field} is {getattr(config, field)!r}, optimizer.swap expects {value!r}; "
+                "change it, or remove optimizer.swap"
             )
     if ft_manager is not None and ft_manager.enabled:
-        raise ValueError("optimizer.swap does not go with fault_tolerance.enable: TorchFT has an optimizer of its own")
+        raise ValueError(
+            "optimizer.swap and fault_tolerance.enable exclude each other: TorchFT brings its own optimizer"
+        )
 
 
-def _swapped(plain: torch.optim.Optimizer, config: OptimizerConfig) -> SwapAdamW:
-    """In the place of an optimizer that has no state yet."""
-    kept = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad")
-    groups: list[dict[str, Any]] = [{name: group[name] for name in kept} for group in plain.param_groups]
+def _swap_optimizer(plain: torch.optim.Optimizer, config: OptimizerConfig) -> SwapAdamW:
+    """Return a SwapAdamW with the parameters and options of an optimizer that has no state yet."""
+    names = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad")
+    groups: list[dict[str, Any]] = [{name: group[name] for name in names} for group in plain.param_groups]
     defaults = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
     return SwapAdamW(groups, **defaults, moments=getattr(config, "moments", "exact"))
 
 
-def _beside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:
-    """Experts that TorchTitan's hook does not reach: those of multi-token prediction."""
+def _moe_outside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:
+    """Yield the MoE modules that TorchTitan's load-balancing hook skips: those of multi-token prediction."""
     for part in model_parts:
         layers = {*part.get_submodule("layers").modules()}
         for module in part.modules():
@@ -81,8 +89,8 @@ def _beside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:
 
 
 @torch.no_grad()
-def _balance(experts: list[MoE], parallel_dims: ParallelDims) -> None:
-    """Move each bias towards even loads by a fixed amount, as TorchTitan does."""
+def _update_expert_biases(experts: list[MoE], parallel_dims: ParallelDims) -> None:
+    """Move each expert bias by a fixed amount towards an even load, as TorchTitan does."""
     counts = torch.stack([cast(Tensor, moe.tokens_per_expert) for moe in experts])
     mesh = parallel_dims.get_optional_mesh("loss")
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: TorchTitan's own, with a loss whose gradient is a mean over tokens."""
+"""Build TorchTitan's pipeline with a loss whose gradient is that of the mean over tokens."""
 
 from typing import Any
 
@@ -19,21 +19,21 @@ from .stage_backward import check_split, shard_backward, splits_backward
 
 class _DivideGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, by: Tensor | float) -> Tensor:
-        ctx.by = by
-        return loss.clone()  # no view: a pipeline detaches it in place
+    def forward(ctx: Any, loss: Tensor, divisor: Tensor | float) -> Tensor:
+        ctx.divisor = divisor
+        return loss.clone()  # not a view, because a pipeline detaches it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.by, None
+        return grads[0] / ctx.divisor, None
 
 
 class PipelineLoss:
-    """The sum over a micro-batch's tokens, as TorchTitan's pipeline wants it; its gradient is that of the mean.
+    """The sum of the losses of a micro-batch, as TorchTitan's pipeline expects; its gradient is that of the mean.
 
-    TorchTitan 0.2 divides the sums by the step's number of tokens after backward, when it reports them, so that
-    gradients come out larger by that number. `num_tokens` is the whole step's, over ranks and micro-batches: all labels
-    of the global batch, or what a trainer that has counted them sets before each step.
+    TorchTitan 0.2 divides the sums by the number of tokens of the step only after backward, when it reports them, so
+    that gradients are too large by that factor. `num_tokens` is the number for the whole step, over ranks and
+    micro-batches: all labels of the global batch, or the number that a trainer counts and sets before each step.
     """
 
     def __init__(self, loss: LossFunction, num_tokens: Tensor | float) -> None:
@@ -44,6 +44,7 @@ class PipelineLoss:
 
 
 def labels_in_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
+    """Return the number of labels of one optimizer step, over all ranks."""
     training = job_config.training
     replicas = parallel_dims.dp_replicate * parallel_dims.dp_shard
     batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * replicas
@@ -59,28 +60,29 @@ def build_pipeline(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
-    """For `TrainSpec`."""
+    """Return the schedule, the model parts, and whether this rank has the first and the last stage, for `TrainSpec`."""
     parallelism = job_config.parallelism
     if device.type == HOST and parallelism.pipeline_parallel_schedule.lower() == "dualpipev":
-        parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs an accelerator's streams
+        parallelism.pipeline_parallel_expert_parallel_overlap = False  # the overlap needs the streams of an accelerator
     loss = PipelineLoss(loss_fn, labels_in_step(job_config, parallel_dims))
     built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss)
     if splits_backward(built[0]):
         check_split(job_config)
     shard_backward(built[0], job_config)
     for part in built[1]:
-        _forget_first_counts(part)
+        _reset_first_counts(part)
     return built
 
 
-def _forget_first_counts(part: nn.Module) -> None:
-    """A stage finds out its shapes by a first run on whatever, whose choice of experts is not to move their biases.
+def _reset_first_counts(part: nn.Module) -> None:
+    """Reset the token counts of the experts after the first run of a stage, so that it does not change their biases.
 
-    That run has a backward, in which activation checkpointing chooses and counts again: forget when the second begins.
+    A stage infers its shapes by a first run on arbitrary values. That run has a backward, in which activation
+    checkpointing routes and counts again, so that the counts are reset when the second run begins.
     """
     runs = 0
 
-    def forget(*_: Any) -> None:
+    def reset(*_: Any) -> None:
         nonlocal runs
         runs += 1
         if runs == 2:
@@ -88,11 +90,11 @@ def _forget_first_counts(part: nn.Module) -> None:
             for moe in (m for m in part.modules() if isinstance(m, MoE)):
                 moe.tokens_per_expert.zero_()
 
-    handle = part.register_forward_pre_hook(forget)
+    handle = part.register_forward_pre_hook(reset)
 
 
 def set_num_tokens(schedule: _PipelineSchedule, num_tokens: Tensor | float) -> None:
-    """For a trainer that has counted the labels of a step: those that are ignored do not weigh."""
+    """Set the number of labels of a step, as counted by a trainer without the ignored ones."""
     loss = schedule._loss_fn
-    if isinstance(loss, PipelineLoss):  # other models bring their own
+    if isinstance(loss, PipelineLoss):  # other models have other losses
         loss.num_tokens = num_tokens

@@ -1,4 +1,4 @@
-"""What TorchTitan 0.2 learns from us: our models by name, and the converters. It is told, not changed."""
+"""Register our models and converters with TorchTitan 0.2, through its own registries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan.protocols.train_spec import TrainSpec
 
-# `model.name` of a job, and the module that has its `train_spec` and its `check_layout`.
+# `model.name` of a job, and the module with its `train_spec` and `check_layout`.
 MODELS = {"deepseek_v32": "whorl.titan.deepseek_v32.spec"}
 
 
 def model(name: str) -> Any:
-    """The module of one of our models."""
+    """Return the module of one of our models."""
     return import_module(MODELS[name])
 
 
 def train_spec(name: str = "deepseek_v32") -> "TrainSpec":
+    """Return TorchTitan's description of one of our models."""
     return model(name).train_spec()
 
 
 def register() -> None:
-    """Once in a process; again it does nothing."""
+    """Register all models and converters; a second call does nothing."""
     from torchtitan.protocols import model_converter
     from torchtitan.protocols import train_spec as specs
 

@@ -1,4 +1,4 @@
-"""The rotation of queries and one key head in plain torch, as a module: what `whorl_rope` replaces."""
+"""Rotate queries and one key head in plain torch; the converter `whorl_rope` replaces this module."""
 
 from typing import Literal
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """Turns the first channels of queries and of the one key head by the rows of their tokens.
+    """Rotates the first R channels of q [B, S, H, D] and of k [B, S, D] by the table row of their token.
 
-    rows: [B, S, R] fp32, R/2 cosines then as many sines. `pairs` turns neighbours (the attention), `half` channel i
-    with i + R/2 (the indexer).
+    rows: [B, S, R] fp32, R/2 cosines then R/2 sines. Style `pairs` rotates neighbouring channels (the attention),
+    `half` rotates channel i with channel i + R/2 (the indexer).
     """
 
     def __init__(self, style: Literal["half", "pairs"]) -> None:
@@ -18,20 +18,20 @@ class Rotary(nn.Module):
         self.style: Literal["half", "pairs"] = style
 
     def forward(self, q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self._turn(q, rows.unsqueeze(-2)), self._turn(k, rows)
+        return self._rotate(q, rows.unsqueeze(-2)), self._rotate(k, rows)
 
-    def _turn(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, rows: Tensor) -> Tensor:
         size = rows.shape[-1]
         cos, sin = rows.chunk(2, -1)
         wide = x[..., :size].to(rows.dtype)
         if self.style == "half":
             a, b = wide.chunk(2, -1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
         else:
             a, b = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-        turned = turned.to(x.dtype)
-        return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        rotated = rotated.to(x.dtype)
+        return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
 
     def extra_repr(self) -> str:
         return self.style

@@ -1,6 +1,6 @@
-"""What a server needs beside the weights of a checkpoint: `whorl serve` takes a step's folder as it lies.
+"""Write the files that a server needs beside the weights, so that `whorl serve` can load the folder of a step.
 
-A model of bytes gets a tokenizer of bytes; of another tokenizer the files are copied.
+A model trained on bytes gets a byte tokenizer; the files of any other tokenizer are copied.
 """
 
 import json
@@ -19,14 +19,14 @@ END = "<|endoftext|>"
 
 
 def byte_letters() -> list[str]:
-    """The letter of each byte in byte-level vocabularies: itself where it can be seen, else one past 255."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    """Return the character of each byte in byte-level vocabularies: itself if printable, else one above 255."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """tokenizer.json of UTF-8 bytes, and 256 between documents, as `whorl.titan.data.ByteTokenizer` has them."""
+    """Return the tokenizer.json of `whorl.titan.data.ByteTokenizer`: UTF-8 bytes, and 256 as the end of a document."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())} | {END: 256}
@@ -44,23 +44,26 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer that exist in `source`."""
     for name in TOKENIZER:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def describer(config: dict[str, Any], *, is_bytes: bool, assets: Path) -> Callable[[Path], None]:
-    """A function that writes these files into a folder. config: the values of config.json; assets: where the
-    tokenizer's files are, if it is not one of bytes."""
+    """Return a function that writes these files into a folder.
+
+    config: the values of config.json. assets: the folder of the tokenizer's files, unless it is a byte tokenizer.
+    """
 
     def write(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        found = {CONFIG: config}
+        files = {CONFIG: config}
         if is_bytes:
-            found |= {"tokenizer.json": byte_tokenizer(), "tokenizer_config.json": {"eos_token": END}}
+            files |= {"tokenizer.json": byte_tokenizer(), "tokenizer_config.json": {"eos_token": END}}
         else:
             copy_tokenizer(assets, folder)
-        for name, values in found.items():
+        for name, values in files.items():
             (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
 
     return write

@@ -1,4 +1,4 @@
-"""FSDP2: what a job asks of it, a block with its experts, and who asks for whose parameters ahead of time."""
+"""Apply FSDP2: its options in a job, the sharding of a block with its experts, and prefetching."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,22 +18,25 @@ RESHARD = {"always": True, "never": False, "default": None}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
+    """How FSDP2 shards the modules of a model."""
+
     mesh: DeviceMesh
-    expert_mesh: DeviceMesh | None  # of whole experts, with expert parallelism
+    expert_mesh: DeviceMesh | None  # the mesh of the experts, with expert parallelism
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     offload: bool
-    reshard: bool  # free a block's parameters after its forward
-    reshard_last: bool  # those of the head, too, which backward wants at once
+    reshard: bool  # free the gathered parameters of a block after its forward
+    reshard_last: bool  # also free those of the head, which backward needs first
 
     @staticmethod
-    def of(job_config: JobConfig, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Sharding":
+    def from_config(job_config: JobConfig, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Sharding":
+        """Return the sharding that a job config describes; raises ValueError for an unknown reshard policy."""
         training, policy = job_config.training, job_config.parallelism.fsdp_reshard_after_forward
         if policy not in RESHARD:
             raise ValueError(
                 f"parallelism.fsdp_reshard_after_forward is {policy!r}, expected one of {', '.join(RESHARD)}"
             )
-        # A pipeline runs a stage many times in a step: gathering its parameters each time is not hidden.
+        # A pipeline runs a stage many times in a step, and gathering its parameters each time would not be hidden.
         is_pipelined = job_config.parallelism.pipeline_parallel_degree > 1
         return Sharding(
             mesh=mesh,
@@ -45,40 +48,42 @@ class Sharding:
             reshard_last=policy == "always",
         )
 
-    def shard(self, modules: Any, mesh: DeviceMesh | None = None, **more: Any) -> None:
-        more["mp_policy"] = MixedPrecisionPolicy(
+    def shard(self, modules: Any, mesh: DeviceMesh | None = None, **options: Any) -> None:
+        """Make one FSDP2 unit of a module or of several modules."""
+        options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
-            cast_forward_inputs=False,  # activations have the dtype already, and the rotary table keeps its own
+            cast_forward_inputs=False,  # activations already have the dtype, and the rotary table must stay fp32
         )
         if self.offload:
-            more["offload_policy"] = CPUOffloadPolicy()
-        fully_shard(modules, mesh=mesh or self.mesh, **more)
+            options["offload_policy"] = CPUOffloadPolicy()
+        fully_shard(modules, mesh=mesh or self.mesh, **options)
 
 
 def shard_block(block: nn.Module, sharding: Sharding) -> None:
+    """Shard a block, with its experts as a separate unit under expert parallelism."""
     mesh = sharding.expert_mesh
     for moe in (m for m in block.modules() if isinstance(m, MoE) and mesh is not None):
-        # Dimension 0 is shared out by expert parallelism; where too few experts are left to share, cut them.
+        # Expert parallelism shards dimension 0; where too few experts are left for FSDP2, it shards dimension 1.
         local = moe.experts.w1.to_local().shape[0]
-        cut = None if mesh is None or mesh.size(-1) <= local else (lambda _: Shard(1))
-        sharding.shard(moe.experts, mesh, reshard_after_forward=sharding.reshard, shard_placement_fn=cut)
+        placement = None if mesh is None or mesh.size(-1) <= local else (lambda _: Shard(1))
+        sharding.shard(moe.experts, mesh, reshard_after_forward=sharding.reshard, shard_placement_fn=placement)
     sharding.shard(block, reshard_after_forward=sharding.reshard)
 
 
-def inside(module: nn.Module | None) -> list[FSDPModule]:
-    """Units of a module: itself, then those within, as a block's experts."""
+def fsdp_units(module: nn.Module | None) -> list[FSDPModule]:
+    """Return the FSDP2 units of a module: itself, then those inside it, such as the experts of a block."""
     return [] if module is None else [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
 def prefetch(in_order: Sequence[list[FSDPModule]], not_in_backward: nn.Module | None) -> None:
-    """Each unit asks for the next as it starts, in both directions; `in_order` is that of the forward.
+    """Make each unit prefetch the next when it starts, in forward and backward; `in_order` is the order of forward.
 
-    FSDP2 by itself does so in backward only, and by what it saw in forward; waiting for the sizes of an expert-parallel
-    dispatch would hold up even that.
+    By default FSDP2 prefetches only in backward, in the order that it recorded in forward, and the wait for the sizes
+    of an expert-parallel dispatch delays even that. not_in_backward: a module that backward does not gather.
     """
     for unit, following in pairwise(in_order):
         unit[0].set_modules_to_forward_prefetch(following)
-    for unit, before in pairwise(reversed(in_order)):
-        if before[0] is not not_in_backward:
-            unit[0].set_modules_to_backward_prefetch(before)
+    for unit, previous in pairwise(reversed(in_order)):
+        if previous[0] is not not_in_backward:
+            unit[0].set_modules_to_backward_prefetch(previous)

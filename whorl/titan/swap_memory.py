@@ -1,4 +1,4 @@
-"""Where AdamW's moments lie: on the host by parameter, on the device in chunks that parameters are cut into."""
+"""Memory of AdamW's moments: on the host by parameter, on the device in buckets of parameter spans."""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,15 +11,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from whorl.device import Reached, host_buffer
 from whorl.titan.moments import BLOCK, Format
 
-Formats = tuple[Format, Format]  # of the first and the second moment
-# A parameter is cut at multiples of what the CUDA kernel gives a block, and so of any vector of the CPU's:
-# then no element moves between a kernel's vector body and its tail, which may round differently.
-CUT = 1 << 16
+Formats = tuple[Format, Format]  # the formats of the first and of the second moment
+# Parameters are divided at multiples of the elements per CUDA block, which is also a multiple of every CPU vector.
+# So no element moves between the vector body and the tail of a kernel, which may round differently.
+ALIGNMENT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements start to stop of a parameter, at `offset` in a chunk."""
+    """The elements `start` to `stop` of a parameter, stored at `offset` in a bucket."""
 
     param: Tensor
     start: int
@@ -29,17 +29,17 @@ class Span:
 
 @dataclass(slots=True)
 class Bucket:
-    """What is updated by one call; its parameters have one group and one dtype."""
+    """The spans that one kernel call updates; their parameters have the same group and dtype."""
 
     group: int
     dtype: torch.dtype
-    pieces: list[Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     size: int = 0
 
 
 @dataclass(slots=True)
-class Slot:
-    """Device memory for a chunk: for each moment the parts of its format."""
+class DeviceBuffer:
+    """Device memory for one bucket: for each moment the parts of its format."""
 
     memory: list[list[Tensor]]
     loaded: Any = field(default_factory=Reached)
@@ -47,115 +47,129 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Host:
-    """The moments of a parameter's local part, flat, in the order of its memory."""
+class HostMoments:
+    """The moments of the local shard of a parameter, flat, in the memory order of the parameter."""
 
     moments: list[list[Tensor]]
-    is_lent: bool = False  # a state dict has them: the next update writes into new memory
+    is_lent: bool = False  # a state dict refers to them, so that the next update writes into new memory
 
 
 def local(x: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, or the tensor itself, without its gradient."""
     return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions in order of decreasing stride."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda i: (-strides[i], i))
 
 
-def flat(x: Tensor, order: list[int]) -> Tensor:
+def flatten(x: Tensor, order: list[int]) -> Tensor:
+    """Return x flat, with its dimensions in this order."""
     return x.permute(order).reshape(-1)
 
 
-def cut(groups: list[list[Tensor]], room: int) -> list[Bucket]:
-    """Chunks of at most `room` elements, in the order of the parameters."""
-    chunks: list[Bucket] = []
+def split_into_buckets(groups: list[list[Tensor]], capacity: int) -> list[Bucket]:
+    """Return buckets of at most `capacity` elements that cover the parameters in order."""
+    buckets: list[Bucket] = []
     for index, params in enumerate(groups):
-        chunk: Bucket | None = None
+        bucket: Bucket | None = None
         for param in params:
             size, start = local(param).numel(), 0
             while start < size:
-                if chunk is None or chunk.dtype != param.dtype:
-                    chunk = Bucket(index, param.dtype)
-                    chunks.append(chunk)
-                left = room - chunk.size
-                take = size - start if size - start <= left else left // CUT * CUT
-                if take == 0:
-                    chunk = None
+                if bucket is None or bucket.dtype != param.dtype:
+                    bucket = Bucket(index, param.dtype)
+                    buckets.append(bucket)
+                free = capacity - bucket.size
+                length = size - start if size - start <= free else free // ALIGNMENT * ALIGNMENT
+                if length == 0:
+                    bucket = None
                     continue
-                chunk.pieces.append(Span(param, start, start + take, chunk.size))
-                chunk.size += -(-take // BLOCK) * BLOCK  # vectors and scales start on a boundary
-                start += take
-    return chunks
+                bucket.spans.append(Span(param, start, start + length, bucket.size))
+                bucket.size += -(-length // BLOCK) * BLOCK  # align the start of the next span for vectors and scales
+                start += length
+    return buckets
 
 
-def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
-    """The same tensors in the same groups."""
+def are_same_groups(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
+    """Return whether both lists have the same tensors in the same groups."""
     return len(a) == len(b) and all(
         len(x) == len(y) and all(p is q for p, q in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
     )
 
 
 def flat_parameter(param: Tensor) -> Tensor:
-    here = local(param)
-    return here.permute(memory_order(here)).view(-1)
+    """Return a flat view of the local shard of a parameter, in memory order."""
+    shard = local(param)
+    return shard.permute(memory_order(shard)).view(-1)
 
 
 def flat_gradient(param: Tensor) -> Tensor:
+    """Return the local gradient of a parameter, flat, in the memory order of the parameter.
+
+    Raises ValueError when the gradient is sparse.
+    """
     grad = cast(Tensor, param.grad)
     if grad.is_sparse:
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient: AdamW takes dense ones")
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; AdamW needs a dense one")
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return flat(local(grad), memory_order(local(param)))
+    return flatten(local(grad), memory_order(local(param)))
 
 
-def shaped(param: Tensor, values: Tensor | None) -> Tensor:
-    """Flat values in the shape and the sharding of `param`; None: a tensor without memory."""
-    here = local(param)
-    order = memory_order(here)
+def unflatten(param: Tensor, values: Tensor | None) -> Tensor:
+    """Return flat values in the shape and sharding of `param`; for None, a tensor without memory."""
+    shard = local(param)
+    order = memory_order(shard)
     if values is None:
-        values = torch.empty(here.numel(), dtype=param.dtype, device="meta")
+        values = torch.empty(shard.numel(), dtype=param.dtype, device="meta")
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    plain = values[: here.numel()].view([here.shape[i] for i in order]).permute(inverse)
+    shaped = values[: shard.numel()].view([shard.shape[i] for i in order]).permute(inverse)
     if not isinstance(param, DTensor):
-        return plain
-    # Not DTensor.from_local: that would move it to the device of the mesh.
-    meta = TensorMeta(param.shape, param.stride(), plain.dtype)
+        return shaped
+    # DTensor.from_local would move the tensor to the device of the mesh.
+    meta = TensorMeta(param.shape, param.stride(), shaped.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
-    return DTensor(plain, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    return DTensor(shaped, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
 
 # ---- memory
 
 
-def new_host(param: Tensor, formats: Formats) -> Host:
-    """Memory for the moments of a parameter, of zeros."""
-    here = local(param)
+def new_host(param: Tensor, formats: Formats) -> HostMoments:
+    """Return host memory for the moments of a parameter, filled with zeros."""
+    shard = local(param)
 
     def part(dtype: torch.dtype, values: int) -> Tensor:
-        return host_buffer(-(-here.numel() // values) * dtype.itemsize, here.device.type).view(dtype)
+        return host_buffer(-(-shard.numel() // values) * dtype.itemsize, shard.device.type).view(dtype)
 
-    return Host([[part(*p) for p in form.parts(here.dtype)] for form in formats])
-
-
-def move(formats: Formats, chunk: Bucket, slot: Slot, hosts: dict[Tensor, Host], *, back: bool = False) -> None:
-    """From the host to the device; `back`: the other way."""
-    for piece in chunk.pieces:
-        for i, form in enumerate(formats):
-            of_host, of_device = hosts[piece.param].moments[i], views(formats, chunk, slot, piece)[i]
-            for (_, values), there, here in zip(form.parts(chunk.dtype), of_host, of_device, strict=True):
-                there = there[piece.start // values : -(-piece.stop // values)]
-                there.copy_(here, non_blocking=True) if back else here.copy_(there, non_blocking=True)
+    return HostMoments([[part(*p) for p in moment_format.parts(shard.dtype)] for moment_format in formats])
 
 
-def views(formats: Formats, chunk: Bucket, slot: Slot, piece: Span) -> list[list[Tensor]]:
-    """A piece's moments on the device, each in the parts of its format."""
-    found = []
-    for form, memory in zip(formats, slot.memory, strict=True):
+def move(
+    formats: Formats, bucket: Bucket, buffer: DeviceBuffer, hosts: dict[Tensor, HostMoments], *, back: bool = False
+) -> None:
+    """Copy the moments of a bucket from the host to the device, or with `back` from the device to the host."""
+    for span in bucket.spans:
+        for i, moment_format in enumerate(formats):
+            host_parts, device_parts = hosts[span.param].moments[i], views(formats, bucket, buffer, span)[i]
+            for (_, values), host_part, device_part in zip(
+                moment_format.parts(bucket.dtype), host_parts, device_parts, strict=True
+            ):
+                host_part = host_part[span.start // values : -(-span.stop // values)]
+                host_part.copy_(device_part, non_blocking=True) if back else device_part.copy_(
+                    host_part, non_blocking=True
+                )
+
+
+def views(formats: Formats, bucket: Bucket, buffer: DeviceBuffer, span: Span) -> list[list[Tensor]]:
+    """Return the moments of a span on the device, each as the parts of its format."""
+    moments = []
+    for moment_format, memory in zip(formats, buffer.memory, strict=True):
         parts = []
-        for (dtype, values), part in zip(form.parts(chunk.dtype), memory, strict=True):
-            start, size = piece.offset // values, -(-(piece.stop - piece.start) // values)
+        for (dtype, values), part in zip(moment_format.parts(bucket.dtype), memory, strict=True):
+            start, size = span.offset // values, -(-(span.stop - span.start) // values)
             parts.append(part.view(dtype)[start : start + size])
-        found.append(parts)
-    return found
+        moments.append(parts)
+    return moments

@@ -1,6 +1,7 @@
-"""Tensor parallelism of what models have in common: tokens gathered and scattered, heads, experts cut or whole.
+"""Tensor-parallel styles that models share: gathered tokens, sharded heads, sharded and unsharded experts.
 
-What is replicated and meets sharded heads gets a part of its gradient on every rank: `to_heads` says so.
+Where a replicated tensor is used by sharded heads, each rank computes only a part of its gradient. `to_heads` marks
+that gradient as partial.
 """
 
 from typing import Any
@@ -22,19 +23,19 @@ from torchtitan.distributed import NoParallel
 
 
 def to_heads(x: Any) -> Any:
-    """This rank's part of a tensor, on the way to its heads: of what all ranks hold, the gradient is partial."""
+    """Return the local tensor for the heads of this rank; the gradient of a replicated tensor is partial."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in x.placements])
 
 
 def to_local(x: Any) -> Any:
-    """The same where every rank computes the same gradient."""
+    """Return the local tensor, where every rank computes the same gradient."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 class GatherTokens(ParallelStyle):
-    """The first argument comes with some of the tokens and is handed on with all."""
+    """All-gathers the tokens of the first argument before the module is called."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,8 +46,8 @@ class GatherTokens(ParallelStyle):
         return module
 
 
-class Scores(NoParallel):
-    """A replicated gate whose scores go to experts that are cut: their gradient is partial."""
+class RouterScores(NoParallel):
+    """Replicates a router gate whose scores go to sharded experts, so that their gradient is partial."""
 
     def __init__(self) -> None:
         super().__init__(use_local_output=False)
@@ -57,27 +58,27 @@ class Scores(NoParallel):
         return module
 
 
-class Heads(ParallelStyle):
-    """Runs on plain tensors, and gives them: this rank's heads and, whole, what all heads share."""
+class LocalHeads(ParallelStyle):
+    """Calls the module with local tensors: the heads of this rank, and in full what all heads share."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: tuple(map(to_heads, args)))
         return module
 
 
-class Alike(ParallelStyle):
-    """Runs on plain tensors, and gives them: every rank computes the same."""
+class LocalReplicated(ParallelStyle):
+    """Calls the module with local tensors, where every rank computes the same."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: tuple(map(to_local, args)))
         return module
 
 
-def share_out_cut_experts(block: Any, mesh: DeviceMesh) -> None:
-    """For experts of which every rank has some channels: tokens are gathered, the result is scattered.
+def parallelize_sharded_experts(block: Any, mesh: DeviceMesh) -> None:
+    """Parallelize the MoE of a block whose experts are sharded by channel: gather tokens, reduce-scatter the result.
 
-    What an expert gives is then a part of a sum, and so is the gradient of its score. TorchTitan's own plan takes that
-    for the whole where scores multiply the experts' results, as they do here.
+    The output of an expert is then a partial sum, and so is the gradient of its score. TorchTitan's plan treats that
+    gradient as complete where scores multiply the outputs of the experts, as they do here.
     """
     plan: dict[str, ParallelStyle] = {
         "moe": PrepareModuleInputOutput(
@@ -87,7 +88,7 @@ def share_out_cut_experts(block: Any, mesh: DeviceMesh) -> None:
             output_layouts=(Partial(),),
             desired_output_layouts=(Shard(1),),
         ),
-        "moe.router.gate": Scores(),
+        "moe.router.gate": RouterScores(),
     }
     if block.moe.shared_experts is not None:
         plan.update({f"moe.shared_experts.{name}": ColwiseParallel() for name in ("w1", "w3")})
@@ -95,15 +96,15 @@ def share_out_cut_experts(block: Any, mesh: DeviceMesh) -> None:
     parallelize_module(block, mesh, plan)
 
 
-def share_out_whole_experts(block: Any, mesh: DeviceMesh) -> None:
-    """For experts that are whole, spread over tensor-parallel ranks as over others (expert parallelism without ETP).
+def parallelize_unsharded_experts(block: Any, mesh: DeviceMesh) -> None:
+    """Parallelize the MoE of a block whose experts are unsharded and spread over ranks (expert parallelism, no ETP).
 
-    Every rank routes its own tokens. Only the shared expert, which is cut, gathers and scatters them: TorchTitan's own
-    plan gathers for all, routes every token on every rank and then drops what is not its own.
+    Every rank routes its own tokens. Only the shared expert, which is sharded, gathers and scatters them. TorchTitan's
+    plan gathers all tokens, routes every token on every rank and then drops the tokens of other ranks.
     """
     plan: dict[str, ParallelStyle] = {
-        "moe": Alike(),
-        # On tokens by their first dimension; the weight's gradient is partial, as that of a norm.
+        "moe": LocalReplicated(),
+        # Tokens are sharded on dimension 0; the gradient of the weight is partial, as that of a norm.
         "moe.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),
     }
     if block.moe.shared_experts is not None:
@@ -117,7 +118,7 @@ def share_out_whole_experts(block: Any, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
 
     def count_all(_: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        # TorchTitan moves the experts' biases by counts that it adds over data-parallel ranks only.
+        # TorchTitan updates the expert biases with counts that it sums over data-parallel ranks only.
         weights, chosen, counts = output
         return weights, chosen, collectives.all_reduce(counts, "sum", group)
 

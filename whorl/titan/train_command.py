@@ -1,4 +1,4 @@
-"""`whorl train RECIPE`: torchrun around TorchTitan, with the run shown while it goes."""
+"""Run `whorl train RECIPE`: start TorchTitan by torchrun and show the run while it goes."""
 
 import contextlib
 import importlib.util
@@ -13,31 +13,33 @@ from typing import Any
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
 LOGS = "logs"
-SHOWN_LINES = 25  # of a rank's log when it failed
-STOPPED = "stopped; the same command goes on from the last checkpoint, where the recipe makes them"
+SHOWN_LINES = 25  # lines of the log of a failed rank
+STOPPED = "stopped; the same command resumes from the last checkpoint, if the recipe writes checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
+    """A training run that is ready to start."""
+
     recipe: Path
     folder: Path
-    ranks: int
+    ranks: int  # processes on this machine
     command: list[str]
-    locked: list[Path]  # folders that one run at a time writes into; none where several machines share them
+    locked: list[Path]  # folders that only one run may write into; empty where several machines share them
 
 
 def recipes() -> dict[str, str]:
-    """Names, and what each says of itself."""
-    found = {}
+    """Return the names of our recipes and their descriptions."""
+    descriptions = {}
     for path in sorted(RECIPES.glob("*.toml")):
-        found[path.stem] = _read(path).get("job", {}).get("description", "")
-    return found
+        descriptions[path.stem] = _read(path).get("job", {}).get("description", "")
+    return descriptions
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe of ours by name, or any TorchTitan TOML by path."""
+    """Return the path of a recipe, named by one of our names or the path of a TorchTitan TOML; raises ValueError."""
     if name.startswith("-"):
-        raise ValueError(f"train: say the recipe first, then TorchTitan's options: whorl train RECIPE {name} ...")
+        raise ValueError(f"train: give the recipe before TorchTitan's options: whorl train RECIPE {name} ...")
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -45,7 +47,7 @@ def find_recipe(name: str) -> Path:
         return path
     ours = RECIPES / f"{name}.toml"
     if not ours.is_file():
-        raise ValueError(f"train: no recipe {name!r}; there are {', '.join(recipes())}, or give a .toml file")
+        raise ValueError(f"train: no recipe {name!r}, expected one of {', '.join(recipes())} or a .toml file")
     return ours
 
 
@@ -57,11 +59,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """TorchTitan's all have a section; what has none was meant for us and misspelt."""
+    """Raise ValueError for an option without a section: it is a misspelt one of ours, as TorchTitan's have one."""
     for option in options:
         if option.startswith("-") and "." not in option.split("=")[0] and not _is_number(option):
             raise ValueError(
-                f"train: no such option: {option}. TorchTitan's are --section.name, as --training.steps 10"
+                f"train: no such option: {option}. TorchTitan's options are --section.name, such as --training.steps 10"
             )
 
 
@@ -73,37 +75,43 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def given(options: Sequence[str], section: str, name: str) -> str | None:
-    """The value of an option, however it is spelt; the last one counts."""
-    found = None
+def option_value(options: Sequence[str], section: str, name: str) -> str | None:
+    """Return the last value of --section.name in the options, or None; dashes and `=` are accepted."""
+    result = None
     spellings = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
     for i, option in enumerate(options):
         key, is_joined, value = option.partition("=")
         if key in spellings:
-            found = value if is_joined else next(iter(options[i + 1 : i + 2]), None)
-    return found
+            result = value if is_joined else next(iter(options[i + 1 : i + 2]), None)
+    return result
 
 
-def prepare(recipe: str, options: Sequence[str], *, ranks: int | None, torchrun: str) -> Job:
-    """ranks: of this machine; None: one for each accelerator. torchrun: more of its options, for several machines."""
+def build_job(recipe: str, options: Sequence[str], *, ranks: int | None, torchrun: str) -> Job:
+    """Return the job of a recipe with TorchTitan's options; raises ValueError when it cannot run.
+
+    ranks: processes on this machine; None: one for each accelerator. torchrun: more options for torchrun, such as those
+    for several machines.
+
+        run(build_job("tiny", ["--training.steps", "10"], ranks=1, torchrun=""))
+    """
     _need_torchtitan()
     check_options(options)
     path = find_recipe(recipe)
     settings = _read(path)
     job = settings.get("job", {})
-    folder = given(options, "job", "dump_folder") or job.get("dump_folder") or f"outputs/{path.stem}"
+    folder = option_value(options, "job", "dump_folder") or job.get("dump_folder") or f"outputs/{path.stem}"
     count = ranks or _local_ranks()
-    more = [] if job.get("custom_config_module") else ["--job.custom_config_module", CONFIG]
-    if given(options, "job", "custom_config_module"):
-        more = []
-    arguments = ["--job.config_file", str(path), "--job.dump_folder", folder, *more, *options]
-    launch = shlex.split(torchrun)
-    machines = num_machines(launch)
+    config_module = [] if job.get("custom_config_module") else ["--job.custom_config_module", CONFIG]
+    if option_value(options, "job", "custom_config_module"):
+        config_module = []
+    arguments = ["--job.config_file", str(path), "--job.dump_folder", folder, *config_module, *options]
+    launch_options = shlex.split(torchrun)
+    machines = num_machines(launch_options)
     locked = _check_job(arguments, None if machines is None else machines * count)
-    meeting = [] if torchrun else ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    rendezvous = [] if torchrun else ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *(f"--nproc-per-node={count}", *meeting, *launch),
+        *(f"--nproc-per-node={count}", *rendezvous, *launch_options),
         *(f"--log-dir={Path(folder) / LOGS}", "--redirects=3"),
         *("-m", "whorl.titan.worker", *arguments),
     ]
@@ -111,18 +119,18 @@ def prepare(recipe: str, options: Sequence[str], *, ranks: int | None, torchrun:
 
 
 def num_machines(launch: Sequence[str]) -> int | None:
-    """By torchrun's options; None where it may change while the run goes."""
-    found = "1"
+    """Return the number of machines that torchrun's options name; None where it may change during the run."""
+    nodes = "1"
     for i, option in enumerate(launch):
         key, is_joined, value = option.partition("=")
         if key == "--nnodes":
-            found = value if is_joined else next(iter(launch[i + 1 : i + 2]), "")
-    first, _, last = found.partition(":")
+            nodes = value if is_joined else next(iter(launch[i + 1 : i + 2]), "")
+    first, _, last = nodes.partition(":")
     return int(first) if first.isdigit() and last in ("", first) else None
 
 
 def _check_job(arguments: Sequence[str], num_ranks: int | None) -> list[Path]:
-    """As every rank reads and checks it, but before there are any. The folders that the run will lock."""
+    """Check a job as every rank will, before any rank is started; return the folders that the run will lock."""
     from whorl.titan import job_options
 
     try:
@@ -135,7 +143,7 @@ def _check_job(arguments: Sequence[str], num_ranks: int | None) -> list[Path]:
 
 def _need_torchtitan() -> None:
     if importlib.util.find_spec("torchtitan") is None:
-        raise ValueError("train needs TorchTitan: pip install 'whorl[train]'")
+        raise ValueError("train: TorchTitan is not installed: pip install 'whorl[train]'")
 
 
 def _local_ranks() -> int:
@@ -145,7 +153,7 @@ def _local_ranks() -> int:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename a run's folder, so that the next one starts anew; its new name, or None where there is none."""
+    """Rename the folder of a run, so that the next one starts from scratch; return its new path, if it existed."""
     if not folder.exists():
         return None
     number = 1
@@ -155,7 +163,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def run(job: Job) -> int:
-    """The exit code: 0, or 1 when it was stopped or a rank failed; then the end of that rank's log is printed."""
+    """Run a job; return 0, or 1 when it was stopped or a rank failed. The end of the failed rank's log is printed."""
     from whorl.titan import ending
     from whorl.titan.display import Display
 
@@ -167,27 +175,27 @@ def run(job: Job) -> int:
         with Display(job.folder) as display:
             errors = ending.wait(process, display.update, signals)
     if errors is None:
-        with contextlib.suppress(OSError):  # the terminal may be what is gone
+        with contextlib.suppress(OSError):  # the terminal may have been closed
             print(STOPPED, file=sys.stderr)
         return 1
     if process.returncode:
-        _say_failure(set(logs.iterdir()) - before, errors, process.returncode)
+        _print_failure(set(logs.iterdir()) - before, errors, process.returncode)
         return 1
-    _say_end(job, len(display.history.steps))
+    _print_end(job, len(display.history.steps))
     return 0
 
 
-def _say_end(job: Job, num_steps: int) -> None:
+def _print_end(job: Job, num_steps: int) -> None:
     if num_steps:
-        print(f"{num_steps} logged steps are in {job.folder}/metrics.jsonl; whorl train --plot {job.folder} draws them")
+        print(f"{num_steps} logged steps are in {job.folder}/metrics.jsonl; plot: whorl train --plot {job.folder}")
         return
     print(
-        f"{job.folder} holds a run that has made all its steps: --training.steps N goes on, --fresh starts anew, "
-        "--job.dump_folder FOLDER keeps both"
+        f"the run in {job.folder} has already finished its steps; continue it with --training.steps N, start again "
+        "with --fresh, or write elsewhere with --job.dump_folder FOLDER"
     )
 
 
-def _say_failure(folders: set[Path], errors: str, code: int) -> None:
+def _print_failure(folders: set[Path], errors: str, code: int) -> None:
     print(f"whorl: training failed (torchrun: exit {code})", file=sys.stderr)
     log = first_failure(folders)
     if log is None:
@@ -198,7 +206,7 @@ def _say_failure(folders: set[Path], errors: str, code: int) -> None:
 
 
 def first_failure(folders: set[Path]) -> Path | None:
-    """The log of the rank that failed first: others fail because of it. torchrun has a file of each one's error."""
+    """Return the log of the rank that failed first, by the time of torchrun's error files; it explains the others."""
     marks = [mark for folder in folders for mark in folder.rglob("error.json")]
     logs = [mark.with_name("stderr.log") for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
     logs = logs or sorted(log for folder in folders for log in folder.rglob("stderr.log"))

@@ -1,6 +1,6 @@
-"""TorchTitan's trainer with whole checkpoints, two stages that follow each other, and a watch that names layers.
+"""TorchTitan's trainer with checked checkpoints, two training stages, and a watch that names the layer of a NaN.
 
-`torchtitan.train.main(WhorlTrainer)` is all that is needed: TorchTitan takes the class as an argument.
+Start it with `torchtitan.train.main(WhorlTrainer)`: TorchTitan takes the trainer class as an argument.
 """
 
 import dataclasses
@@ -25,11 +25,13 @@ from whorl.titan.watch import Watch
 
 
 class WhorlTrainer(Trainer):
+    """TorchTitan's trainer with our checkpoints and watch; raises ValueError when the job cannot run."""
+
     checkpointer: CheckpointManager
 
     def __init__(self, job_config: JobConfig) -> None:
-        job_options.check(job_config, job_options.ranks_here())
-        # Before anything is written. One rank does for all: the others cannot save without it.
+        job_options.check(job_config, job_options.world_size())
+        # Locked before anything is written. Rank 0 locks for all: the other ranks cannot save without it.
         self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if job_options.is_first_rank()]
         super().__init__(job_config)
         self._batches: list[dict[str, Any]] = []
@@ -37,7 +39,7 @@ class WhorlTrainer(Trainer):
         if self.watch is not None:
             self.watch.replay, self.watch.replays_backward = self._replay, True
         if job_config.checkpoint.enable:
-            self._take_checkpoints()
+            self._replace_checkpointer()
 
     def close(self) -> None:
         super().close()
@@ -46,11 +48,11 @@ class WhorlTrainer(Trainer):
 
     # ---- checkpoints
 
-    def _take_checkpoints(self) -> None:
+    def _replace_checkpointer(self) -> None:
         config = self.job_config
         settings: Any = getattr(config, "whorl", None)
-        plain = self.checkpointer
-        plain.close()
+        original = self.checkpointer
+        original.close()
         checkpoints = Checkpoints(
             dataloader=self.dataloader,
             model_parts=self.model_parts,
@@ -58,7 +60,7 @@ class WhorlTrainer(Trainer):
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
             checkpoint_config=config.checkpoint,
-            sd_adapter=plain.sd_adapter,
+            sd_adapter=original.sd_adapter,
             base_folder=config.job.dump_folder,
             record=Record(
                 model=config.model.name,
@@ -75,20 +77,20 @@ class WhorlTrainer(Trainer):
         self.checkpointer = checkpoints
 
     def _describer(self) -> Callable[[Path], None]:
-        """What writes beside a checkpoint's weights the files that `whorl serve` needs."""
+        """Return a function that writes the files that `whorl serve` needs beside the weights of a checkpoint."""
         config, values = self.job_config, None
-        if (of_files := getattr(self.model_args, "hf_config", None)) is not None:
+        if (hf_config := getattr(self.model_args, "hf_config", None)) is not None:
             try:
-                values = of_files(config.training.mixed_precision_param)
+                values = hf_config(config.training.mixed_precision_param)
             except ValueError as error:
-                logger.warning(f"Checkpoints get no config.json, and cannot be served as they lie: {error}")
+                logger.warning(f"Checkpoints get no config.json and cannot be served directly: {error}")
         if values is None:
             return lambda _: None
         is_bytes, assets = isinstance(self.tokenizer, ByteTokenizer), Path(config.model.hf_assets_path)
         return describer(values, is_bytes=is_bytes, assets=assets)
 
     def _begin_stage(self, start: int) -> None:
-        """The learning rate's schedule covers this stage: steps after `start`, to the end of training."""
+        """Make the learning-rate schedule cover this stage: the steps after `start` to the end of training."""
         if start == 0:
             return
         config = self.job_config

@@ -1,9 +1,9 @@
-"""The places where we hold on to TorchTitan, as they are in the version we are written for.
+"""What our code uses of TorchTitan, as it is in the version that our code is written for.
 
-A name is here because something under whorl/titan imports, extends, calls, reads or replaces it; tests see to that.
+A name is listed when something under whorl/titan imports, extends, calls, reads or replaces it; tests check that.
 """
 
-# Called, extended or handed over: parameters, with = where they have a default.
+# Functions that we call, override or pass on: their parameters, with = after those that have a default.
 SIGNATURES = {
     "torchtitan.components.checkpoint:CheckpointManager.__init__": (
         "(self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter,"
@@ -108,7 +108,7 @@ SIGNATURES = {
     "torchtitan.train:main": "(trainer_class)",
 }
 
-# Of which we write or read these fields.
+# Dataclasses, and the fields that we read or write.
 FIELDS = {
     "torchtitan.config.job_config:ActivationCheckpoint": "mode",
     "torchtitan.config.job_config:Checkpoint": (
@@ -148,7 +148,7 @@ FIELDS = {
     ),
 }
 
-# What their methods set on self and ours read.
+# Classes, and the attributes that their methods set on self and our code reads.
 ATTRIBUTES = {
     "torchtitan.components.checkpoint:CheckpointManager": (
         "enable initial_load_path keep_latest_k purge_queue sd_adapter states"
@@ -176,7 +176,7 @@ CONSTANTS = {
     "torchtitan.components.loss:IGNORE_INDEX": -100,
 }
 
-# Only have to be there.
+# Names that only have to exist.
 NAMES = [
     "torchtitan.components.checkpoint:AsyncMode",
     "torchtitan.components.loss:LossFunction",
@@ -191,7 +191,7 @@ NAMES = [
     "torchtitan.tools.utils:device_type",
 ]
 
-# What we do in another way: when the code changes, ours has to be looked at again.
+# Functions that we reimplement, by the hash of their source: when one changes, our version has to be reviewed.
 SOURCES = {
     "torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints": "fdc0bb37bc45",
     "torchtitan.components.metrics:_get_metrics_rank": "48f8e522d285",

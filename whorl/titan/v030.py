@@ -1,10 +1,11 @@
-"""TorchTitan 0.3: our operators as its overrides. It has no `TrainSpec` and no converters; a config is replaced, not a
-module, by what `--override.imports` names:
+"""Our operators as overrides of TorchTitan 0.3, which has neither `TrainSpec` nor converters.
+
+An override replaces the config of a module, not the module. `--override.imports` names the overrides:
 
     torchrun ... -m torchtitan.train --module deepseek_v3 --config deepseek_v3_debugmodel --override.imports \\
         whorl.titan.v030.whorl_rms_norm,whorl.titan.v030.whorl_rope,whorl.titan.v030.whorl_gmm
 
-Our own models are written for 0.2 and are not here. Parameters keep their names: checkpoints fit both.
+Our own models need TorchTitan 0.2. Parameters keep their names, so that checkpoints fit with and without overrides.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from whorl import ops
-from whorl.titan.local import complex_rows, cover, doubled_rows, local, normalise, rotate
+from whorl.titan.local import assign_padding, complex_rows, doubled_rows, local, normalise, rotate
 
 
 class WhorlRMSNorm(RMSNorm):
+    """RMSNorm by `whorl.ops.rms_norm`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
         pass
@@ -33,12 +36,17 @@ class WhorlRMSNorm(RMSNorm):
 
 @override(target=RMSNorm.Config, exact=True, description="RMSNorm by whorl.ops.rms_norm")
 def whorl_rms_norm(config: RMSNorm.Config) -> RMSNorm.Config:
+    """Use `ops.rms_norm`; raises ValueError for a norm without a weight."""
     if not config.elementwise_affine:
-        raise ValueError("whorl_rms_norm: an RMSNorm has no weight, which the operator needs; name the others by fqns")
+        raise ValueError(
+            "whorl_rms_norm: an RMSNorm has no weight, which the operator needs; select the other norms by fqns"
+        )
     return derive(config, WhorlRMSNorm.Config)
 
 
 class WhorlComplexRoPE(ComplexRoPE):
+    """Rotation of neighbouring channels by `whorl.ops.rope`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
         pass
@@ -49,6 +57,8 @@ class WhorlComplexRoPE(ComplexRoPE):
 
 
 class WhorlCosSinRoPE(CosSinRoPE):
+    """Rotation of the two halves of the channels by `whorl.ops.rope`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
@@ -60,37 +70,45 @@ class WhorlCosSinRoPE(CosSinRoPE):
 
 @override(target=RoPE.Config, description="rotation by whorl.ops.rope")
 def whorl_rope(config: RoPE.Config) -> RoPE.Config:
+    """Use `ops.rope`; raises ValueError for an unknown rotation."""
     ours = {ComplexRoPE.Config: WhorlComplexRoPE.Config, CosSinRoPE.Config: WhorlCosSinRoPE.Config}
     if type(config) not in ours:
         known = ", ".join(kind.__qualname__ for kind in ours)
-        raise ValueError(f"whorl_rope: a rotation is configured by {type(config).__qualname__}, known are {known}")
+        raise ValueError(
+            f"whorl_rope: the config of a rotation is {type(config).__qualname__}, expected one of {known}"
+        )
     return derive(config, ours[type(config)])
 
 
 class WhorlGroupedExperts(GroupedExperts):
+    """Experts by `whorl.ops.grouped_matmul`."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        counts = cover(torch.diff(offs, prepend=offs.new_zeros(1)), A.shape[0])
+        counts = assign_padding(torch.diff(offs, prepend=offs.new_zeros(1)), A.shape[0])
         return ops.grouped_matmul(A, B_t.transpose(-2, -1), counts)
 
 
 @override(target=GroupedExperts.Config, exact=True, description="experts by whorl.ops.grouped_matmul")
 def whorl_gmm(config: GroupedExperts.Config) -> GroupedExperts.Config:
+    """Use `ops.grouped_matmul` in the experts."""
     return derive(config, WhorlGroupedExperts.Config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """What `combine` needs of `dispatch`."""
+    """What `dispatch` passes to `combine`: the row of each choice, and the scores."""
 
     places: Tensor
     scores: Tensor
 
 
 class WhorlTokenDispatcher(LocalTokenDispatcher):
+    """Dispatch and combine by `whorl.ops.permute` and `unpermute`, with all experts on this rank."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
         pass
@@ -106,7 +124,7 @@ class WhorlTokenDispatcher(LocalTokenDispatcher):
 
 
 class WhorlAllToAllDispatcher(AllToAllTokenDispatcher):
-    """Ours while all experts are here, which is what 0.3 configures by default; with expert parallelism its own."""
+    """Dispatches by our operators unless experts are parallel; TorchTitan 0.3 uses this dispatcher by default."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -123,10 +141,13 @@ class WhorlAllToAllDispatcher(AllToAllTokenDispatcher):
 
 @override(target=LocalTokenDispatcher.Config, description="dispatch by whorl.ops.permute and unpermute")
 def whorl_permute(config: LocalTokenDispatcher.Config) -> LocalTokenDispatcher.Config:
+    """Use `ops.permute` and `ops.unpermute`; raises ValueError for another dispatcher."""
     ours = {
         LocalTokenDispatcher.Config: WhorlTokenDispatcher.Config,
         AllToAllTokenDispatcher.Config: WhorlAllToAllDispatcher.Config,
     }
     if type(config) not in ours:
-        raise ValueError(f"whorl_permute: {type(config).__qualname__} dispatches in its own way; leave this one out")
+        raise ValueError(
+            f"whorl_permute: {type(config).__qualname__} is not supported; remove whorl_permute from --override.imports"
+        )
     return derive(config, ours[type(config)])

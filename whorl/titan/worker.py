@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank of `whorl train`: TorchTitan's own main, with our trainer and our names."""
+"""The program that torchrun starts on every rank of `whorl train`: TorchTitan's main with our trainer."""
 
 import signal
 
@@ -7,7 +7,7 @@ from whorl.titan.ending import end_with_parent
 
 
 def main() -> None:
-    end_with_parent(signal.SIGKILL)()  # a rank without torchrun would train on, with nobody to end it
+    end_with_parent(signal.SIGKILL)()  # without torchrun a rank would train on, and nothing would end it
     if default_device() == HOST:
         from whorl.titan import cpu
 

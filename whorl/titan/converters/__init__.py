@@ -1,5 +1,6 @@
-"""Switches for `--model.converters`: each puts our operators where a model has its own, and nothing else changes.
+"""Converters for `--model.converters`: each replaces one operation of a model by our operators.
 
-They run on the model before it is parallelised and serve TorchTitan's llama3, qwen3 and deepseek_v3 as well as ours.
-The backend is chosen by device when an operator is called. The names of the Ascend plug-in are taken for ours.
+They run on the model before it is parallelised and work for TorchTitan's llama3, qwen3 and deepseek_v3 as well as for
+our models. The backend is chosen by device when an operator is called. The converter names of the Ascend plug-in
+(`npu_...`) are aliases of ours.
 """

@@ -1,4 +1,4 @@
-"""What every converter does: find its modules, compare a small one of each kind with float64, replace, and say so."""
+"""The base of all converters: find modules, compare a small sample of each kind with float64, replace, and log."""
 
 import copy
 import types
@@ -20,71 +20,74 @@ from whorl.ops import OPS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A small module like one of the model's, and what to call it with."""
+    """A small module of the same kind as one of the model, and the arguments to call it with."""
 
     module: nn.Module
-    inputs: tuple[Tensor, ...]  # float32; rounded to the dtype of training, and differentiated
-    constants: tuple[Any, ...] = ()  # after the inputs: tables and choices, as they are
-    exact: Callable[..., Any] | None = None  # the answer in float64, for a module that rounds on the way
+    inputs: tuple[Tensor, ...]  # float32; they are rounded to the dtype of training, and their gradients are compared
+    constants: tuple[Any, ...] = ()  # arguments after the inputs, such as tables and counts; they are not rounded
+    exact: Callable[..., Any] | None = None  # computes the result in float64, for a module that rounds inside
 
 
 class Converter(ABC):
-    """TorchTitan's ModelConverter: a class of its registry."""
+    """A TorchTitan ModelConverter that replaces modules by our operators."""
 
     name: str
-    operators: tuple[str, ...]  # that the new modules call
+    operators: tuple[str, ...]  # the operators that the new modules call
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         self.job_config, self.parallel_dims = job_config, parallel_dims
 
     @abstractmethod
     def is_candidate(self, module: nn.Module) -> bool:
-        """Whether it is one of those this converter is about."""
+        """Return whether this converter is meant for such a module."""
 
     @abstractmethod
     def replace(self, module: nn.Module) -> None:
-        """Make it ours, in place: parameters, buffers, hooks and names stay."""
+        """Replace the computation of a module in place; parameters, buffers, hooks and names stay."""
 
     @abstractmethod
     def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
-        """A small one of the same kind."""
+        """Return a small module of the same kind with inputs."""
 
     def refusal(self, module: nn.Module) -> str | None:
-        """None, or the reason a candidate stays as it is."""
+        """Return the reason why a candidate is not converted, or None."""
         return None
 
     def kind(self, module: nn.Module) -> Hashable:
-        """Modules of one kind are compared once."""
+        """Return a key of the module; modules with the same key are compared only once."""
         return type(module).__name__
 
     def convert(self, model: nn.Module) -> None:
+        """Convert all modules of a model; raises ValueError if none matches or a sample is not accurate enough."""
         kinds: dict[Hashable, nn.Module] = {}
         refused: dict[str, str] = {}
-        chosen = []
+        modules = []
         for name, module in model.named_modules():
             if not self.is_candidate(module):
                 continue
             if reason := self.refusal(module):
                 refused[name] = reason
                 continue
-            chosen.append(module)
+            modules.append(module)
             kinds.setdefault(self.kind(module), module)
-        if not chosen:
-            raise ValueError(self._nothing(model, refused))
-        worst = max((self._compare(module) for module in kinds.values()), default=0.0) if self._is_checked() else None
-        for module in chosen:
+        if not modules:
+            raise ValueError(self._no_match_message(model, refused))
+        worst_ratio = (
+            max((self._compare(module) for module in kinds.values()), default=0.0) if self._is_checked() else None
+        )
+        for module in modules:
             self.replace(module)
-        self._say(len(chosen), refused, worst)
+        self._log_result(len(modules), refused, worst_ratio)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing follows a step."""
+        """Do nothing after an optimizer step."""
         del model
 
     def _is_checked(self) -> bool:
         return bool(getattr(getattr(self.job_config, "whorl", None), "check_converters", True))
 
     def _compare(self, module: nn.Module) -> float:
-        """How many times TorchTitan's own error ours is; over twice is a ValueError."""
+        """Return our error as a multiple of TorchTitan's; raises ValueError when the judge rejects it."""
         device = torch.device(utils.device_type)
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -93,29 +96,29 @@ class Converter(ABC):
         if not verdict.passed:
             raise ValueError(
                 f"{self.name}: on a small {type(module).__name__} in {dtype}: {verdict.problem}. This would change "
-                "what is trained; leave the converter out and report it, or set whorl.check_converters to false"
+                "the training; remove the converter and report it, or set whorl.check_converters to false"
             )
         return verdict.ratio
 
-    def _nothing(self, model: nn.Module, refused: dict[str, str]) -> str:
-        found = sorted({type(module).__name__ for module in model.modules()})
-        near = f" It passed over {_named(refused)}." if refused else ""
+    def _no_match_message(self, model: nn.Module, refused: dict[str, str]) -> str:
+        types = sorted({type(module).__name__ for module in model.modules()})
+        skipped = f" It skipped {_first_by_reason(refused)}." if refused else ""
         return (
-            f"{self.name} matched nothing in {type(model).__name__}, which is made of {', '.join(found)}.{near} "
-            "Leave it out of model.converters"
+            f"{self.name} matched nothing in {type(model).__name__}, which consists of {', '.join(types)}.{skipped} "
+            "Remove it from model.converters"
         )
 
-    def _say(self, count: int, refused: dict[str, str], worst: float | None) -> None:
+    def _log_result(self, count: int, refused: dict[str, str], worst_ratio: float | None) -> None:
         backends = {op: _backend(op, utils.device_type) for op in self.operators}
-        by = ", ".join(f"{op} by {backend}" for op, backend in backends.items())
-        error = "not compared" if worst is None else f"{worst:.2f} of the error before"
-        logger.info(f"{self.name}: {count} modules, {by}; {error}")
+        operators = ", ".join(f"{op} by {backend}" for op, backend in backends.items())
+        error = "not compared" if worst_ratio is None else f"the error is {worst_ratio:.2f} of the original one"
+        logger.info(f"{self.name}: {count} modules, {operators}; {error}")
         if refused:
-            logger.warning(f"{self.name}: {len(refused)} modules stay as they are: {_named(refused)}")
+            logger.warning(f"{self.name}: {len(refused)} modules are not converted: {_first_by_reason(refused)}")
 
 
-def _named(refused: dict[str, str]) -> str:
-    """The first of those with each reason."""
+def _first_by_reason(refused: dict[str, str]) -> str:
+    """Return the first module for each reason, as text."""
     first: dict[str, str] = {}
     for name, reason in refused.items():
         first.setdefault(reason, name)
@@ -123,32 +126,32 @@ def _named(refused: dict[str, str]) -> str:
 
 
 def _backend(op: str, device: str) -> str:
-    able = [name for name, reason in OPS[op].availability(device).items() if reason is None]
-    return next((name for name in able if name != "torch"), "torch")
+    available = [name for name, reason in OPS[op].availability(device).items() if reason is None]
+    return next((name for name in available if name != "torch"), "torch")
 
 
 # ---- comparing
 
 
 def compare(sample: Probe, replace: Callable[[nn.Module], None], device: torch.device, dtype: torch.dtype) -> Verdict:
-    """Outputs and gradients of a module before and after, against float64."""
-    theirs = _typed(sample.module, device, dtype)
-    ours = copy.deepcopy(theirs)
-    replace(ours)
-    gold = _typed(theirs, device, torch.float64)
+    """Compare the outputs and gradients of a module before and after its replacement with float64."""
+    original = _typed(sample.module, device, dtype)
+    converted = copy.deepcopy(original)
+    replace(converted)
+    gold = _typed(original, device, torch.float64)
     call = sample.exact or (lambda module, *values: module(*values))
     inputs = [x.to(device, dtype) for x in sample.inputs]
     constants = [_moved(x, device) for x in sample.constants]
-    wide = [x.double() for x in inputs], [_widened(x) for x in constants]
+    wide_arguments = [x.double() for x in inputs], [_widened(x) for x in constants]
     return judge(
-        _answers(ours, ours, inputs, constants),
-        _answers(theirs, theirs, inputs, constants),
-        _answers(lambda *values: call(gold, *values), gold, *wide),
+        _outputs_and_gradients(converted, converted, inputs, constants),
+        _outputs_and_gradients(original, original, inputs, constants),
+        _outputs_and_gradients(lambda *values: call(gold, *values), gold, *wide_arguments),
     )
 
 
 def _typed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A copy; in float64 what is floating point there, buffers too."""
+    """Return a copy of a module with parameters and buffers in a dtype."""
     return copy.deepcopy(module).to(device=device, dtype=dtype).requires_grad_(True)
 
 
@@ -165,33 +168,35 @@ def _widened(value: Any) -> Any:
 
 
 @torch.enable_grad()
-def _answers(call: Callable[..., Any], module: nn.Module, inputs: list[Tensor], constants: list[Any]) -> list[Tensor]:
-    """Outputs, then gradients of inputs and parameters; what flows back is the same for every dtype."""
+def _outputs_and_gradients(
+    call: Callable[..., Any], module: nn.Module, inputs: list[Tensor], constants: list[Any]
+) -> list[Tensor]:
+    """Return outputs, then gradients of inputs and parameters; the output gradients are equal for every dtype."""
     leaves = [x.detach().requires_grad_(True) for x in inputs]
-    found = call(*leaves, *constants)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+    result = call(*leaves, *constants)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
     generator = torch.Generator().manual_seed(1)
-    flows = [torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outputs]
-    wanted = [*leaves, *module.parameters()]
-    grads = torch.autograd.grad(outputs, wanted, flows, allow_unused=True)
+    output_grads = [torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outputs]
+    differentiated = [*leaves, *module.parameters()]
+    grads = torch.autograd.grad(outputs, differentiated, output_grads, allow_unused=True)
     return [*(out.detach() for out in outputs), *(grad for grad in grads if grad is not None)]
 
 
 # ---- replacing
 
 
-def become(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """The module's class is from now on its own with another `forward`: a class is made once for each pair."""
-    module.__class__ = _derived(type(module), forward)
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Change the class of a module to a subclass with another `forward`; each subclass is created once."""
+    module.__class__ = _subclass(type(module), forward)
 
 
 _classes: dict[tuple[type, Callable[..., Any]], type] = {}
 
 
-def _derived(cls: type, forward: Callable[..., Any]) -> type:
-    found = _classes.get((cls, forward))
-    if found is None:
-        found = types.new_class(f"Whorl{cls.__name__}", (cls,), {}, lambda body: body.update(forward=forward))
-        found.__module__ = forward.__module__
-        _classes[cls, forward] = found
-    return found
+def _subclass(cls: type, forward: Callable[..., Any]) -> type:
+    subclass = _classes.get((cls, forward))
+    if subclass is None:
+        subclass = types.new_class(f"Whorl{cls.__name__}", (cls,), {}, lambda body: body.update(forward=forward))
+        subclass.__module__ = forward.__module__
+        _classes[cls, forward] = subclass
+    return subclass

@@ -1,7 +1,7 @@
-"""whorl_permute: tokens to their experts and back by `ops.permute` and `ops.unpermute`.
+"""whorl_permute: dispatch tokens to their experts and combine them by `ops.permute` and `ops.unpermute`.
 
-What the experts are given stays as it was, rows by expert and their counts, so expert parallelism's all-to-all, which
-hangs on the experts, goes on as before.
+The inputs of the experts are unchanged: tokens sorted by expert, and the counts. So the all-to-all of expert
+parallelism, which is a hook of the experts, works as before.
 """
 
 from collections.abc import Hashable
@@ -13,14 +13,16 @@ from torchtitan.models.moe.moe import MoE, MoEArgs, TokenReorderer
 
 from whorl import ops
 
-from .conversion import Converter, Probe, become
+from .conversion import Converter, Probe, replace_forward
 
 
-def _slots(self: TokenReorderer, top_scores: Tensor, selected_experts_indices: Tensor) -> tuple[Tensor, int, Tensor]:
-    """Scores by slot, the first slot, experts by slot, in the order of tokens: sorting is the operator's.
+def _keep_token_order(
+    self: TokenReorderer, top_scores: Tensor, selected_experts_indices: Tensor
+) -> tuple[Tensor, int, Tensor]:
+    """Return the scores of all choices, the first choice (0), and the experts, in token order: the operator sorts.
 
-    Where tensor-parallel ranks share the tokens, a hook cuts what comes in and adds this rank's offset to the second
-    result, which it takes for indices of slots.
+    Where tensor-parallel ranks share the tokens, a hook shards the inputs and adds the offset of this rank to the
+    second result, which are the indices of choices in TorchTitan.
     """
     return top_scores.reshape(-1), 0, selected_experts_indices
 
@@ -30,24 +32,27 @@ def _forward(self: MoE, x: Tensor) -> Tensor:
     scores, ids, counts = self.router(tokens, self.expert_bias)
     with torch.no_grad():
         self.tokens_per_expert.add_(counts)
-    scores, first_slot, ids = self.reorderer(scores, ids)
-    first, count = first_slot // ids.shape[1], ids.shape[0]
+    scores, first_choice, ids = self.reorderer(scores, ids)
+    first_token, count = first_choice // ids.shape[1], ids.shape[0]
     probs = scores.view_as(ids)
-    mine = tokens if count == tokens.shape[0] else tokens[first : first + count]
-    is_before = self.score_before_experts
-    if not is_before and torch.is_autocast_enabled(x.device.type):
-        mine = mine.to(torch.get_autocast_dtype(x.device.type))  # as the experts will: half the bytes to move
-    rows, places, counts = ops.permute(mine, ids, self.experts.num_experts, probs if is_before else None)
+    local_tokens = tokens if count == tokens.shape[0] else tokens[first_token : first_token + count]
+    scores_first = self.score_before_experts
+    if not scores_first and torch.is_autocast_enabled(x.device.type):
+        # The experts would cast the tokens anyway; casting here halves the bytes to move.
+        local_tokens = local_tokens.to(torch.get_autocast_dtype(x.device.type))
+    rows, places, counts = ops.permute(local_tokens, ids, self.experts.num_experts, probs if scores_first else None)
     rows = self.experts(rows, counts.long())
-    # Before the rows are collected, so that it can overlap with their way back.
+    # Computed before the tokens are combined, so that it can overlap with their all-to-all.
     shared = self.shared_experts(tokens) if self.shared_experts is not None else None
-    out = ops.unpermute(rows, places, None if is_before else probs).to(x.dtype)
+    out = ops.unpermute(rows, places, None if scores_first else probs).to(x.dtype)
     if count != tokens.shape[0]:
-        out = nn.functional.pad(out, (0, 0, first, tokens.shape[0] - first - count))
+        out = nn.functional.pad(out, (0, 0, first_token, tokens.shape[0] - first_token - count))
     return (out if shared is None else shared + out).view(x.shape)
 
 
 class PermuteConverter(Converter):
+    """Converts TorchTitan's MoE."""
+
     name = "whorl_permute"
     operators = ("permute", "unpermute")
 
@@ -57,9 +62,9 @@ class PermuteConverter(Converter):
     def refusal(self, module: nn.Module) -> str | None:
         forward = type(module).forward
         if forward is _forward:
-            return "it is converted already"
+            return "it is already converted"
         if forward is not MoE.forward or not isinstance(module.reorderer, TokenReorderer):
-            return f"{type(module).__name__} dispatches in its own way"
+            return f"{type(module).__name__} has another dispatch"
         return None
 
     def kind(self, module: nn.Module) -> Hashable:
@@ -67,10 +72,10 @@ class PermuteConverter(Converter):
         return module.experts.num_experts, module.router.top_k, module.score_before_experts
 
     def replace(self, module: nn.Module) -> None:
-        moe = module.moe if isinstance(module, Scored) else module
+        moe = module.moe if isinstance(module, MoEWithScores) else module
         assert isinstance(moe, MoE)
-        become(moe, _forward)
-        become(moe.reorderer, _slots)
+        replace_forward(moe, _forward)
+        replace_forward(moe.reorderer, _keep_token_order)
 
     def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, MoE)
@@ -80,17 +85,17 @@ class PermuteConverter(Converter):
         )
         small = MoE(args, dim=32, hidden_dim=8)
         ids = torch.rand(tokens, count, generator=generator).argsort(-1)[:, :top_k].contiguous()
-        small.router, small.experts = Routed(ids, count), Numbered(count)
+        small.router, small.experts = FixedRouter(ids, count), ScalingExperts(count)
         scores = torch.rand(tokens, top_k, generator=generator) + 0.1
         x = torch.randn(2, tokens // 2, 32, generator=generator)
-        return Probe(module=Scored(small), inputs=(x, scores), exact=_exact)
+        return Probe(module=MoEWithScores(small), inputs=(x, scores), exact=_exact)
 
 
-# ---- what a mixture of experts is compared with: a given choice, and experts by whose answer they are known
+# ---- modules of the comparison: a router with a fixed choice, and experts with known results
 
 
-class Routed(nn.Module):
-    """Chooses what it was told."""
+class FixedRouter(nn.Module):
+    """A router that always chooses the experts `ids`."""
 
     ids: Tensor
 
@@ -106,8 +111,8 @@ class Routed(nn.Module):
         return self.scores, self.ids, counts.scatter_add_(0, self.ids.flatten(), ones)
 
 
-class Numbered(nn.Module):
-    """Expert e multiplies by 1 + e / E."""
+class ScalingExperts(nn.Module):
+    """Experts of which expert e multiplies its tokens by 1 + e / E."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -118,8 +123,8 @@ class Numbered(nn.Module):
         return rows * factors.repeat_interleave(counts).to(rows.dtype).unsqueeze(-1)
 
 
-class Scored(nn.Module):
-    """Scores are an input here, in float32 as the router makes them."""
+class MoEWithScores(nn.Module):
+    """An MoE that takes the router scores as an input; they become float32, as from the router."""
 
     def __init__(self, moe: MoE) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""whorl_rms_norm: every nn.RMSNorm by `ops.rms_norm`."""
+"""whorl_rms_norm: compute every nn.RMSNorm by `ops.rms_norm`."""
 
 from collections.abc import Hashable
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from whorl.titan.local import normalise
 
-from .conversion import Converter, Probe, become
+from .conversion import Converter, Probe, replace_forward
 
 
 def _forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -15,6 +15,8 @@ def _forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 class RMSNormConverter(Converter):
+    """Converts nn.RMSNorm."""
+
     name = "whorl_rms_norm"
     operators = ("rms_norm", "rms_norm_backward")
 
@@ -26,14 +28,14 @@ class RMSNormConverter(Converter):
         if not module.elementwise_affine:
             return "it has no weight"
         shape = tuple(module.normalized_shape)
-        return None if len(shape) == 1 else f"it is over {len(shape)} dims, {list(shape)}"
+        return None if len(shape) == 1 else f"it normalises {len(shape)} dims, {list(shape)}"
 
     def kind(self, module: nn.Module) -> Hashable:
         assert isinstance(module, nn.RMSNorm)
         return tuple(module.normalized_shape), module.eps
 
     def replace(self, module: nn.Module) -> None:
-        become(module, _forward)
+        replace_forward(module, _forward)
 
     def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         assert isinstance(module, nn.RMSNorm)

@@ -1,7 +1,7 @@
-"""whorl_rope: the rotation of queries and keys by `ops.rope`, in our model and in TorchTitan's.
+"""whorl_rope: rotate queries and keys by `ops.rope`, in our models and in TorchTitan's.
 
-TorchTitan's attention calls a function of its module, `apply_rotary_emb`. A converted attention has the same `forward`,
-made again over globals in which that one name is ours: TorchTitan's module keeps its own.
+TorchTitan's attention calls the global function `apply_rotary_emb` of its module. A converted attention gets a copy of
+its `forward` with other globals, in which only that name is ours; TorchTitan's module is not changed.
 """
 
 import functools
@@ -19,30 +19,30 @@ from whorl import ops
 from whorl.titan.local import complex_rows, doubled_rows, local, rotate
 from whorl.titan.rotary import Rotary
 
-from .conversion import Converter, Probe, become
+from .conversion import Converter, Probe, replace_forward
 
 NAME = "apply_rotary_emb"
 
 
-def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """[1 or B, S, *]: as TorchTitan's reshape_for_broadcast takes them."""
+def _table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the rows of the table for the tokens of x, [1 or B, S, *], as TorchTitan's reshape_for_broadcast does."""
     table, positions = local(table), local(positions)
     return table[: x.shape[1]][None] if positions is None else table[positions]
 
 
 def _llama3(xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    return rotate(xq, xk, complex_rows(_rows(freqs_cis, xq, positions)), "pairs")
+    return rotate(xq, xk, complex_rows(_table_rows(freqs_cis, xq, positions)), "pairs")
 
 
 def _deepseek_v3(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
-    return rotate(x, None, complex_rows(_rows(freqs_cis, x, positions)), "pairs")[0]
+    return rotate(x, None, complex_rows(_table_rows(freqs_cis, x, positions)), "pairs")[0]
 
 
 def _qwen3(xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    return rotate(xq, xk, doubled_rows(_rows(rope_cache, xq, positions)), "half")
+    return rotate(xq, xk, doubled_rows(_table_rows(rope_cache, xq, positions)), "half")
 
 
-# TorchTitan's function and ours.
+# TorchTitan's functions, and our replacements.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     llama3.apply_rotary_emb: _llama3,
     deepseek_v3.apply_rotary_emb: _deepseek_v3,
@@ -51,58 +51,60 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 @functools.cache
-def rebound(forward: Callable[..., Any], name: str, new: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with another meaning of one global name."""
+def with_global(forward: Callable[..., Any], name: str, new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of `forward` in which the global `name` is `new`."""
     assert isinstance(forward, types.FunctionType)
-    # A code object of its own: torch.compile keeps what it compiled by code object.
+    # The copy needs its own code object, because torch.compile caches by code object.
     code = forward.__code__.replace(co_name=f"{forward.__name__}_with_{new.__name__.strip('_')}")
-    made = types.FunctionType(
+    copy = types.FunctionType(
         code, {**forward.__globals__, name: new}, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    made.__module__ = forward.__module__
-    return made
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__module__ = forward.__module__
+    return copy
 
 
-def _function_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The rotation that its forward calls."""
+def _rotary_function(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the rotary function that the forward of a module calls, or None."""
     forward = type(module).forward
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     return names.get(NAME) if code is not None and NAME in code.co_names else None
 
 
-def _turn_ours(self: Rotary, q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    turned, turned_k = ops.rope(q, k.unsqueeze(-2), rows, style=self.style)
-    return turned, turned_k.squeeze(-2)
+def _rotate_by_ops(self: Rotary, q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    rotated_q, rotated_k = ops.rope(q, k.unsqueeze(-2), rows, style=self.style)
+    return rotated_q, rotated_k.squeeze(-2)
 
 
 class RopeConverter(Converter):
+    """Converts our Rotary modules and the attention modules of TorchTitan."""
+
     name = "whorl_rope"
     operators = ("rope", "rope_backward")
 
     def is_candidate(self, module: nn.Module) -> bool:
-        return type(module) is Rotary or _function_of(module) is not None
+        return type(module) is Rotary or _rotary_function(module) is not None
 
     def refusal(self, module: nn.Module) -> str | None:
-        function = _function_of(module)
+        function = _rotary_function(module)
         if function is None or function in FUNCTIONS:
             return None
         if function in FUNCTIONS.values():
-            return "it is converted already"
-        return f"{function.__module__}.{NAME} is none that is known here"
+            return "it is already converted"
+        return f"{function.__module__}.{NAME} is unknown"
 
     def kind(self, module: nn.Module) -> Hashable:
-        return module.style if isinstance(module, Rotary) else _function_of(module)
+        return module.style if isinstance(module, Rotary) else _rotary_function(module)
 
     def replace(self, module: nn.Module) -> None:
         if isinstance(module, Rotary):
-            become(module, _turn_ours)
-        elif isinstance(module, Call):
+            replace_forward(module, _rotate_by_ops)
+        elif isinstance(module, FunctionModule):
             module.function = FUNCTIONS[module.function]
         else:
-            function = _function_of(module)
+            function = _rotary_function(module)
             assert function is not None
-            become(module, rebound(type(module).forward, NAME, FUNCTIONS[function]))
+            replace_forward(module, with_global(type(module).forward, NAME, FUNCTIONS[function]))
 
     def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
         tokens, rotary = 12, 16
@@ -112,20 +114,20 @@ class RopeConverter(Converter):
         if isinstance(module, Rotary):
             rows = torch.cat((angles.cos(), angles.sin()), -1).expand(2, -1, -1)
             return Probe(module=Rotary(module.style), inputs=(q, k.squeeze(2)), constants=(rows,))
-        function = _function_of(module)
+        function = _rotary_function(module)
         assert function is not None
         is_half = function is qwen3.apply_rotary_emb
         inputs = (q,) if function is deepseek_v3.apply_rotary_emb else (q, k)
         return Probe(
-            module=Call(function),
+            module=FunctionModule(function),
             inputs=inputs,
             constants=(_table(angles, is_half),),
             exact=functools.partial(_exact, is_half),
         )
 
 
-class Call(nn.Module):
-    """A function as a module, so that it is compared like one."""
+class FunctionModule(nn.Module):
+    """Wraps a function as a module, so that it can be compared like one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -142,15 +144,15 @@ def _table(angles: Tensor, is_half: bool) -> Tensor:
 
 
 def _exact(is_half: bool, module: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
-    """TorchTitan's functions compute in float32 or less whatever they are given."""
-    *heads, table = values
-    turned = []
-    for x in heads:
+    """Rotate in float64: TorchTitan's functions compute in float32 or less for any input."""
+    *inputs, table = values
+    rotated = []
+    for x in inputs:
         if is_half:
             cos, _, sin, _ = table[:, None].split(x.shape[-1] // 2, -1)
             a, b = x.chunk(2, -1)
-            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+            rotated.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
         else:
             pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-            turned.append(torch.view_as_real(pairs * table[:, None]).flatten(-2))
-    return tuple(turned)
+            rotated.append(torch.view_as_real(pairs * table[:, None]).flatten(-2))
+    return tuple(rotated)

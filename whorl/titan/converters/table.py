@@ -1,4 +1,4 @@
-"""The converters by name: those that serve any model, and those that a model brings."""
+"""All converters by name: those for any model, and those of single models."""
 
 from whorl.titan.deepseek_v32.converter import DSAConverter
 

@@ -1,1 +1,1 @@
-"""DeepSeek-V3.2 for TorchTitan: `model.py` is where to start reading. Importing this package imports no TorchTitan."""
+"""DeepSeek-V3.2 for TorchTitan. Start reading at `model.py`. Importing this package does not import TorchTitan."""

@@ -1,4 +1,4 @@
-"""What a DeepSeek-V3.2 is made of: sizes, flavours, and what a job sets."""
+"""The arguments of a DeepSeek-V3.2: its sizes, its flavours, and what a job sets."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from whorl.models.deepseek_v32 import DeepSeekV32Config
 Stage = Literal["sparse", "warmup"]
 Path = Literal["auto", "masked", "absorbed"]
 FULL = DeepSeekV32Config()
-# Sizes and rotation by their names here, which are TorchTitan's where it has the thing, and in a configuration.
+# Sizes and rotary options: the names here, which are TorchTitan's where it has them, and the names in a config.json.
 NAMES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -29,14 +29,14 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
     "original_seq_len": "original_max_position_embeddings",
 }
-SAME = (
+SAME_NAMES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("index_n_heads", "index_head_dim", "index_topk"),
     *("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
-NAMES |= {name: name for name in SAME}
-# Of the experts, inside `moe_args`.
-EXPERTS = {
+NAMES |= {name: name for name in SAME_NAMES}
+# The same for the experts, inside `moe_args`.
+EXPERT_NAMES = {
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "top_k": "num_experts_per_tok",
@@ -45,21 +45,21 @@ EXPERTS = {
 }
 
 
-def experts(**more: Any) -> MoEArgs:
-    """Sigmoid scores, normalised, balanced by a bias: what every size of the model has."""
-    same = {name: getattr(FULL, EXPERTS[name]) for name in ("num_shared_experts", "route_norm", "route_scale")}
-    return MoEArgs(score_func="sigmoid", score_before_experts=False, **same | more)
+def experts(**changes: Any) -> MoEArgs:
+    """Return the arguments of the experts that all flavours share (normalised sigmoid scores), with changes."""
+    same = {name: getattr(FULL, EXPERT_NAMES[name]) for name in ("num_shared_experts", "route_norm", "route_scale")}
+    return MoEArgs(score_func="sigmoid", score_before_experts=False, **same | changes)
 
 
-def _experts_of(config: DeepSeekV32Config) -> MoEArgs:
+def _experts_from_config(config: DeepSeekV32Config) -> MoEArgs:
     groups = (config.n_group, config.topk_group) if config.n_group > 1 else (None, None)
-    named = {ours: getattr(config, theirs) for ours, theirs in EXPERTS.items()}
+    named = {ours: getattr(config, theirs) for ours, theirs in EXPERT_NAMES.items()}
     return experts(**named, num_expert_groups=groups[0], num_limited_groups=groups[1])
 
 
 @dataclass
 class DeepSeekV32Args(BaseModelArgs):
-    """The defaults are the 671 B model's. Names are TorchTitan's where it has the thing."""
+    """The arguments of the model. The defaults are the 671 B model; names are TorchTitan's where it has them."""
 
     vocab_size: int = FULL.vocab_size
     max_seq_len: int = 32768
@@ -70,7 +70,7 @@ class DeepSeekV32Args(BaseModelArgs):
     n_dense_layers: int = FULL.first_k_dense_replace
     n_heads: int = FULL.num_attention_heads
     norm_eps: float = FULL.rms_norm_eps
-    moe_args: MoEArgs = field(default_factory=lambda: _experts_of(FULL))
+    moe_args: MoEArgs = field(default_factory=lambda: _experts_from_config(FULL))
     moe_impl: str = "standard"
 
     q_lora_rank: int = FULL.q_lora_rank
@@ -84,7 +84,7 @@ class DeepSeekV32Args(BaseModelArgs):
     index_topk: int = FULL.index_topk
 
     rope_theta: float = FULL.rope_theta
-    rope_factor: float = FULL.rope_factor  # above 1: YaRN, at every length, as the checkpoint was trained
+    rope_factor: float = FULL.rope_factor  # above 1: YaRN at every sequence length, as the checkpoint was trained
     original_seq_len: int = FULL.original_max_position_embeddings
     beta_fast: float = FULL.beta_fast
     beta_slow: float = FULL.beta_slow
@@ -97,11 +97,12 @@ class DeepSeekV32Args(BaseModelArgs):
     attention: Path = "auto"
     indexer_loss_coeff: float = 1.0
     mtp_loss_coeff: float = 0.3
-    # Over which the losses that the model brings itself are a mean; 0: the tokens of a call.
+    # Number of tokens that indexer and multi-token prediction losses are averaged over; 0: the tokens of a call.
     global_tokens: int = 0
     bootstrap_indexer: bool = False
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Set what a job decides; raises ValueError when its degrees exclude multi-token prediction layers."""
         training, parallelism = job_config.training, job_config.parallelism
         self.max_seq_len = training.seq_len
         if self.moe_args.use_grouped_mm and not has_cuda_capability(9, 0):
@@ -110,50 +111,51 @@ class DeepSeekV32Args(BaseModelArgs):
         self.moe_args._debug_force_load_balance = job_config.debug.moe_force_load_balance
         self.moe_impl = parallelism.expert_parallel_comm_backend
         self.global_tokens = _global_batch(job_config) * training.seq_len
-        ours = getattr(job_config, "whorl", None)
+        options = getattr(job_config, "whorl", None)
         for name in ("stage", "attention", "indexer_loss_coeff", "mtp_loss_coeff", "bootstrap_indexer"):
-            setattr(self, name, getattr(ours, name, getattr(self, name)))
+            setattr(self, name, getattr(options, name, getattr(self, name)))
         for name in ("pipeline_parallel_degree", "context_parallel_degree", "tensor_parallel_degree"):
             if self.n_mtp_layers and getattr(parallelism, name) > 1:
                 raise ValueError(
-                    f"{self.n_mtp_layers} multi-token prediction layers need whole sequences of tokens beside the "
-                    f"last layer; {name} is {getattr(parallelism, name)}, expected 1, or take n_mtp_layers = 0"
+                    f"{self.n_mtp_layers} multi-token prediction layers need full sequences of tokens beside the last "
+                    f"layer: {name} is {getattr(parallelism, name)}, expected 1; or set n_mtp_layers to 0"
                 )
 
     @staticmethod
     def from_config(config: DeepSeekV32Config) -> "DeepSeekV32Args":
+        """Return the arguments that a model config describes."""
         named = {ours: getattr(config, theirs) for ours, theirs in NAMES.items()}
         length = config.trained_seq_len or config.max_position_embeddings
-        return DeepSeekV32Args(**named, max_seq_len=length, moe_args=_experts_of(config))
+        return DeepSeekV32Args(**named, max_seq_len=length, moe_args=_experts_from_config(config))
 
     @property
     def config(self) -> DeepSeekV32Config:
-        """What is the model's. What a job sets, as the stage or the coefficients of losses, is not in it."""
+        """Return the config of the model, without what a job sets, such as the stage and the loss coefficients."""
         moe = self.moe_args
         config = DeepSeekV32Config(
             **{theirs: getattr(self, ours) for ours, theirs in NAMES.items()},
-            **{theirs: getattr(moe, ours) for ours, theirs in EXPERTS.items()},
+            **{theirs: getattr(moe, ours) for ours, theirs in EXPERT_NAMES.items()},
             n_group=moe.num_expert_groups or 1,
             topk_group=moe.num_limited_groups or 1,
         )
-        # A run may train on shorter sequences than YaRN reaches: what is exported is not cut to them.
+        # A run may train on shorter sequences than YaRN reaches; the exported model is not limited to them.
         longest = max(self.max_seq_len, config.yarn_reach)
         trained = self.max_seq_len if self.max_seq_len < longest else None
         return replace(config, max_position_embeddings=longest, trained_seq_len=trained)
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
-        """The values of config.json; ValueError where transformers' model cannot compute what this one does."""
+        """Return the values of config.json; raises ValueError if transformers' model cannot compute the same."""
         moe = self.moe_args
-        wrong = {
+        requirements = {
             "moe_args.score_func": (moe.score_func, "sigmoid"),
             "moe_args.score_before_experts": (moe.score_before_experts, False),
             "moe_args.gate_bias": (moe.gate_bias, False),
         }
         if self.rope_factor > 1 and not self.mscale_all_dim:
-            wrong["mscale"] = (self.mscale, 1.0)
-        for name, (found, expected) in wrong.items():
-            if found != expected:
-                raise ValueError(f"{name} is {found!r}, and Hugging Face's deepseek_v32 has {expected!r} alone")
+            requirements["mscale"] = (self.mscale, 1.0)
+        for name, (actual, expected) in requirements.items():
+            if actual != expected:
+                raise ValueError(f"{name} is {actual!r}, Hugging Face's deepseek_v32 supports only {expected!r}")
         return self.config.to_hf(dtype)
 
     @property
@@ -161,27 +163,30 @@ class DeepSeekV32Args(BaseModelArgs):
         return self.config.softmax_scale
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and FLOPs a token: only chosen experts and chosen keys count, and nothing that is done twice."""
+        """Return the number of parameters and the FLOPs per token.
+
+        Only selected experts and selected keys count, and recomputation does not.
+        """
         total = sum(p.numel() for p in model.parameters())
         experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
         embeddings = sum(p.numel() for name, p in model.named_parameters() if name.startswith("tok_embeddings"))
         active = total - embeddings - experts * (1 - self.moe_args.top_k / self.moe_args.num_experts)
         if self.n_mtp_layers:
-            active += self.n_mtp_layers * self.vocab_size * self.dim  # the head again
+            active += self.n_mtp_layers * self.vocab_size * self.dim  # the head runs again for each
         top = min(self.index_topk, seq_len)
-        keys = (top * (top + 1) / 2 + (seq_len - top) * top) / seq_len  # chosen, on average
+        keys = (top * (top + 1) / 2 + (seq_len - top) * top) / seq_len  # average number of selected keys
         head = self.qk_nope_head_dim + self.qk_rope_head_dim
         attention = 6 * self.n_heads * keys * (head + self.v_head_dim)
         index = 2 * self.index_n_heads * self.index_head_dim
-        scores = index * (seq_len + 1) / 2 + 2 * index * keys  # of all keys before; gradients of chosen ones
-        # The indexer's input is detached: of its projections backward computes the weights' gradients alone.
+        scores = index * (seq_len + 1) / 2 + 2 * index * keys  # scores of all previous keys; gradients of selected ones
+        # The input of the indexer is detached, so that its projections compute only weight gradients in backward.
         detached = sum(p.numel() for name, p in model.named_parameters() if ".indexer." in name)
         layers = self.n_layers + self.n_mtp_layers
         return total, int(6 * active - 2 * detached + layers * (attention + scores))
 
 
 def _global_batch(job_config: Any) -> int:
-    """Sequences of an optimizer step, over all ranks and micro-batches."""
+    """Return the number of sequences of an optimizer step, over all ranks and micro-batches."""
     training, parallelism = job_config.training, job_config.parallelism
     if training.global_batch_size > 0:
         return int(training.global_batch_size)
@@ -193,8 +198,8 @@ def _global_batch(job_config: Any) -> int:
     return int(training.local_batch_size * max(1, replicas))
 
 
-def _trim(layers: int, top_k: int) -> DeepSeekV32Args:
-    """The full width with few layers, the first of them dense, and 8 experts."""
+def _few_layers(layers: int, top_k: int) -> DeepSeekV32Args:
+    """Return the full width with few layers, of which the first is dense, and 8 experts."""
     return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=experts(num_experts=8, top_k=top_k))
 
 
@@ -237,9 +242,9 @@ FLAVOURS: dict[str, DeepSeekV32Args] = {
         index_head_dim=64,
         index_topk=256,
     ),
-    "4l": _trim(4, 2),
-    "8l": _trim(8, 2),
-    "4l_top8": _trim(4, 8),
-    "8l_top8": _trim(8, 8),
+    "4l": _few_layers(4, 2),
+    "8l": _few_layers(8, 2),
+    "4l_top8": _few_layers(4, 8),
+    "8l_top8": _few_layers(8, 8),
     "671b": DeepSeekV32Args(rope_factor=40.0),
 }

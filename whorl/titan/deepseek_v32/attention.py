@@ -1,4 +1,4 @@
-"""Multi-head latent attention over chosen keys: projections, rotation, and a `core` that can be replaced."""
+"""Multi-head latent attention over selected keys: projections, rotation, and a replaceable `core`."""
 
 from collections.abc import Callable
 
@@ -13,25 +13,27 @@ from .args import DeepSeekV32Args
 from .core import AttentionSettings, Core, SmallOps, carry
 from .indexer import Indexer
 
-# (kv, k_pe, index_k, k_positions) of this rank to those of all ranks it shares a sequence with.
+# Gathers (kv, k_pe, index_k, k_positions) from all ranks that share the sequence.
 GatherKeys = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-def rows_of(cos_sin: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """[B, S, R]: the table's rows for the tokens of x."""
+def rotary_rows(cos_sin: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the rows of the rotary table for the tokens of x, [B, S, R]; raises ValueError for a bad table."""
     if cos_sin.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"DeepSeek-V3.2: the rotary table is {cos_sin.dtype}, expected float32: a model is built in its dtype "
-            "(training.dtype), not cast to it"
+            f"DeepSeek-V3.2: the rotary table is {cos_sin.dtype}, expected float32; build the model in its dtype "
+            "(training.dtype) instead of casting it"
         )
     if positions is not None:
         return cos_sin[positions].expand(x.shape[0], -1, -1)
     if x.shape[1] > cos_sin.shape[0]:
-        raise ValueError(f"DeepSeek-V3.2: {x.shape[1]} tokens, the rotary table has {cos_sin.shape[0]} (max_seq_len)")
+        raise ValueError(f"DeepSeek-V3.2: {x.shape[1]} tokens, expected at most {cos_sin.shape[0]} (max_seq_len)")
     return cos_sin[: x.shape[1]].expand(x.shape[0], -1, -1)
 
 
 class Attention(nn.Module):
+    """Projections, rotation and indexer of one layer around a core that has no parameters."""
+
     def __init__(self, args: DeepSeekV32Args) -> None:
         super().__init__()
         self.nope, self.rope, self.rank = args.qk_nope_head_dim, args.qk_rope_head_dim, args.kv_lora_rank
@@ -45,7 +47,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         self.rotary = Rotary("pairs")
         self.indexer = Indexer(args)
-        self.core: Core = SmallOps(AttentionSettings.of(args))
+        self.core: Core = SmallOps(AttentionSettings.from_args(args))
         self.gather_keys: GatherKeys | None = None
 
     def forward(
@@ -59,10 +61,10 @@ class Attention(nn.Module):
     def project(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q_nope, q_pe [B, S, H, *], kv, k_pe [B, S, *], and the indexer's three."""
-        rows = rows_of(cos_sin, x, positions)
+        """Return q_nope, q_pe [B, S, H, *], kv, k_pe [B, S, *], and queries, keys and weights of the indexer."""
+        rows = rotary_rows(cos_sin, x, positions)
         q_low = self.q_norm(self.wq_a(x))
-        # Tensor parallelism leaves some of the heads here: their number is what the projection gives.
+        # With tensor parallelism only some heads are here; the projection determines their number.
         q_nope, q_pe = self.wq_b(q_low).unflatten(-1, (-1, self.nope + self.rope)).split((self.nope, self.rope), -1)
         kv, k_pe = self.wkv_a(x).split((self.rank, self.rope), -1)
         q_pe, k_pe = self.rotary(q_pe, k_pe, rows)
@@ -79,14 +81,14 @@ class Attention(nn.Module):
         index_weights: Tensor,
         positions: Tensor | None,
     ) -> Tensor:
-        """[B, S, H, Dv]"""
+        """Return the attention output [B, S, H, Dv]; context parallelism gathers the keys of all ranks first."""
         k_positions = positions
         if self.gather_keys is not None:
             kv, k_pe, index_k, k_positions = self.gather_keys(kv, k_pe, index_k, positions)
         wkv_b = self.wkv_b.weight
-        local = wkv_b.to_local() if isinstance(wkv_b, DTensor) else wkv_b
-        index = (index_q, index_k, index_weights)
-        return self.core(q_nope, q_pe, kv, k_pe, local.to(q_nope.dtype), *index, positions, k_positions)
+        local_weight = wkv_b.to_local() if isinstance(wkv_b, DTensor) else wkv_b
+        index_inputs = (index_q, index_k, index_weights)
+        return self.core(q_nope, q_pe, kv, k_pe, local_weight.to(q_nope.dtype), *index_inputs, positions, k_positions)
 
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
         for linear in (self.wq_a, self.wq_b, self.wkv_a, self.wkv_b):

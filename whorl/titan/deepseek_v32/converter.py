@@ -1,4 +1,4 @@
-"""whorl_dsa: the heart of DeepSeek-V3.2's attention by the sparse operators, masked or absorbed by sequence length."""
+"""whorl_dsa: compute DeepSeek-V3.2's attention core by our sparse operators, masked or absorbed by length."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -15,10 +15,12 @@ from .attention import Attention
 from .core import Core, SmallOps
 from .fused import FusedDSA
 
-TOKENS, HEADS, TOP = 64, 16, 32  # at most, of what is compared
+TOKENS, HEADS, TOP = 64, 16, 32  # upper limits of the sizes that are compared
 
 
 class DSAConverter(Converter):
+    """Replaces the core of our attention modules by FusedDSA."""
+
     name = "whorl_dsa"
     operators = ("sparse_attention", "masked_attention", "lightning_indexer", "indexer_kl_gradients")
 
@@ -27,14 +29,14 @@ class DSAConverter(Converter):
 
     def refusal(self, module: nn.Module) -> str | None:
         core = type(module.core)
-        return None if core is SmallOps else f"its core is {core.__name__}, no longer the one of small operators"
+        return None if core is SmallOps else f"its core is {core.__name__}, expected SmallOps"
 
     def kind(self, module: nn.Module) -> Hashable:
         assert isinstance(module, Attention)
         return module.core.settings, module.rope, module.rank
 
     def replace(self, module: nn.Module) -> None:
-        assert isinstance(module, Attention | Held)
+        assert isinstance(module, Attention | CoreHolder)
         with torch.device(module.core.kl.device):
             module.core = FusedDSA(module.core.settings)
 
@@ -42,9 +44,9 @@ class DSAConverter(Converter):
         assert isinstance(module, Attention)
         settings, indexer = module.core.settings, module.indexer
         path = settings.path
-        if path == "auto":  # the one that the job's sequences get, on short ones
-            by_length = ops.choose_attention(self.job_config.training.seq_len, settings.topk, utils.device_type)
-            path = "masked" if by_length == "masked" else "absorbed"
+        if path == "auto":  # compare the path that the job will use, on short sequences
+            choice = ops.choose_attention(self.job_config.training.seq_len, settings.topk, utils.device_type)
+            path = "masked" if choice == "masked" else "absorbed"
         small = dataclasses.replace(settings, topk=min(settings.topk, TOP), global_tokens=0, path=path)
         heads = min(HEADS, module.wq_b.out_features // (module.nope + module.rope))
 
@@ -61,11 +63,11 @@ class DSAConverter(Converter):
             draw(1, TOKENS, indexer.head_dim),
             draw(1, TOKENS, indexer.num_heads, scale=(indexer.num_heads * indexer.head_dim) ** -0.5),
         )
-        return Probe(module=Held(SmallOps(small)), inputs=inputs)
+        return Probe(module=CoreHolder(SmallOps(small)), inputs=inputs)
 
 
-class Held(nn.Module):
-    """A core where an attention has it."""
+class CoreHolder(nn.Module):
+    """Has a core as an attribute, like an attention module."""
 
     def __init__(self, core: SmallOps) -> None:
         super().__init__()

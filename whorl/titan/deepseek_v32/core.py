@@ -1,7 +1,7 @@
-"""The heart of the attention, without parameters, so that it can be replaced: which keys, their sum, and the loss of
-the indexer that chose them.
+"""The core of the attention, a replaceable module without parameters.
 
-`SmallOps` is plain torch and materialises every score; `fused.py` has the one to train with.
+A core selects keys by the indexer, computes the attention over them, and trains the indexer by its loss. `SmallOps` is
+plain torch and materialises every score; `fused.py` has the core for training.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,19 @@ from .args import DeepSeekV32Args, Path, Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSettings:
+    """The sizes and options of a core."""
+
     scale: float
     topk: int
     nope: int
     value: int
-    coefficient: float
-    global_tokens: int  # 0: the tokens of a call
+    coefficient: float  # factor of the indexer loss
+    global_tokens: int  # tokens that the loss is averaged over; 0: the tokens of a call
     stage: Stage
     path: Path = "auto"
 
     @staticmethod
-    def of(args: DeepSeekV32Args) -> "AttentionSettings":
+    def from_args(args: DeepSeekV32Args) -> "AttentionSettings":
         return AttentionSettings(
             scale=args.softmax_scale,
             topk=args.index_topk,
@@ -39,7 +41,7 @@ class AttentionSettings:
         )
 
     def factor(self, num_tokens: int) -> float:
-        """What the sum of the tokens' losses is multiplied by; ranks and micro-batches then only need to be added."""
+        """Return the factor of the sum of the token losses; results of ranks and micro-batches can then be added."""
         return self.coefficient / (self.global_tokens or max(1, num_tokens))
 
 
@@ -56,19 +58,20 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_loss(value: Tensor, loss: Tensor, log: Tensor) -> Tensor:
-    """`value`, unchanged; its gradient also starts that of `loss`, with weight 1 whatever the gradient is.
+    """Return `value` unchanged; its backward also starts the backward of `loss` with a gradient of 1.
 
-    loss, log: [1] fp32. What has been trained on is added up in log.grad: once for each backward, however often
-    activation checkpointing computes the loss, and without a write that torch.compile would have to order.
+    loss, log: [1] fp32. The loss is added to log.grad once for each backward, however often activation checkpointing
+    recomputes it, and without an in-place write that torch.compile would have to order.
     """
     return _Attach.apply(value, loss, log)
 
 
 def new_log(device: torch.device | None = None) -> Tensor:
+    """Return a [1] fp32 tensor whose gradient accumulates a loss."""
     return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
 
-class _Count(torch.autograd.Function):
+class _LogWithWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
         ctx.log = log
@@ -80,47 +83,47 @@ class _Count(torch.autograd.Function):
         return grads[0], None
 
 
-def count_with(weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, unchanged: what comes back for `log` is counted when `weights` get their gradient.
+def log_with_weights(weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both unchanged; the gradient of `log` is accumulated when `weights` get their gradient.
 
-    A pipeline schedule that splits backward (zero bubble, DualPipeV) asks for gradients of inputs, then for those of
-    parameters, and never for a log's; a node that both need runs twice. The indexer's weights lead to parameters only:
-    their gradient is computed once, in every schedule. torch.compile has no write in backward: there `log` gets its
-    gradient as a leaf does.
+    A pipeline schedule that splits backward (zero bubble, DualPipeV) computes gradients of inputs, then those of
+    parameters, and never that of a log; a node that both need runs twice. The indexer's weights lead only to
+    parameters, so that their gradient is computed exactly once in every schedule. torch.compile does not support the
+    write in backward; there `log` gets its gradient as a leaf.
     """
-    return (weights, log) if torch.compiler.is_compiling() else _Count.apply(weights, log)
+    return (weights, log) if torch.compiler.is_compiling() else _LogWithWeights.apply(weights, log)
 
 
 def pop_log(log: Tensor) -> Tensor:
-    """What was added up since the last time; [1]."""
-    found = torch.zeros_like(log) if log.grad is None else log.grad
+    """Return the loss accumulated since the last call, [1], and reset it."""
+    total = torch.zeros_like(log) if log.grad is None else log.grad
     log.grad = None
-    return found.detach()
+    return total.detach()
 
 
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
         ctx.shapes = [source.shape for source in sources]
-        return value.clone()  # no view: a pipeline that splits backward detaches it in place
+        return value.clone()  # not a view, because a pipeline that splits backward detaches it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        nothing = grad.new_zeros(())
-        return None, *(grad if shape == grad.shape else nothing.expand(shape) for shape in ctx.shapes)
+        zero = grad.new_zeros(())
+        return None, *(grad if shape == grad.shape else zero.expand(shape) for shape in ctx.shapes)
 
 
 def carry(value: Tensor, *sources: Tensor) -> Tensor:
-    """`value`, from which backward reaches `sources` without computing: their gradient matters to no parameter.
+    """Return `value` detached, but let backward reach `sources` with an arbitrary gradient, which no parameter uses.
 
-    In warm-up only indexers learn, each from its own loss; what lies between them need not be differentiated.
+    In warm-up only the indexers train, each on its own loss, so that nothing between them has to be differentiated.
     """
     return _Carry.apply(value.detach(), *sources)
 
 
-class Given(NamedTuple):
-    """What a core is called with, in this order."""
+class CoreInputs(NamedTuple):
+    """The arguments of a core, in this order."""
 
     q_nope: Tensor  # [B, S, H, Dn]
     q_pe: Tensor  # [B, S, H, Dr]
@@ -135,31 +138,35 @@ class Given(NamedTuple):
 
 
 class Core(nn.Module):
-    """Called with what `Given` lists; gives [B, S, H, Dv].
+    """Takes the arguments that `CoreInputs` lists and returns [B, S, H, Dv].
 
     A query sees keys at its own position and before; without positions tokens are in order and T = S. Gradients of the
-    first five come from the result, in warm-up there are none; those of the indexer's three come from its loss alone.
+    first five arguments come from the output (none in warm-up); those of the three indexer arguments come only from the
+    indexer loss.
     """
 
     def __init__(self, settings: AttentionSettings) -> None:
         super().__init__()
         self.settings = settings
-        # Adds the head sums of tensor-parallel ranks, [queries, keys], before they are normalised.
+        # Sums the targets [queries, keys] of the heads of all tensor-parallel ranks before they are normalised.
         self.reduce_target: Callable[[Tensor], Tensor] | None = None
-        # Log of this rank's share of the loss. No buffer: casting a model, or moving it, would cut it off.
+        # Accumulates this rank's share of the loss. Not a buffer: casting or moving the model would replace it.
         self.kl = new_log()
 
-    def forward(self, *given: Any) -> Tensor:
-        return self.attend(Given(*given))
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.attend(CoreInputs(*inputs))
 
-    def attend(self, given: Given) -> Tensor:
+    def attend(self, inputs: CoreInputs) -> Tensor:
+        """Return the attention output [B, S, H, Dv]; each core implements this."""
         raise NotImplementedError
 
     def reset(self, device: torch.device | None) -> None:
+        """Start a new log of the loss on a device."""
         self.kl = new_log(device)
 
     def log_on(self, device: torch.device) -> Tensor:
-        if self.kl.device != device:  # the model was moved since it was built
+        """Return the log of the loss, which is on the device of the inputs."""
+        if self.kl.device != device:  # the model was moved after it was built
             self.reset(device)
         return self.kl
 
@@ -168,16 +175,18 @@ class Core(nn.Module):
 
 
 def visible(num_queries: int, q_positions: Tensor | None, k_positions: Tensor | None, like: Tensor) -> Tensor:
-    """[B or 1, S, T] bool."""
+    """Return which keys each query sees, [B or 1, S, T] bool."""
     if q_positions is None or k_positions is None:
-        places = torch.arange(num_queries, device=like.device)
-        return (places <= places[:, None])[None]
+        positions = torch.arange(num_queries, device=like.device)
+        return (positions <= positions[:, None])[None]
     return k_positions[:, None] <= q_positions[..., None]
 
 
 class SmallOps(Core):
-    def attend(self, given: Given) -> Tensor:
-        q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, q_positions, k_positions = given
+    """The reference core, in plain torch operators."""
+
+    def attend(self, inputs: CoreInputs) -> Tensor:
+        q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, q_positions, k_positions = inputs
         settings, heads = self.settings, q_nope.shape[2]
         up = nn.functional.linear(kv, wkv_b).unflatten(-1, (heads, -1))
         k_nope, v = up.split((settings.nope, settings.value), -1)
@@ -186,7 +195,7 @@ class SmallOps(Core):
         seen = visible(q.shape[1], q_positions, k_positions, q)
         wide = torch.promote_types(q.dtype, torch.float32)
         dots = torch.einsum("bshd,btd->bsht", index_q.to(wide), index_k.to(wide)).relu()
-        index_weights, log = count_with(index_weights, self.log_on(q.device))
+        index_weights, log = log_with_weights(index_weights, self.log_on(q.device))
         scores = torch.einsum("bsht,bsh->bst", dots, index_weights.to(wide))
         if settings.stage == "warmup":
             chosen, q, k, v = seen, q.detach(), k.detach(), v.detach()
@@ -201,15 +210,16 @@ class SmallOps(Core):
         return attach_loss(out, loss.float().reshape(1), log)
 
     def _choose(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """The highest of those seen; equal scores go to the lowest index."""
+        """Return the mask of the top-k visible keys; of equal scores the lowest index is selected."""
         masked = scores.masked_fill(~seen, float("-inf"))
         order = torch.sort(masked, dim=-1, descending=True, stable=True).indices[..., : self.settings.topk]
         return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, True) & seen
 
     def _divergence(self, target: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the scaled KL divergence of the indexer's distribution from the attention over selected keys."""
         if self.reduce_target is not None:
             target = self.reduce_target(target.flatten(0, 1)).view_as(target)
         p = target / target.sum(-1, keepdim=True)
         log_q = scores.masked_fill(~chosen, float("-inf")).log_softmax(-1)
-        each = torch.where(chosen, torch.xlogy(p, p) - p * torch.where(chosen, log_q, 0), 0)
-        return each.sum() * self.settings.factor(target.shape[0] * target.shape[1])
+        terms = torch.where(chosen, torch.xlogy(p, p) - p * torch.where(chosen, log_q, 0), 0)
+        return terms.sum() * self.settings.factor(target.shape[0] * target.shape[1])

@@ -1,7 +1,8 @@
-"""How the indexers do, by layer: their loss, how much of dense attention their choice keeps, how often it is a tie.
+"""Measure the indexers by layer: their loss, the recall of their selection, and how often it is a tie.
 
-The loss is added up as it is trained on and costs nothing. Recall and ties are looked at when asked: `watch` does it in
-the next forward, on some queries of the first sequence, in plain torch and without a gradient.
+Recall is the share of dense attention that falls on selected keys. The loss is accumulated during training at no cost.
+Recall and ties are measured only after a call of `watch`: in the next forward, on some queries of the first sequence,
+in plain torch and without gradients.
 """
 
 import weakref
@@ -19,153 +20,155 @@ from whorl.ops.indexer.bounds import visible_keys
 
 from .attention import Attention
 from .core import Core, pop_log
-from .latents import absorbed, by_head
-from .visibility import Sees
+from .latents import absorb_queries, split_heads
+from .visibility import Visibility
 
-QUERIES = 64  # that are looked at
-AT_ONCE = 2**27  # elements of the largest tensor
+QUERIES = 64  # number of queries to measure
+MAX_ELEMENTS = 2**27  # elements of the largest temporary tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Of the queries that had to choose, i.e. that see more keys than they may take."""
+class SelectionStats:
+    """Sums over the queries that have to select, because they see more keys than top-k."""
 
-    queries: Tensor  # how many
-    recall: Tensor  # sum over them of the share of dense attention that falls on chosen keys, mean over heads
-    ties: Tensor  # how many left out a key that scores like the last one taken
+    queries: Tensor  # number of these queries
+    recall: Tensor  # sum of the shares of dense attention on selected keys, mean over heads
+    ties: Tensor  # number of queries with an unselected key that scores like the last selected one
 
 
-def layers_of(models: Iterable[nn.Module]) -> dict[int, Attention]:
-    """Attention by the number of its layer; those of multi-token prediction count on."""
-    found: dict[int, Attention] = {}
+def attention_layers(models: Iterable[nn.Module]) -> dict[int, Attention]:
+    """Return the attention modules by layer number; multi-token prediction layers follow the others."""
+    layers: dict[int, Attention] = {}
     block: Any
     for block in (module for model in models for module in model.modules()):
         if hasattr(block, "layer_id") and isinstance(getattr(block, "attention", None), Attention):
-            found[block.layer_id] = block.attention
-    return dict(sorted(found.items()))
+            layers[block.layer_id] = block.attention
+    return dict(sorted(layers.items()))
 
 
 # ---- recall and ties
 
 
 @torch.no_grad()
-def look(core: Core, *args: Any) -> Choice:
-    """`args` are those of the core's forward."""
+def measure_selection(core: Core, *args: Any) -> SelectionStats:
+    """Measure the selection of a core for some queries; `args` are the arguments of its forward."""
     q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, *positions = args
     q_positions, k_positions = (*positions, None, None)[:2]
     settings, num_queries = core.settings, q_nope.shape[1]
-    sees = Sees.of(q_nope.shape[0], q_positions, k_positions)
-    rows = torch.linspace(0, num_queries - 1, min(QUERIES, num_queries), device=kv.device).long()
-    bounds = sees.bounds(0)
+    visibility = Visibility.from_positions(q_nope.shape[0], q_positions, k_positions)
+    queries = torch.linspace(0, num_queries - 1, min(QUERIES, num_queries), device=kv.device).long()
+    bounds = visibility.bounds(0)
     if bounds["ends"] is None:
-        bounds |= {"ends": (rows + 1).int(), "starts": torch.zeros_like(rows).int()}
+        bounds |= {"ends": (queries + 1).int(), "starts": torch.zeros_like(queries).int()}
     else:
-        bounds |= {name: bounds[name][rows].contiguous() for name in ("starts", "ends")}
+        bounds |= {name: bounds[name][queries].contiguous() for name in ("starts", "ends")}
     keys = index_k[0].to(index_q.dtype)
-    scores = index_scores(index_q[0, rows], keys, index_weights[0, rows], **bounds)
+    scores = index_scores(index_q[0, queries], keys, index_weights[0, queries], **bounds)
     indices, _ = top_k(scores, min(settings.topk, keys.shape[0]), **bounds)
-    seen = visible_keys(rows.shape[0], keys.shape[0], **bounds, device=kv.device)
-    chosen = torch.zeros_like(seen).scatter(1, indices.clamp_min(0).long(), indices >= 0) & seen
-    chooses = seen.sum(1) > settings.topk
+    visible = visible_keys(queries.shape[0], keys.shape[0], **bounds, device=kv.device)
+    chosen = torch.zeros_like(visible).scatter(1, indices.clamp_min(0).long(), indices >= 0) & visible
+    has_to_select = visible.sum(1) > settings.topk
     last = scores.masked_fill(~chosen, torch.inf).amin(1, keepdim=True)
-    is_tie = (seen & ~chosen & (scores == last)).any(1) & chooses
-    key_weight, _ = by_head(wkv_b.to(q_nope.dtype), q_nope.shape[2], settings.nope)
-    q = absorbed(q_nope[0, rows], q_pe[0, rows].to(q_nope.dtype), key_weight)
+    is_tie = (visible & ~chosen & (scores == last)).any(1) & has_to_select
+    key_weight, _ = split_heads(wkv_b.to(q_nope.dtype), q_nope.shape[2], settings.nope)
+    q = absorb_queries(q_nope[0, queries], q_pe[0, queries].to(q_nope.dtype), key_weight)
     latents = torch.cat((kv[0], k_pe[0]), -1)
-    mass = _mass(core, q, latents, seen, chosen)
-    return Choice(queries=chooses.sum(), recall=mass.where(chooses, 0).sum(), ties=is_tie.sum())
+    recall = _attention_on_selected(core, q, latents, visible, chosen)
+    return SelectionStats(queries=has_to_select.sum(), recall=recall.where(has_to_select, 0).sum(), ties=is_tie.sum())
 
 
-def _mass(core: Core, q: Tensor, keys: Tensor, seen: Tensor, chosen: Tensor) -> Tensor:
-    """[Q]: the share of dense attention on chosen keys, mean over the heads of all tensor-parallel ranks."""
+def _attention_on_selected(core: Core, q: Tensor, keys: Tensor, visible: Tensor, chosen: Tensor) -> Tensor:
+    """Return the share of dense attention on selected keys, [Q], mean over the heads of all tensor-parallel ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = keys.to(wide)
     parts = []
-    step = max(1, AT_ONCE // max(1, q.shape[1] * keys.shape[0]))
+    step = max(1, MAX_ELEMENTS // max(1, q.shape[1] * keys.shape[0]))
     for part in (slice(i, i + step) for i in range(0, q.shape[0], step)):
-        weights = (q[part].to(wide) @ keys.T * core.settings.scale).masked_fill(~seen[part, None], -torch.inf)
+        weights = (q[part].to(wide) @ keys.T * core.settings.scale).masked_fill(~visible[part, None], -torch.inf)
         parts.append((weights.softmax(-1) * chosen[part, None]).sum((1, 2)))
-    both = torch.stack((torch.cat(parts), torch.full_like(seen[:, 0], q.shape[1], dtype=wide)))
-    both = both if core.reduce_target is None else core.reduce_target(both)
-    return both[0] / both[1]
+    sums = torch.stack((torch.cat(parts), torch.full_like(visible[:, 0], q.shape[1], dtype=wide)))
+    sums = sums if core.reduce_target is None else core.reduce_target(sums)
+    return sums[0] / sums[1]
 
 
-class Watch:
-    """Looks at the next forward of every layer; under activation checkpointing it is the first of the two."""
+class SelectionWatch:
+    """Measures the next forward of every layer; with activation checkpointing, the first of the two."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.found: dict[int, Choice] = {}
-        self._handles = [self._hook(layer, attention) for layer, attention in layers_of(models).items()]
+        self.stats: dict[int, SelectionStats] = {}
+        self._handles = [self._hook(layer, attention) for layer, attention in attention_layers(models).items()]
 
     def _hook(self, layer: int, attention: Attention) -> RemovableHandle:
-        def see(core: nn.Module, args: tuple[Any, ...]) -> None:
-            if layer not in self.found:
+        def measure(core: nn.Module, args: tuple[Any, ...]) -> None:
+            if layer not in self.stats:
                 assert isinstance(core, Core)
-                self.found[layer] = look(core, *args)
+                self.stats[layer] = measure_selection(core, *args)
 
-        def run_apart(attention: nn.Module, args: tuple[Any, ...]) -> None:
-            if layer in self.found:
+        def run_eager(attention: nn.Module, args: tuple[Any, ...]) -> None:
+            if layer in self.stats:
                 return
             assert isinstance(attention, Attention)
-            handle = attention.core.register_forward_pre_hook(see)
+            handle = attention.core.register_forward_pre_hook(measure)
             with torch.no_grad():
                 type(attention).forward(attention, *args)
             handle.remove()
 
-        # What is compiled takes no notice of hooks inside: it is run once more, as it was written.
+        # Hooks inside a compiled module are not called: the module is run once more in eager mode.
         is_compiled = "forward" in vars(attention)
         return (
-            attention.register_forward_pre_hook(run_apart)
+            attention.register_forward_pre_hook(run_eager)
             if is_compiled
-            else attention.core.register_forward_pre_hook(see)
+            else attention.core.register_forward_pre_hook(measure)
         )
 
-    def close(self) -> dict[int, Choice]:
+    def close(self) -> dict[int, SelectionStats]:
         for handle in self._handles:
             handle.remove()
-        return self.found
+        return self.stats
 
 
-def watch(models: Sequence[nn.Module]) -> Watch:
-    """Every rank of a sequence or of a tensor-parallel group must ask, since the heads of all are needed."""
-    return Watch(models)
+def watch(models: Sequence[nn.Module]) -> SelectionWatch:
+    """Measure the next forward; all ranks of a tensor- or context-parallel group must call this together."""
+    return SelectionWatch(models)
 
 
 # ---- for the log
 
 
 @dataclass(slots=True)
-class _Since:
+class _LogState:
+    """The last logged step of a model, the measurement under way, and whether a warning was logged."""
+
     step: int = 0
-    watch: Watch | None = None
+    watch: SelectionWatch | None = None
     warned: bool = False
 
 
-_since: "weakref.WeakKeyDictionary[nn.Module, _Since]" = weakref.WeakKeyDictionary()
+_log_states: "weakref.WeakKeyDictionary[nn.Module, _LogState]" = weakref.WeakKeyDictionary()
 
 
 def collect(
     models: Sequence[nn.Module], parallel_dims: Any, job_config: Any, step: int, steps: int | None = None
 ) -> dict[str, float]:
-    """What happened in the `steps` since the last call, over all ranks: every rank calls, at the same steps.
+    """Return the metrics of the `steps` since the last call, over all ranks; every rank must call at the same steps.
 
-    indexer_kl: mean over layers; indexer_kl/N, recall/N, ties/N: of layer N; mtp_loss. Means over tokens, and over the
-    steps since the last call. Recall and ties come every `whorl.health_every` steps, from one forward shortly before.
+    indexer_kl: mean over layers; indexer_kl/N, recall/N, ties/N: of layer N; mtp_loss. They are means over tokens and
+    over the steps since the last call. Recall and ties are measured every `whorl.health_every` steps, in one forward.
     """
-    layers = layers_of(models)
+    layers = attention_layers(models)
     if not layers and not parallel_dims.pp_enabled:
         return {}
-    since = _since.setdefault(models[0], _Since())
-    steps, since.step = steps or max(1, step - since.step), step
-    choices = since.watch.close() if since.watch is not None else {}
-    if since.watch is not None and layers and not choices and not since.warned:
-        logger.warning("whorl.health_every: no layer's attention was seen to run; no recall, no ties")
-        since.warned = True
+    state = _log_states.setdefault(models[0], _LogState())
+    steps, state.step = steps or max(1, step - state.step), step
+    stats = state.watch.close() if state.watch is not None else {}
+    if state.watch is not None and layers and not stats and not state.warned:
+        logger.warning("whorl.health_every: no attention layer ran, so that recall and ties are missing")
+        state.warned = True
     settings = getattr(job_config, "whorl", None)
     every, log_every = getattr(settings, "health_every", 0), job_config.metrics.log_freq
     is_due = every > 0 and (step + log_every) // every > step // every
-    since.watch = watch(models) if is_due else None
-    table = _added_up(models, layers, choices, parallel_dims)
+    state.watch = watch(models) if is_due else None
+    table = _sum_over_ranks(models, layers, stats, parallel_dims)
     return _figures(table, steps, _coefficients(models))
 
 
@@ -174,18 +177,18 @@ def _coefficients(models: Sequence[nn.Module]) -> tuple[float, float]:
     return getattr(args, "indexer_loss_coeff", 1.0), getattr(args, "mtp_loss_coeff", 1.0)
 
 
-def _added_up(
-    models: Sequence[nn.Module], layers: dict[int, Attention], choices: dict[int, Choice], parallel_dims: Any
+def _sum_over_ranks(
+    models: Sequence[nn.Module], layers: dict[int, Attention], stats: dict[int, SelectionStats], parallel_dims: Any
 ) -> list[list[float]]:
-    """A row for each layer: loss, queries, recall, ties; and a last one for multi-token prediction."""
+    """Return a row for each layer (loss, queries, recall, ties) and one for multi-token prediction, over all ranks."""
     args: Any = models[0].model_args
     device = next(models[0].parameters()).device
     table = torch.zeros(args.n_layers + args.n_mtp_layers + 1, 4, device=device)
     for layer, attention in layers.items():
         table[layer, 0] = pop_log(attention.core.kl)[0]
-        if layer in choices:
-            choice = choices[layer]
-            table[layer, 1:] = torch.stack((choice.queries, choice.recall, choice.ties))
+        if layer in stats:
+            layer_stats = stats[layer]
+            table[layer, 1:] = torch.stack((layer_stats.queries, layer_stats.recall, layer_stats.ties))
     model: Any
     for model in models:
         table[-1, 0] += pop_log(model.mtp_loss)[0]
@@ -197,9 +200,9 @@ def _added_up(
 
 
 def _figures(table: list[list[float]], steps: int, coefficients: tuple[float, float]) -> dict[str, float]:
-    *layers, (further, *_) = table
+    *layers, (mtp_loss, *_) = table
     figures: dict[str, float] = {}
-    # Without a backward since the last call there is nothing to say.
+    # Without a backward since the last call there is no loss to report.
     if coefficients[0] and any(loss for loss, *_ in layers):
         losses = [loss / steps / coefficients[0] for loss, *_ in layers]
         figures["indexer_kl"] = sum(losses) / max(1, len(losses))
@@ -207,6 +210,6 @@ def _figures(table: list[list[float]], steps: int, coefficients: tuple[float, fl
     for layer, (_, queries, recall, ties) in enumerate(layers):
         if queries:
             figures |= {f"recall/{layer}": recall / queries, f"ties/{layer}": ties / queries}
-    if further:
-        figures["mtp_loss"] = further / steps / coefficients[1]
+    if mtp_loss:
+        figures["mtp_loss"] = mtp_loss / steps / coefficients[1]
     return figures

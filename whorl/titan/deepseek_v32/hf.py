@@ -1,4 +1,4 @@
-"""Hugging Face's `deepseek_v32` and ours: names, configuration, files. transformers reads what is written here."""
+"""Convert between Hugging Face's `deepseek_v32` and ours: names, config and files, as transformers reads them."""
 
 import dataclasses
 import json
@@ -25,11 +25,11 @@ from whorl.titan.served_files import copy_tokenizer
 
 from .args import DeepSeekV32Args
 
-SHARD = 4 * 2**30  # bytes of a file
+SHARD = 4 * 2**30  # maximum bytes of a file
 
 
 class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
-    """TorchTitan's for DeepSeek-V3, with the indexer and the multi-token prediction layers."""
+    """TorchTitan's adapter for DeepSeek-V3, with indexers and multi-token prediction layers."""
 
     model_args: DeepSeekV32Args
 
@@ -39,11 +39,11 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         first = self.model_args.n_layers
-        found = super().to_hf({flat(name, first): value for name, value in state_dict.items()})
-        for layer in _layers_from(found, first):
+        hf_state = super().to_hf({flat(name, first): value for name, value in state_dict.items()})
+        for layer in _layers_from(hf_state, first):
             tied = {f"model.layers.{layer}.{theirs}": ours for theirs, ours in PREDICTION_TIED.items()}
-            found |= {theirs: state_dict[ours] for theirs, ours in tied.items() if ours in state_dict}
-        return found
+            hf_state |= {theirs: state_dict[ours] for theirs, ours in tied.items() if ours in state_dict}
+        return hf_state
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         first = self.model_args.n_layers
@@ -61,23 +61,23 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         return _reader_with_bootstrap(super().get_hf_storage_reader(path, from_quantized), self.model_args)
 
     def _missing_indexers(self, hf_state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Initial values for the indexers that a dense checkpoint lacks, if they are asked for."""
-        found: dict[str, Tensor] = {}
+        """Return initial values for missing indexers; raises ValueError unless bootstrap_indexer is set."""
+        initial: dict[str, Tensor] = {}
         sizes = self.model_args.config.indexer_sizes()
         for query in (name for name in hf_state_dict if name.endswith(".self_attn.q_a_proj.weight")):
             prefix = query.removesuffix("q_a_proj.weight") + "indexer."
             missing = [name for name in INDEXER if prefix + name not in hf_state_dict]
             if missing and not self.model_args.bootstrap_indexer:
                 raise ValueError(_no_indexer([prefix + name for name in missing]))
-            generator = torch.Generator().manual_seed(layer_of(query) or 0)  # every rank the same
+            generator = torch.Generator().manual_seed(layer_of(query) or 0)  # the same on every rank
             for name in missing:
                 size = sizes[name]
                 like = hf_state_dict[query]
                 value = torch.zeros(size) if name == "k_norm.bias" else torch.ones(size)
                 if len(size) == 2:
                     value = torch.nn.init.trunc_normal_(value, std=0.02, generator=generator)
-                found[prefix + name] = value.to(like.device, like.dtype)
-        return found
+                initial[prefix + name] = value.to(like.device, like.dtype)
+        return initial
 
 
 def _layers_from(hf_state_dict: Mapping[str, Any], first: int) -> list[int]:
@@ -85,21 +85,21 @@ def _layers_from(hf_state_dict: Mapping[str, Any], first: int) -> list[int]:
 
 
 def _nested(name: str, first: int) -> str:
-    found = re.match(r"layers\.(\d+)\.(mtp\.)?(.*)", name)
-    if not found or int(found[1]) < first:
+    match = re.match(r"layers\.(\d+)\.(mtp\.)?(.*)", name)
+    if not match or int(match[1]) < first:
         return name
-    return f"mtp.{int(found[1]) - first}.{'' if found[2] else 'block.'}{found[3]}"
+    return f"mtp.{int(match[1]) - first}.{'' if match[2] else 'block.'}{match[3]}"
 
 
 def _no_indexer(missing: list[str]) -> str:
     return (
         f"the checkpoint has no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}: it is a dense "
-        "DeepSeek-V3. To start its indexers from initial values set whorl.bootstrap_indexer (and stage 'warmup')"
+        "DeepSeek-V3. Set whorl.bootstrap_indexer (and whorl.stage to warmup) to start indexers from initial values"
     )
 
 
 def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Args) -> HuggingFaceStorageReader:
-    """The reader, to which indexers that are not in the files look as if they were; they keep the values they have."""
+    """Return a reader that skips indexers missing from the files, which keep their current values."""
     known = reader.read_metadata().state_dict_metadata
     layers = {layer for name in known if (layer := layer_of(name)) is not None and layer < args.n_layers}
     absent = {
@@ -115,8 +115,8 @@ def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Ar
         def read_metadata(self) -> Metadata:
             metadata = super().read_metadata()
             for name, size in absent.items():
-                whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-                metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(), size, [whole])
+                full_chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+                metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(), size, [full_chunk])
             return metadata
 
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -132,12 +132,12 @@ def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Ar
 
 
 def to_hf_config(args: DeepSeekV32Args, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """config.json of these sizes. What a job sets, as the stage or the coefficients of losses, is not in it."""
+    """Return the values of config.json, without what a job sets, such as the stage and the loss coefficients."""
     return args.hf_config(str(dtype).removeprefix("torch."))
 
 
 def from_hf_config(values: Mapping[str, Any]) -> DeepSeekV32Args:
-    """The sizes that a config.json names."""
+    """Return the model arguments that the values of a config.json describe."""
     return DeepSeekV32Args.from_config(DeepSeekV32Config.from_hf(values))
 
 
@@ -145,56 +145,59 @@ def from_hf_config(values: Mapping[str, Any]) -> DeepSeekV32Args:
 
 
 def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: str | Path) -> None:
-    """A folder that transformers' `from_pretrained` takes, from a whole state dict of the model."""
+    """Write a full state dict of the model as a folder that transformers' `from_pretrained` can load."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = DeepSeekV32StateDictAdapter(args, None).to_hf(state_dict)
     files: list[dict[str, Tensor]] = [{}]
-    room = SHARD
+    free_bytes = SHARD
     for name, value in tensors.items():
         size = value.numel() * value.element_size()
-        if files[-1] and size > room:
+        if files[-1] and size > free_bytes:
             files.append({})
-            room = SHARD
+            free_bytes = SHARD
         files[-1][name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        room -= size
+        free_bytes -= size
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     for name, shard in zip(names, files, strict=True):
         save_file(shard, folder / name, metadata={"format": "pt"})
-    where = {tensor: name for name, shard in zip(names, files, strict=True) for tensor in shard}
-    index = {"metadata": {}, "weight_map": where}
+    weight_map = {tensor: name for name, shard in zip(names, files, strict=True) for tensor in shard}
+    index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     dtype = next(value.dtype for name, value in tensors.items() if name.endswith("q_a_proj.weight"))
     (folder / "config.json").write_text(json.dumps(to_hf_config(args, dtype), indent=1), encoding="utf-8")
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
-    """`save_pretrained` of a checkpoint that TorchTitan wrote (a `step-N` folder), of any number of ranks; no GPU.
+    """Write a TorchTitan checkpoint (a `step-N` folder) of any number of ranks as `save_pretrained` does; needs no GPU.
 
-    Where the checkpoint has a tokenizer beside it, as those of `whorl train` have, it comes along.
+    A tokenizer in the checkpoint folder, as `whorl train` writes it, is copied. Raises ValueError when the folder is
+    not a checkpoint.
+
+        export_checkpoint("outputs/tiny/checkpoint/step-50", FLAVOURS["tiny"], "exported", torch.bfloat16)
     """
     from torch.distributed.checkpoint import load
 
     from .model import DeepSeekV32Model
 
     if not (Path(checkpoint) / ".metadata").is_file():
-        raise ValueError(f"{checkpoint}: no .metadata there; expected a step-N folder of a TorchTitan checkpoint")
+        raise ValueError(f"{checkpoint} has no .metadata, expected a step-N folder of a TorchTitan checkpoint")
     with torch.device("meta"):
         empty = DeepSeekV32Model(args).state_dict()
     state = {name: torch.empty_like(value, device="cpu") for name, value in empty.items()}
     load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    kept = ("expert_bias",)  # chooses experts: stays as exact as it was
-    save_pretrained({n: v if n.endswith(kept) else v.to(dtype) for n, v in state.items()}, args, folder)
+    uncast = ("expert_bias",)  # it selects experts, and must not be rounded
+    save_pretrained({n: v if n.endswith(uncast) else v.to(dtype) for n, v in state.items()}, args, folder)
     copy_tokenizer(Path(checkpoint), Path(folder))
 
 
 def load_pretrained(folder: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face folder, by its own name: for models that fit the host's memory."""
+    """Return every tensor of a Hugging Face folder by name; the model must fit in host memory."""
     from safetensors.torch import load_file
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder}: no .safetensors files there")
+        raise ValueError(f"{folder} has no .safetensors files")
     return {name: value for file in files for name, value in load_file(file).items()}

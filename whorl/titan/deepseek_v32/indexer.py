@@ -1,4 +1,4 @@
-"""The lightning indexer's projections."""
+"""The projections of the lightning indexer."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from .args import DeepSeekV32Args
 
 
 class Indexer(nn.Module):
-    """Queries, keys and head weights by which keys are chosen: score = sum of weight * max(0, q . k)."""
+    """Computes queries, keys and head weights that select keys by score = sum over heads of weight * max(0, q . k)."""
 
     def __init__(self, args: DeepSeekV32Args) -> None:
         super().__init__()
@@ -22,13 +22,14 @@ class Indexer(nn.Module):
         self.rotary = Rotary("half")
 
     def forward(self, x: Tensor, q_low: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, C], q_low [B, S, rank] (normalised) -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI] wide.
+        """x [B, S, C], q_low [B, S, rank] (normalised) -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI], at least fp32.
 
-        Neither learns from here: the indexer is trained by its own loss and trains nothing else.
+        Both inputs are detached: the indexer is trained by its own loss and trains nothing else. rows: [B, S, R] of the
+        rotary table.
         """
         x, q_low = x.detach(), q_low.detach()
         q = self.wq_b(q_low).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_norm(self.wk(x)).to(q.dtype)  # autocast leaves a LayerNorm wide
+        k = self.k_norm(self.wk(x)).to(q.dtype)  # autocast computes a LayerNorm in fp32
         q, k = self.rotary(q, k, rows)
         weights = self.weights_proj(x)
         wide = torch.promote_types(weights.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Cross entropy without a second copy of the logits: 129280 words times 4096 tokens are 2 GiB in fp32."""
+"""Cross entropy without a second copy of the logits: 129280 entries times 4096 tokens are 2 GiB in fp32."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss, c
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens. The gradient takes the memory of the logits, which nobody needs any more."""
+    """The sum over tokens. The gradient overwrites the logits, which are not needed any more."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -20,10 +20,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels)
         total = logits.new_zeros((), dtype=torch.float32)
         for part in _chunks(labels, chunk):
-            target, real = _targets(labels[part])
-            # bf16 is copied wide first (float16 is not): twice a chunk in fp32, not twice all tokens.
-            found = torch.log_softmax(logits[part], -1, dtype=torch.float32).gather(1, target)
-            total -= (found * real).sum()
+            target, mask = _targets(labels[part])
+            # torch copies bf16 to fp32 first (not float16): two chunks in fp32 instead of two full copies.
+            log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32).gather(1, target)
+            total -= (log_probs * mask).sum()
         return total
 
     @staticmethod
@@ -32,17 +32,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         logits, labels = ctx.saved_tensors
         gradient = logits.detach()
         for part in _chunks(labels, ctx.chunk):
-            target, real = _targets(labels[part])
-            wide = torch.softmax(gradient[part], -1, dtype=torch.float32)
-            wide.scatter_add_(1, target, wide.new_full((), -1.0).expand(target.shape))
-            torch.mul(wide, grad * real, out=gradient[part])  # rounded once
+            target, mask = _targets(labels[part])
+            probs = torch.softmax(gradient[part], -1, dtype=torch.float32)
+            probs.scatter_add_(1, target, probs.new_full((), -1.0).expand(target.shape))
+            torch.mul(probs, grad * mask, out=gradient[part])  # rounded once
         return gradient, None, None
 
 
 def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, 1] words, any where there is none, and 1 or 0 for whether there is one."""
-    real = (labels != IGNORE_INDEX)[:, None]
-    return labels[:, None].where(real, 0), real.float()
+    """Return the target tokens [T, 1], 0 where the label is ignored, and a mask [T, 1] of 1 or 0."""
+    mask = (labels != IGNORE_INDEX)[:, None]
+    return labels[:, None].where(mask, 0), mask.float()
 
 
 def _chunks(labels: Tensor, chunk: int) -> Iterator[slice]:
@@ -50,10 +50,10 @@ def _chunks(labels: Tensor, chunk: int) -> Iterator[slice]:
 
 
 def chunked_cross_entropy(logits: Tensor, labels: Tensor, *, chunk: int) -> Tensor:
-    """TorchTitan's sum of the tokens' losses, `chunk` tokens wide in fp32 at a time.
+    """Return TorchTitan's sum of the token losses, computed for `chunk` tokens at a time in fp32.
 
-    logits [B, S, V] are overwritten by their own gradient in backward; to use them afterwards is an error that autograd
-    finds. Logits that are shared among ranks (loss parallel) go TorchTitan's way.
+    logits: [B, S, V], overwritten by their gradient in backward; autograd reports an error if they are used later.
+    labels: [B, S]. Logits sharded over ranks (loss parallel) are passed to TorchTitan's loss.
     """
     if isinstance(logits, DTensor):
         return cross_entropy_loss(logits, labels)
@@ -61,6 +61,7 @@ def chunked_cross_entropy(logits: Tensor, labels: Tensor, *, chunk: int) -> Tens
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> Callable[..., Tensor]:
+    """Return the loss for a `TrainSpec`, chunked if `whorl.loss_chunk` is set; raises ValueError if it is negative."""
     chunk = getattr(getattr(job_config, "whorl", None), "loss_chunk", 0)
     if chunk < 0:
         raise ValueError(f"whorl.loss_chunk is {chunk}, expected a number of tokens, or 0 for all at once")

@@ -1,7 +1,8 @@
-"""DeepSeek-V3.2: latent attention over keys that a lightning indexer chooses, mixture of experts, two training stages.
+"""DeepSeek-V3.2: latent attention over keys that a lightning indexer selects, mixture of experts, two training stages.
 
-Read on in `attention.py` (projections), `core.py` and `fused.py` (the attention itself), `stages.py`. Parameters have
-the names of TorchTitan's DeepSeek-V3 where it has them, so its parallelism, load balancing and converters apply.
+Continue with `attention.py` (projections), `core.py` and `fused.py` (the attention itself) and `stages.py`. Parameters
+have the names of TorchTitan's DeepSeek-V3 where it has them, so that its parallelism, load balancing and converters
+apply.
 """
 
 from typing import Any
@@ -20,12 +21,12 @@ from .loss import chunked_cross_entropy
 from .moe import build_experts
 from .stages import apply_stage
 
-MTP_CHUNK = 512  # tokens
+MTP_CHUNK = 512  # tokens of the multi-token prediction loss at once
 
 
 def cos_sin_table(args: DeepSeekV32Args, device: torch.device | str | None = None) -> Tensor:
-    """[max_seq_len, R] fp32: R/2 cosines, then as many sines; YaRN's factor for them is 1 in DeepSeek's own form."""
-    device = device or torch.get_default_device()  # meta, where TorchTitan builds a model
+    """Return the rotary table [max_seq_len, R] fp32, R/2 cosines then R/2 sines; DeepSeek's YaRN factor for it is 1."""
+    device = device or torch.get_default_device()  # meta while TorchTitan builds a model
     rope = args.config.rope
     frequencies = torch.from_numpy(rope.frequencies()).to(device)
     angles = torch.arange(args.max_seq_len, device=device, dtype=torch.float32)[:, None] * frequencies
@@ -33,6 +34,8 @@ def cos_sin_table(args: DeepSeekV32Args, device: torch.device | str | None = Non
 
 
 class TransformerBlock(nn.Module):
+    """One layer: attention and a feed-forward network, or experts from layer n_dense_layers on."""
+
     def __init__(self, layer_id: int, args: DeepSeekV32Args) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -56,16 +59,16 @@ class TransformerBlock(nn.Module):
         return x + feed_forward(self.ffn_norm(x))
 
     def _warm_up(self, x: Tensor, cos_sin: Tensor, positions: Tensor | None) -> Tensor:
-        """The same values, with no way back but to this indexer and those of the layers before."""
-        found = self.attention(self.attention_norm(x.detach()), cos_sin, None, positions)
+        """Compute the same values; backward reaches only this indexer and those of the layers before."""
+        attended = self.attention(self.attention_norm(x.detach()), cos_sin, None, positions)
         with torch.no_grad():
-            h = x + found
+            h = x + attended
             if self.moe_enabled:
                 h = h + self.moe(self.ffn_norm(h))
-                self.moe.tokens_per_expert.zero_()  # so that the bias, frozen like the rest, stays as it is
+                self.moe.tokens_per_expert.zero_()  # so that the expert bias, frozen like all else, does not change
             else:
                 h = h + self.feed_forward(self.ffn_norm(h))
-        return carry(h, found, x)
+        return carry(h, attended, x)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         for norm in (self.attention_norm, self.ffn_norm):
@@ -78,7 +81,7 @@ class TransformerBlock(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """One more layer, which predicts the token after the next from the model's state and the next token."""
+    """An extra layer that predicts the token after the next from the hidden state and the next token."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32Args) -> None:
         super().__init__()
@@ -100,6 +103,8 @@ class MultiTokenPrediction(nn.Module):
 
 
 class DeepSeekV32Model(ModelProtocol):
+    """The model as TorchTitan builds it; a pipeline stage has some of the modules set to None."""
+
     cos_sin: Tensor
 
     def __init__(self, model_args: DeepSeekV32Args) -> None:
@@ -112,27 +117,27 @@ class DeepSeekV32Model(ModelProtocol):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         after = range(args.n_layers, args.n_layers + args.n_mtp_layers)
         self.mtp = nn.ModuleDict({str(i): MultiTokenPrediction(n, args) for i, n in enumerate(after)})
-        self.mtp_loss = new_log()  # this rank's share
+        self.mtp_loss = new_log()  # accumulates this rank's share
         apply_stage(self, args.stage)
 
     def forward(self, tokens: Tensor, attention_masks: None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S]; positions: [B, S] of them, if they are not 0, 1, ..., S - 1.
+        """Return the logits [B, S, V] of tokens [B, S]; positions: [B, S], if they are not 0, 1, ..., S - 1.
 
-        A pipeline stage without the embeddings takes, and one without the head gives, [B, S, C].
+        A pipeline stage without the embedding takes hidden states [B, S, C]; one without the head returns them.
         """
         if attention_masks is not None:
-            raise ValueError("DeepSeek-V3.2: attention_masks are given; the indexer makes the mask, expected None")
+            raise ValueError("DeepSeek-V3.2: attention_masks is not None, expected None: the indexer makes the mask")
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             h = layer(h, self.cos_sin, None, positions)
         h = self.norm(h) if self.norm is not None else h
         out = self.output(h) if self.output is not None else h
         if len(self.mtp) and torch.is_grad_enabled():
-            return self._predict_further(out, h, tokens, positions)
+            return self._add_mtp_loss(out, h, tokens, positions)
         return out
 
-    def _predict_further(self, logits: Tensor, h: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """The logits, with the loss of the multi-token prediction layers attached."""
+    def _add_mtp_loss(self, logits: Tensor, h: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the logits with the loss of the multi-token prediction layers attached to their backward."""
         args, total = self.model_args, logits.new_zeros(1, dtype=torch.float32)
         layer: Any
         for depth, layer in enumerate(self.mtp.values(), 1):
@@ -142,8 +147,8 @@ class DeepSeekV32Model(ModelProtocol):
                 continue
             labels = tokens.roll(-depth - 1, 1).clone()
             labels[:, -depth - 1 :] = IGNORE_INDEX
-            further = self.output(layer.norm(h))
-            total = total + chunked_cross_entropy(further, labels, chunk=MTP_CHUNK)
+            mtp_logits = self.output(layer.norm(h))
+            total = total + chunked_cross_entropy(mtp_logits, labels, chunk=MTP_CHUNK)
         if args.stage == "warmup" or not args.mtp_loss_coeff:
             return logits
         factor = args.mtp_loss_coeff / len(self.mtp) / (args.global_tokens or tokens.numel())

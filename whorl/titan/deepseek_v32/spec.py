@@ -1,4 +1,4 @@
-"""What TorchTitan is told of DeepSeek-V3.2, and what is checked of a job that names it."""
+"""TorchTitan's TrainSpec of DeepSeek-V3.2, and the check of a job that uses it."""
 
 from functools import partial
 
@@ -21,6 +21,7 @@ __all__ = ["check_layout", "train_spec"]
 
 
 def train_spec() -> TrainSpec:
+    """Return the classes and functions that TorchTitan builds a training run from."""
     return TrainSpec(
         model_cls=DeepSeekV32Model,
         model_args=FLAVOURS,

@@ -1,4 +1,4 @@
-"""The two stages of training: dense warm-up, where only indexers learn, and sparse training of everything."""
+"""The two training stages: dense warm-up, in which only indexers train, and sparse training of everything."""
 
 import dataclasses
 from typing import get_args
@@ -10,10 +10,12 @@ from .core import Core
 
 
 def apply_stage(model: nn.Module, stage: Stage) -> None:
-    """Freeze and unfreeze parameters, and tell the attention. Before the optimizer is built: it takes what is trained.
+    """Freeze and unfreeze parameters for a stage and set the stage of the attention cores.
 
-    warmup: attention is dense, the indexers learn to predict it, nothing else learns or gets optimizer state. sparse:
-    attention is over the chosen keys; indexers learn from their own loss only, all else from the language model's only.
+    Call it before the optimizer is built, which takes the trainable parameters. warmup: attention is dense, the
+    indexers learn to predict it, and nothing else trains or gets optimizer state. sparse: attention is over the
+    selected keys; indexers learn only from their own loss, all else only from the language-model loss. Raises
+    ValueError for another stage.
     """
     if stage not in get_args(Stage):
         raise ValueError(f"stage is {stage!r}, expected one of {', '.join(get_args(Stage))}")
@@ -25,5 +27,5 @@ def apply_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def is_indexer(name: str) -> bool:
-    """Whether a parameter is a lightning indexer's, by its name in the model."""
+    """Return whether a parameter belongs to a lightning indexer, by its name in the model."""
     return ".indexer." in f".{name}"

@@ -1,4 +1,4 @@
-"""Who sees whom: which keys come before a query, by position, of flat tokens in sequences."""
+"""Which keys each query may attend to, by position, for a batch of sequences stored as flat tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,54 +11,55 @@ from whorl.ops.sparse_attention.bits import WORD, num_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sees:
-    """Who sees whom: bounds of each sequence's queries in positions, or, all None, causal in the order they lie in."""
+class Visibility:
+    """The visible keys of each query: by positions, or, if both are None, causal in storage order."""
 
     batch: int
-    ends: Tensor | None  # [B, S] int32
-    keys: Tensor | None  # [B, T] int32
+    ends: Tensor | None  # [B, S] int32: the first position that a query does not see
+    keys: Tensor | None  # [B, T] int32: the positions of the keys
 
     @staticmethod
-    def of(batch: int, q_positions: Tensor | None, k_positions: Tensor | None) -> "Sees":
+    def from_positions(batch: int, q_positions: Tensor | None, k_positions: Tensor | None) -> "Visibility":
+        """Return the visibility of q_positions [B or 1, S] and k_positions [B or 1, T], causal if one is None."""
         if q_positions is None or k_positions is None:
-            return Sees(batch=batch, ends=None, keys=None)
+            return Visibility(batch=batch, ends=None, keys=None)
         ends, keys = (q_positions + 1).int(), k_positions.int()
-        return Sees(batch=batch, ends=ends.expand(batch, -1), keys=keys.expand(batch, -1))
+        return Visibility(batch=batch, ends=ends.expand(batch, -1), keys=keys.expand(batch, -1))
 
     def bounds(self, sequence: int) -> dict[str, Any]:
-        """For all queries of a sequence."""
+        """Return the bounds arguments of the indexer operators for all queries of a sequence."""
         if self.ends is None or self.keys is None:
             return {"starts": None, "ends": None, "key_positions": None}
         ends = self.ends[sequence].contiguous()
-        # Positions count from 0.
+        # Positions start at 0.
         return {"starts": torch.zeros_like(ends), "ends": ends, "key_positions": self.keys[sequence].contiguous()}
 
-    def bounds_of(self, sequence: int, rows: slice, device: torch.device) -> dict[str, Any]:
-        """For some: causal by row number is something a part has to be told."""
-        whole = self.bounds(sequence)
-        ends = whole["ends"]
-        part = torch.arange(rows.start + 1, rows.stop + 1, device=device).int() if ends is None else ends[rows]
-        return whole | {"starts": torch.zeros_like(part), "ends": part}
+    def chunk_bounds(self, sequence: int, rows: slice, device: torch.device) -> dict[str, Any]:
+        """Return the bounds for some queries; causal bounds are made explicit, since a chunk does not start at 0."""
+        bounds = self.bounds(sequence)
+        ends = bounds["ends"]
+        chunk_ends = torch.arange(rows.start + 1, rows.stop + 1, device=device).int() if ends is None else ends[rows]
+        return bounds | {"starts": torch.zeros_like(chunk_ends), "ends": chunk_ends}
 
 
-def each(batch: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """[B * S, ...] of every tensor by sequence."""
+def split_sequences(batch: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split every tensor [B * S, ...] into its sequences; return one tuple of tensors per sequence."""
     if batch == 1:
         return [tensors]
     return list(zip(*(x.unflatten(0, (batch, -1)).unbind(0) for x in tensors), strict=True))
 
 
-def visible_bits(sees: Sees, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """A bit for every key that is seen, as `selection_mask` has one for every key that is chosen."""
-    total = sees.batch * num_keys
+def visible_bits(visibility: Visibility, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Return a bit mask of the visible keys, in the format that `selection_mask` has for selected keys."""
+    total = visibility.batch * num_keys
     powers = (1 << torch.arange(WORD, device=device)).long()
     words = []
-    for sequence in range(sees.batch):
+    for sequence in range(visibility.batch):
         for rows in chunks(num_queries, total):
-            bounds = sees.bounds_of(sequence, rows, device)
+            bounds = visibility.chunk_bounds(sequence, rows, device)
             seen = visible_keys(rows.stop - rows.start, num_keys, **bounds, device=device)
-            before = sequence * num_keys
-            room = num_words(total) * WORD
-            seen = torch.nn.functional.pad(seen, (before, room - before - num_keys))
+            left = sequence * num_keys
+            width = num_words(total) * WORD
+            seen = torch.nn.functional.pad(seen, (left, width - left - num_keys))
             words.append((seen.unflatten(1, (-1, WORD)) * powers).sum(-1).int())
     return torch.cat(words)

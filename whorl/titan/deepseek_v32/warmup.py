@@ -1,4 +1,4 @@
-"""The attention of warm-up: every visible key, and a backward for the indexer alone."""
+"""Attention of the warm-up stage: dense over visible keys, with a backward only for the indexer."""
 
 from typing import Any
 
@@ -11,37 +11,44 @@ from whorl.ops.indexer import dense_indexer_kl, dense_indexer_kl_gradients, dens
 from whorl.ops.indexer.bounds import chunks
 
 from .core import Core
-from .latents import heads_of
-from .visibility import Sees, each, visible_bits
+from .latents import expand_heads
+from .visibility import Visibility, split_sequences, visible_bits
 
 Gradients = tuple[Tensor | None, ...]
 LOSS = (dense_indexer_target, dense_indexer_kl, dense_indexer_kl_gradients)
 
 
-def attend_to_all(core: Core, sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to every key that is seen: [N, H, Dv], and lse [N, H]."""
+def dense_attention(core: Core, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention over every visible key, [N, H, Dv], and its log-sum-exp [N, H]."""
     scale = core.settings.scale
-    if sees.ends is not None:
-        bits = visible_bits(sees, q.shape[0] // sees.batch, k.shape[0] // sees.batch, q.device)
+    if visibility.ends is not None:
+        bits = visible_bits(visibility, q.shape[0] // visibility.batch, k.shape[0] // visibility.batch, q.device)
         return ops.masked_attention(q, k, v, bits, scale)
-    found = [ops.masked_attention(*one, None, scale) for one in each(sees.batch, q, k, v)]
-    return found[0] if len(found) == 1 else tuple(torch.cat(x) for x in zip(*found, strict=True))  # type: ignore[return-value]
+    outputs = [ops.masked_attention(*sequence, None, scale) for sequence in split_sequences(visibility.batch, q, k, v)]
+    return outputs[0] if len(outputs) == 1 else tuple(torch.cat(x) for x in zip(*outputs, strict=True))  # type: ignore[return-value]
 
 
 def dense_gradients(
-    core: Core, sees: Sees, sequence: int, index: tuple[Tensor, ...], q: Tensor, k: Tensor, lse: Tensor, factor: float
+    core: Core,
+    visibility: Visibility,
+    sequence: int,
+    index: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss [1], dq, dk, dweights of one sequence's indexer, over every key that is seen."""
+    """Return loss [1], dq, dk, dweights of the indexer for one sequence, over every visible key."""
     scale = core.settings.scale
     if core.reduce_target is None:
-        bounds = sees.bounds(sequence)
+        bounds = visibility.bounds(sequence)
         return dense_indexer_kl_gradients(*index, q, k, lse, **bounds, scale=scale, grad_scale=factor)
     q_index, k_index, weights = index
     total = torch.zeros(1, dtype=lse.dtype, device=q.device)
     dk = torch.zeros(k_index.shape, dtype=lse.dtype, device=q.device)
     dq, dweights = [], []
     for rows in chunks(q.shape[0], k.shape[0]):
-        bounds = sees.bounds_of(sequence, rows, q.device)
+        bounds = visibility.chunk_bounds(sequence, rows, q.device)
         target = core.reduce_target(dense_indexer_target(q[rows], k, lse[rows], scale, **bounds))
         loss, dq_part, dk_part, dweights_part = dense_indexer_kl(
             q_index[rows], k_index, weights[rows], target, **bounds, grad_scale=factor
@@ -53,31 +60,35 @@ def dense_gradients(
 
 
 class Dense(torch.autograd.Function):
-    """Ordinary heads over every visible key; their keys are made again in backward.
+    """Attention with per-head keys over every visible key; the keys are recomputed in backward.
 
-    The loss of the indexer is the gradient of the log that stands behind its queries, keys and weights.
+    The gradient of the argument `log`, which follows the queries, keys and weights of the indexer, is the loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, core: Core, sees: Sees, *given: Tensor) -> Tensor:
-        q, kv, k_pe, weight, *index, _log = given
-        k, v = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
-        out, lse = attend_to_all(core, sees, q, k, v)
+    def forward(ctx: Any, core: Core, visibility: Visibility, *tensors: Tensor) -> Tensor:
+        q, kv, k_pe, weight, *index, _log = tensors
+        k, v = expand_heads(kv, k_pe, weight, core.settings.nope, q.shape[1])
+        out, lse = dense_attention(core, visibility, q, k, v)
         ctx.save_for_backward(q, kv, k_pe, weight, *index, lse)
-        ctx.core, ctx.sees = core, sees
+        ctx.core, ctx.visibility = core, visibility
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Gradients:
         q, kv, k_pe, weight, *index, lse = ctx.saved_tensors
-        core, sees = ctx.core, ctx.sees
-        k, _ = heads_of(kv, k_pe, weight, core.settings.nope, q.shape[1])
+        core, visibility = ctx.core, ctx.visibility
+        k, _ = expand_heads(kv, k_pe, weight, core.settings.nope, q.shape[1])
         factor, log = core.settings.factor(q.shape[0]), torch.zeros(1, dtype=torch.float32, device=q.device)
         parts = []
-        for sequence, (*index_one, q_one, k_one, lse_one) in enumerate(each(sees.batch, *index, q, k, lse)):
-            loss, *found = dense_gradients(core, sees, sequence, tuple(index_one), q_one, k_one, lse_one, factor)
+        for sequence, (*index_one, q_one, k_one, lse_one) in enumerate(
+            split_sequences(visibility.batch, *index, q, k, lse)
+        ):
+            loss, *gradients = dense_gradients(
+                core, visibility, sequence, tuple(index_one), q_one, k_one, lse_one, factor
+            )
             log = log + loss * factor
-            parts.append([g.to(x.dtype) for g, x in zip(found, index_one, strict=True)])
-        learned = [torch.cat(x) for x in zip(*parts, strict=True)]
-        return *(None,) * 6, *learned, log
+            parts.append([g.to(x.dtype) for g, x in zip(gradients, index_one, strict=True)])
+        index_gradients = [torch.cat(x) for x in zip(*parts, strict=True)]
+        return *(None,) * 6, *index_gradients, log

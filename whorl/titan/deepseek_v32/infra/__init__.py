@@ -1,1 +1,1 @@
-"""How DeepSeek-V3.2 is shared out over ranks and compiled: `parallelize.py` is where to start reading."""
+"""Parallelize and compile DeepSeek-V3.2. Start reading at `parallelize.py`."""

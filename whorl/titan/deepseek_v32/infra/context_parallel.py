@@ -1,4 +1,4 @@
-"""Context parallelism of sparse attention: what a rank needs of the keys that others hold."""
+"""Context parallelism of sparse attention: gather what a rank needs of the keys of other ranks."""
 
 from torch import Tensor, nn
 
@@ -8,11 +8,12 @@ from whorl.titan.tensor_parallel import to_heads, to_local
 
 
 class ContextParallelDSA(ContextParallelAttention):
-    """For DeepSeek's sparse attention. All that a query needs of another token is its latent key, that key's rotary
-    part, the indexer's key and the position: 704 channels and a number, whatever the number of heads.
+    """Context parallelism of DeepSeek's sparse attention.
 
-    The indexer scores the own queries only, their chosen keys are attended to as without context parallelism, and
-    the indexer's loss is a sum over own queries divided by the tokens of all ranks.
+    A query needs of another token only its latent key, the rotary part of that key, the indexer's key and the position:
+    704 channels and a number, for any number of heads. The indexer scores the queries of this rank, the attention over
+    their selected keys is computed as usual, and the indexer loss is a sum over these queries divided by the tokens of
+    all ranks.
     """
 
     def apply(self, attention: nn.Module) -> None:
@@ -24,10 +25,10 @@ class ContextParallelDSA(ContextParallelAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if positions is None:
             raise ValueError(
-                "context parallelism: the model is called without positions, so the order of the ranks' tokens is "
-                "unknown; pass those that TorchTitan cut together with the tokens"
+                "context parallelism: the model is called without positions, so that the order of the ranks' tokens is "
+                "unknown; pass the positions that TorchTitan shards with the tokens"
             )
-        # Tensor parallelism hands over what all of its ranks hold; from here on each goes to its own heads.
+        # With tensor parallelism these are replicated; from here on each rank uses them for its own heads.
         keys = (to_heads(kv), to_heads(k_pe), to_local(index_k))
-        kv, k_pe, index_k, places = self.gather(*keys, positions)
-        return kv, k_pe, index_k, places
+        kv, k_pe, index_k, k_positions = self.gather(*keys, positions)
+        return kv, k_pe, index_k, k_positions

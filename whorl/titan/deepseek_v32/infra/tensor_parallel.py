@@ -1,8 +1,8 @@
-"""Tensor parallelism: heads, hidden channels and experts are shared out; between them tokens are.
+"""Tensor parallelism: heads, hidden channels and experts are sharded; between them the tokens are.
 
-The low-rank projections and the indexer are computed by every rank: they are small, and what they need is there. The
-gradients that reach them through this rank's heads are a part of the sum. Two places say so: `to_heads`, where
-replicated tensors meet sharded heads, and `Core.reduce_target`, where heads are added up to be the indexer's target.
+The low-rank projections and the indexer are replicated: they are small, and their inputs are already gathered. The
+gradients that reach them through the heads of one rank are partial. That is handled in two places: `to_heads`, where
+replicated tensors meet sharded heads, and `Core.reduce_target`, which sums over heads to get the indexer's target.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ from torchtitan.distributed import NoParallel
 
 from whorl.titan.deepseek_v32.attention import Attention
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
-from whorl.titan.tensor_parallel import Alike, GatherTokens, Heads, to_heads, to_local
+from whorl.titan.tensor_parallel import GatherTokens, LocalHeads, LocalReplicated, to_heads, to_local
 
 REPLICATED = ("wq_a", "q_norm", "wkv_a", "kv_norm")
 INDEXER = ("wq_b", "wk", "k_norm", "weights_proj")
 
 
-def share_out(model: DeepSeekV32Model, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """All of the model but its experts."""
+def apply_tensor_parallel(model: DeepSeekV32Model, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+    """Apply tensor parallelism to all of the model except its experts."""
     ends: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -41,10 +41,10 @@ def share_out(model: DeepSeekV32Model, mesh: DeviceMesh, *, loss_parallel: bool)
     }
     parallelize_module(model, mesh, {name: s for name, s in ends.items() if getattr(model, name) is not None})
     for block in model.layers.values():
-        _share_out_block(block, mesh)
+        _parallelize_block(block, mesh)
 
 
-def _share_out_block(block: Any, mesh: DeviceMesh) -> None:
+def _parallelize_block(block: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": GatherTokens(),
@@ -52,8 +52,8 @@ def _share_out_block(block: Any, mesh: DeviceMesh) -> None:
         **{f"attention.indexer.{name}": NoParallel(use_local_output=False) for name in INDEXER},
         "attention.wq_b": ColwiseParallel(use_local_output=False),
         "attention.wkv_b": ColwiseParallel(use_local_output=False),
-        "attention.rotary": Heads(),
-        "attention.indexer.rotary": Alike(),
+        "attention.rotary": LocalHeads(),
+        "attention.indexer.rotary": LocalReplicated(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_norm": SequenceParallel(),
     }
@@ -63,17 +63,17 @@ def _share_out_block(block: Any, mesh: DeviceMesh) -> None:
             plan[f"feed_forward.{name}"] = ColwiseParallel()
         plan["feed_forward.w2"] = RowwiseParallel(output_layouts=Shard(1))
     parallelize_module(block, mesh, plan)
-    _share_out_core(block.attention, mesh)
+    _parallelize_core(block.attention, mesh)
 
 
-def _share_out_core(attention: Attention, mesh: DeviceMesh) -> None:
-    """The core has no parameters; what it is given is made plain, and the heads' sum is taken over all of them."""
+def _parallelize_core(attention: Attention, mesh: DeviceMesh) -> None:
+    """Give the core local tensors, and sum the targets of the indexer over the heads of all ranks."""
 
-    def plain(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        main, index = args[:5], args[5:8]
-        return *map(to_heads, main), *map(to_local, index), *args[8:]
+    def to_local_tensors(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        attention_inputs, index_inputs = args[:5], args[5:8]
+        return *map(to_heads, attention_inputs), *map(to_local, index_inputs), *args[8:]
 
-    attention.core.register_forward_pre_hook(plain)
+    attention.core.register_forward_pre_hook(to_local_tensors)
     group = mesh.get_group()
 
     def add_heads(target: Tensor) -> Tensor:
