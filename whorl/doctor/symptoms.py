@@ -38,12 +38,14 @@ _LOOKUP = (
 )
 
 
-def printed(code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error") -> Symptom:
+def printed_symptom(
+    code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error"
+) -> Symptom:
     """A text on a line of its own, without an exception."""
     return Symptom(code, text, cause=cause, expected=expected, fix=fix, severity=severity, is_printed=True)
 
 
-def past_the_table(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
+def table_lookup_symptom(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
     """What is raised where rows of the table are looked up."""
     expected = "every position below the number of table rows"
     return Symptom(
@@ -96,7 +98,7 @@ SYMPTOMS: Final = (
         expected="apply_rope_fusion=False",
         fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
-    printed(
+    printed_symptom(
         "mrope-batch-unfused",
         r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
         cause="TransformerEngine's kernel takes MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
@@ -120,7 +122,7 @@ SYMPTOMS: Final = (
         expected="sections that sum to rotary_dim / 2",
         fix=("take mrope_section from the model's config.json", "check head_dim and partial_rotary_factor"),
     ),
-    printed(
+    printed_symptom(
         "partial-rotary",
         r"Wrong rotaryCoeff",
         cause="ATB's _npu_rotary_embedding got a head of which only a part rotates (vllm-project/vllm-ascend#7252).",
@@ -172,21 +174,21 @@ SYMPTOMS: Final = (
         expected="npu_rotary_mul, plain torch or whorl.ops",
         fix="rotate with npu_rotary_mul or whorl.ops.rope in training",
     ),
-    printed(
+    printed_symptom(
         "no-gradient",
         r"npu::npu_mrope: an autograd kernel was not registered",
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
         fix="whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
     ),
-    past_the_table(
+    table_lookup_symptom(
         r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
         r"|^(?:IndexError|RuntimeError): (?:index_select\(\): |gather\(\): )?index .*out of (?:range|bounds)",
         cause="A position lies past the cos/sin table. For MRoPE the temporal axis can run ahead of the token count "
         "(vllm-project/vllm#47407).",
         fix=("lower the sequence length or the video length", "or a longer table / rope scaling"),
     ),
-    past_the_table(
+    table_lookup_symptom(
         r"device-side assert triggered|illegal memory access",
         cause="The device failed where rows of the cos/sin table are looked up: likely a position past its end. CUDA "
         "reports late, so an earlier kernel may be the one.",
@@ -244,7 +246,7 @@ SYMPTOMS: Final = (
         expected="TransformerEngine installed, or apply_rope_fusion=False",
         fix=("apply_rope_fusion=False (--no-rope-fusion)", "or install transformer-engine"),
     ),
-    printed(
+    printed_symptom(
         "yarn-factor-ignored",
         r"mscale=\S+ is not supported by TE's fused RoPE",
         cause="TransformerEngine's kernel cannot multiply by mscale; Megatron runs the unfused code, which does.",
@@ -259,7 +261,7 @@ SYMPTOMS: Final = (
         expected="a float32 cos/sin table",
         fix="keep the table in float32: do not call .to(bfloat16) on the whole model",
     ),
-    printed(
+    printed_symptom(
         "operator-limit",
         r"please do not use RotaryPositionEmbedding fusion operator",
         cause="npu_rotary_mul in BNSD with a large B*N or a head size that is not 32-byte aligned "
@@ -267,7 +269,7 @@ SYMPTOMS: Final = (
         expected="BSND or SBND, or plain torch",
         fix=("transpose q and k to BSND before the call", "or use plain torch for this shape"),
     ),
-    printed(
+    printed_symptom(
         "cos-sin-shape",
         r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
         cause="cos and sin handed to npu_apply_rotary_pos_emb are of another number of tokens than q and k "

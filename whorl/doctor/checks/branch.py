@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from whorl.doctor.launch import Launch
-from whorl.doctor.paths import branch_of, fusion_on, is_packed
+from whorl.doctor.paths import is_fusion_on, is_packed, megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
@@ -12,12 +12,16 @@ BRIDGE_SECTIONS = (24, 20, 20)  # what Bridge's Qwen3-VL uses where nothing sets
 
 
 def _where(launch: Launch) -> str:
-    return launch.where("position_embedding_type") if launch.find("position_embedding_type") else branch_of(launch)[1]
+    return (
+        launch.where("position_embedding_type")
+        if launch.find("position_embedding_type")
+        else megatron_branch(launch)[1]
+    )
 
 
 @rule("rope-branch-mismatch")
 def mrope_model_in_rope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not launch.uses_megatron or launch.is_mla or not launch.is_mrope or branch == "mrope":
         return
     sections = list(launch.model_sections or launch.sections or BRIDGE_SECTIONS)
@@ -72,7 +76,7 @@ def _core_mrope(launch: Launch, branch: str) -> bool:
 
 @rule("mrope-without-sections")
 def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not _core_mrope(launch, branch) or launch.get("mrope_section") is not None:
         return
     sections = launch.model_sections
@@ -89,7 +93,7 @@ def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[
 
 @rule("rope-branch-mismatch")
 def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not launch.uses_megatron or launch.rope is None or launch.is_mrope or branch != "mrope":
         return
     yield Problem(
@@ -102,7 +106,7 @@ def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Pro
 
 @rule("fused-rope-needs-rope")
 def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(launch)
+    branch, because = megatron_branch(launch)
     if not launch.uses_megatron or not launch.on("use_fused_rotary_pos_emb") or branch == "rope":
         return
     yield Problem(
@@ -117,7 +121,7 @@ def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[
 
 @rule("rope-fusion-with-mrope")
 def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     on_mindspeed_mm = launch.framework == "mindspeed-mm" and launch.is_mrope
     in_branch = launch.uses_megatron and branch == "mrope"
     if not (in_branch or on_mindspeed_mm) or not launch.on("apply_rope_fusion"):
@@ -147,11 +151,11 @@ def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Probl
 
 @rule("mrope-batch-unfused", "warning")
 def fused_mrope_in_a_batch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     batch = launch.number("micro_batch_size") or 1
     if not launch.uses_megatron or launch.uses_bridge or branch != "mrope" or is_packed(launch) or batch == 1:
         return
-    if not fusion_on(launch, branch):
+    if not is_fusion_on(launch, branch):
         return
     yield Problem(
         setting="micro_batch_size",
@@ -165,7 +169,7 @@ def fused_mrope_in_a_batch(launch: Launch, path: RotaryPath) -> Iterator[Problem
 
 @rule("config-overrides-argument", "warning")
 def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    settings = launch.all("position_embedding_type")
+    settings = launch.find_all("position_embedding_type")
     config = [s for s in settings if s.kind == "config"]
     argument = [s for s in settings if s.kind == "argument"]
     if not launch.uses_megatron or not config or not argument or config[-1].value == argument[-1].value:
@@ -182,7 +186,7 @@ def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]
 
 @rule("mrope-layout-mismatch", "warning")
 def core_mrope_is_chunked(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not _core_mrope(launch, branch) or launch.layout in (None, "chunked"):
         return
     yield Problem(

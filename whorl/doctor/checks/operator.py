@@ -39,7 +39,7 @@ def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Prob
 def mutation_hidden_from_compile(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     contract = CONTRACTS.get(path.operator)
     compiled = [key for key in COMPILE_KEYS if launch.on(key)]
-    compiled += [s.key for s in launch.all("enable") if s.path == "compile.enable" and s.value is True]
+    compiled += [s.key for s in launch.find_all("enable") if s.path == "compile.enable" and s.value is True]
     if contract is None or not contract.in_place or not compiled:
         return
     yield Problem(
@@ -119,7 +119,7 @@ def rotary_percent_disagrees(launch: Launch, path: RotaryPath) -> Iterator[Probl
     rope, percent = launch.rope, launch.real("rotary_percent")
     if not launch.uses_megatron or rope is None or launch.is_mla or (percent is None and launch.uses_bridge):
         return
-    if not launch.all("position_embedding_type") and percent is None:
+    if not launch.find_all("position_embedding_type") and percent is None:
         return
     head = launch.number("kv_channels") or rope.head_dim
     rotated = int(head * (1.0 if percent is None else percent))

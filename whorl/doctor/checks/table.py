@@ -5,7 +5,7 @@ from typing import Final
 
 from whorl.doctor.checks.yarn import YARN
 from whorl.doctor.launch import Launch
-from whorl.doctor.paths import branch_of
+from whorl.doctor.paths import megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
@@ -59,7 +59,7 @@ def scaling_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Prob
         return
     flag = f"--{wanted[0].replace('_', '-')}"
     yield Problem(
-        where=branch_of(launch)[1],
+        where=megatron_branch(launch)[1],
         found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {launch.inputs.model_where}, {flag} not set",
         expected=flag,
         why="Megatron builds its frequencies from launch settings alone, so the scaling of config.json is not applied.",

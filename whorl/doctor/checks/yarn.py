@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from whorl.doctor.launch import Launch, rope_entries
-from whorl.doctor.paths import branch_of
+from whorl.doctor.paths import megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 from whorl.rope_config import RopeConfig
@@ -31,7 +31,7 @@ def yarn_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem
         return
     if launch.find("position_embedding_type") is None and not launch.uses_mindspeed_llm:
         return
-    branch, because = branch_of(launch)
+    branch, because = megatron_branch(launch)
     carried = launch.get("rope_scaling_type") == "yarn" or launch.get("yarn_rotary_scaling_factor") is not None
     # Megatron's own multi-latent attention scales by default; MindSpeed-LLM's reads the flags.
     by_default = launch.is_mla and not launch.uses_mindspeed_llm and launch.get("rope_type", "yarn") == "yarn"
