@@ -37,9 +37,7 @@ def predict_tower(launch: Launch) -> Prediction | None:
     if not isinstance(vision, Mapping) or not all(isinstance(vision.get(n), int) for n in ("hidden_size", "num_heads")):
         return None
     head = vision["hidden_size"] // max(vision["num_heads"], 1)
-    because = (
-        f"whorl::rope rotates heads of {head} channels by the rows and columns of patches, with angles computed once"
-    )
+    because = f"whorl::rope rotates heads of {head} channels by rows and columns of patches; angles are computed once"
     if launch.device != "npu":
         return "tower", "whorl", because, _FUSED
     refusal = _mrope_refusal(launch, head)

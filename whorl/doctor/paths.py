@@ -19,14 +19,12 @@ class Operator(NamedTuple):
 
 # By the operator's name, which contracts and traces use too.
 OPERATORS: Final = {
-    "torch": Operator("torch", "x*cos + rotate(x)*sin in plain torch (cat, neg, mul), one call for q and one for k"),
+    "torch": Operator("torch", "x*cos + rotate(x)*sin in plain torch (cat, neg, mul), q and k separately"),
     "inductor": Operator("triton", "x*cos + rotate(x)*sin in plain torch, compiled by Inductor into one kernel"),
     "torch_complex": Operator("torch", "torch.view_as_complex(x) * freqs, float32"),
-    "te_fused_rope": Operator(
-        "transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb, one call each for q and k"
-    ),
+    "te_fused_rope": Operator("transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb, q and k separately"),
     "te_fused_rope_thd": Operator(
-        "transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb_thd, one call each for q and k"
+        "transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb_thd, q and k separately"
     ),
     "mla_fused_rope": Operator("triton", "Megatron Core fused_apply_mla_rope_for_q and _for_kv (Triton, YaRN only)"),
     "vllm_rotary_embedding": Operator("vllm", "torch.ops._C.rotary_embedding(positions, q, k, ...), in place"),
@@ -36,9 +34,7 @@ OPERATORS: Final = {
     ),
     "whorl": Operator("whorl", "whorl::rope or whorl::mrope, q and k in one launch"),
     "npu_mrope": Operator("torch_npu", "torch_npu.npu_mrope(positions, q, k, cos_sin_cache, head_size, ...)"),
-    "npu_rotary_mul": Operator(
-        "torch_npu", "torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode), once for q and once for k"
-    ),
+    "npu_rotary_mul": Operator("torch_npu", "torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode), q and k separately"),
     "npu_interleave_rope": Operator("torch_npu", "torch_npu.npu_interleave_rope(x, cos, sin)"),
     "npu_apply_rotary_pos_emb": Operator(
         "torch_npu", "torch_npu.npu_apply_rotary_pos_emb(q, k, cos, sin, layout, rotary_mode), in place"
@@ -47,7 +43,7 @@ OPERATORS: Final = {
         "torch_npu", "torch_npu._npu_rotary_embedding(positions, q, k, ...) of ATB, in place"
     ),
     "npu_rotary_position_embedding": Operator(
-        "mindspeed", "mindspeed.ops.npu_rotary_position_embedding(x, cos, sin, mode), one call each for q and k"
+        "mindspeed", "mindspeed.ops.npu_rotary_position_embedding(x, cos, sin, mode), q and k separately"
     ),
 }
 VLLM_ASCEND_MROPE_SECTIONS: Final = (16, 24, 24)  # the only sections that vllm-ascend passes to npu_mrope
@@ -62,9 +58,8 @@ def predict(launch: Launch) -> RotaryPath:
         return PATHS[launch.framework](launch)
     if forced not in OPERATORS:
         raise BadInput(f"rotary_operator={forced!r}: choose one of {', '.join(OPERATORS)}")
-    return _path(
-        launch, "your own attention code", str(forced), f"rotary_operator is set in {launch.where('rotary_operator')}"
-    )
+    because = f"rotary_operator is set in {launch.where('rotary_operator')}"
+    return _path(launch, "your own attention code", str(forced), because)
 
 
 def megatron_branch(launch: Launch) -> tuple[str, str]:
@@ -80,9 +75,8 @@ def megatron_branch(launch: Launch) -> tuple[str, str]:
 
 def is_packed(launch: Launch) -> bool:
     """Return whether sequences are packed into THD instead of a padded batch."""
-    return any(
-        launch.on(key) for key in ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")
-    ) or (launch.get("qkv_format") == "thd")
+    switches = ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")
+    return any(launch.on(key) for key in switches) or launch.get("qkv_format") == "thd"
 
 
 def has_triton_ascend(launch: Launch) -> bool:
@@ -127,10 +121,7 @@ def _megatron(launch: Launch) -> RotaryPath:
 
 
 def _megatron_mla(launch: Launch) -> RotaryPath:
-    branch, because = (
-        "multi-latent attention",
-        "MLA rotates in its own attention module; GPTModel's branches are skipped",
-    )
+    branch, because = "multi-latent attention", "MLA rotates inside its attention; GPTModel's branches are skipped"
     on_npu = launch.device == "npu"
     fused = "npu_rotary_position_embedding" if on_npu else "mla_fused_rope"
     switch = "use_fused_rotary_pos_emb" if on_npu else "apply_rope_fusion"
@@ -165,10 +156,7 @@ def _mindspeed_branch(launch: Launch, branch: str, because: str) -> RotaryPath:
         return _path(launch, branch, "torch", because, ((fused, "use_fused_rotary_pos_emb is off"), te))
     passed = (
         (fused, f"MindSpeed's fused RoPE supports the rope branch, not {branch}"),
-        (
-            "npu_mrope",
-            "no switch turns it on: an adapter must install it where q and k are rotated, and it has no gradient",
-        ),
+        ("npu_mrope", "no switch turns it on: an adapter has to call it, and it has no gradient"),
         te,
     )
     return _path(launch, branch, "torch", because, passed)
@@ -258,13 +246,11 @@ def _vllm_ascend(launch: Launch) -> RotaryPath:
         return _path(launch, branch, "torch", f"vllm-ascend does not replace {branch}: its native forward runs", passed)
     if has_triton_ascend(launch):
         passed = (("npu_mrope", "used only without triton-ascend"),)
-        return _path(
-            launch, branch, "triton_rope", "triton-ascend is installed, or no list of packages lacks it", passed
-        )
+        because = "triton-ascend is installed, or no list of packages lacks it"
+        return _path(launch, branch, "triton_rope", because, passed)
     passed = (("triton_rope", "triton-ascend is not among the packages"),)
-    return _path(
-        launch, branch, "npu_mrope", "without triton-ascend npu_mrope runs with mrope_section=[0, 0, 0]", passed
-    )
+    because = "without triton-ascend npu_mrope runs, with mrope_section=[0, 0, 0]"
+    return _path(launch, branch, "npu_mrope", because, passed)
 
 
 def _is_310p(launch: Launch) -> bool:

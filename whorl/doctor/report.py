@@ -32,8 +32,8 @@ class Finding:
 class RotaryPath:
     """One place where q and k are rotated, and the operator that does it.
 
-    `operator` is the name that contracts, traces and checks use; `passed_over` lists the operators that were not chosen,
-    with the reasons; `layout` is that of the MRoPE sections, None for plain RoPE.
+    `operator` is the name that contracts, traces and checks use; `passed_over` lists the operators not chosen, with
+    the reasons; `layout` is that of the MRoPE sections, None for plain RoPE.
     """
 
     role: Literal["train", "infer"]

@@ -81,8 +81,8 @@ def _nothing_ran(where: str) -> Finding:
         where=where,
         found="no rotary operator among the events",
         expected="a rotary operator, or aten::neg, aten::cat and aten::mul in a row",
-        why="The trace may cover no forward step, it may hold no host events (record with activities CPU and device), or "
-        "the rotation is fused into another kernel.",
+        why="The trace may cover no forward step, it may hold no host events (record with activities CPU and device), "
+        "or the rotation is fused into another kernel.",
         fix=("profile one whole forward step with CPU and device activities",),
     )
 
