@@ -63,8 +63,8 @@ def _describe_failure(launch: Launch) -> str:
     )
     return (
         "Bridge rebuilds rotary_pos_emb as the MRoPE class, but GPTModel._preprocess takes the branch from the "
-        f"config: {old}; {new}{this_version}. Neither is a missing operator or CANN package, and adding get_rotary_seq_len "
-        "yourself does not help."
+        f"config: {old}; {new}{this_version}. Neither is a missing operator or CANN package, and "
+        "adding get_rotary_seq_len yourself does not help."
     )
 
 
