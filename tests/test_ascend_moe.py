@@ -309,7 +309,7 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "npu_grouped_matmul": (
         lambda: ascend.npu_grouped_matmul([randn(3, 2)], [randn(2, 2)], group_type=-1, split_item=2),
-        "takes split_item 0 or 1",
+        "needs split_item 0 or 1",
     ),
     "npu_moe_token_permute": (lambda: ascend.npu_moe_token_permute(randn(1, 2), IDS.view(1, -1).repeat(1, 80)), "512"),
     "npu_moe_token_unpermute": (
