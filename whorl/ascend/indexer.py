@@ -147,11 +147,11 @@ def npu_dense_lightning_indexer_softmax_lse(
         starts, ends = full_bounds(len(q), len(k), *key_bounds(sparse_mode, len(q), len(k), q.device), q.device)
         for rows in chunks(len(q), len(k)):
             scores = index_scores(q[rows], k, factors[rows], starts[rows], ends[rows])
-            seen = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
-            top = torch.where(seen, scores, -torch.inf).amax(-1)
-            top = torch.where(seen.any(-1), top, 0)
+            visible = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
+            top = torch.where(visible, scores, -torch.inf).amax(-1)
+            top = torch.where(visible.any(-1), top, 0)
             tops[queries][rows] = top
-            sums[queries][rows] = torch.where(seen, torch.exp(scores - top[:, None]), 0).sum(-1)
+            sums[queries][rows] = torch.where(visible, torch.exp(scores - top[:, None]), 0).sum(-1)
     return tops.unsqueeze(-2), sums.unsqueeze(-2)
 
 
@@ -201,17 +201,17 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         index_k = key_index[keys][:, 0]
         for rows in chunks(count, num_keys * query_index.shape[-2]):
             limits = (starts[rows], ends[rows])
-            seen = visible_keys(rows.stop - rows.start, num_keys, *limits, None, q.device)
+            visible = visible_keys(rows.stop - rows.start, num_keys, *limits, None, q.device)
             target = dense_indexer_target(q[queries][rows], k[keys], lse[queries][rows], scale_value, *limits)
             part = (*queries[:-1], slice(queries[-1].start + rows.start, queries[-1].start + rows.stop))
             target = target / query.shape[-2]
             index_q = query_index[part]
-            gradients.add(part, keys, _kl_loss(index_q, index_k, weights[part], target, index_lse[part], seen))
+            gradients.add(part, keys, _kl_loss(index_q, index_k, weights[part], target, index_lse[part], visible))
     return gradients.results()
 
 
 def _kl_loss(
-    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, lse: Tensor, seen: Tensor
+    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, lse: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss [T], KL(target from exp(scores - lse)), and its gradients, in fp32.
 
@@ -220,9 +220,9 @@ def _kl_loss(
     q, k, weights = q.float(), k.float(), weights.float()
     dots = torch.einsum("thd,sd->ths", q, k)
     scores = torch.einsum("ths,th->ts", dots.relu(), weights)
-    log_q = torch.where(seen, scores - lse.unsqueeze(-1), 0)
+    log_q = torch.where(visible, scores - lse.unsqueeze(-1), 0)
     loss = (torch.xlogy(target, target) - target * log_q).sum(-1)
-    dscores = torch.where(seen, log_q.exp() - target, 0)
+    dscores = torch.where(visible, log_q.exp() - target, 0)
     ddots = dscores.unsqueeze(1) * weights.unsqueeze(-1) * (dots > 0)
     dq, dk = torch.einsum("ths,sd->thd", ddots, k), torch.einsum("ths,thd->sd", ddots, q)
     return loss, dq, dk, (dots.relu() * dscores.unsqueeze(1)).sum(-1)

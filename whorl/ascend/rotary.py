@@ -103,10 +103,11 @@ def npu_mrope(
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate adjacent pairs and write them in half order, as DeepSeek-V3 does: q = npu_interleave_rope(q, cos, sin).
+    """Rotate adjacent pairs and write them in half order, as DeepSeek-V3 does.
 
     x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order. Returns a tensor like x. Raises RuntimeError when a
     gradient is needed, which torch_npu does not have, and ValueError for shapes that do not fit.
+    Example: q_rope = npu_interleave_rope(q_rope, cos, sin)
     """
     name = "npu_interleave_rope"
     refuse_gradient(name, x, cos, sin)
@@ -186,7 +187,7 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
     """Rotate x as npu_rotary_mul does; this is MindSpeed's operator, where mode 0 is half and 1 is interleave.
 
     Differentiable in x, and in cos and sin where both need a gradient. Raises RuntimeError when only one of them needs
-    one, because MindSpeed then computes none, and ValueError for shapes or modes that do not fit.
+    one, because MindSpeed then computes none. Example: y = npu_rotary_position_embedding(q, cos, sin, 0)
     """
     name = "npu_rotary_position_embedding"
     if needs_gradient(cos) != needs_gradient(sin):

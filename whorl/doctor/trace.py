@@ -64,10 +64,10 @@ def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> lis
     paths = list(paths)
     if not forward:
         return [_nothing_ran(where)]
-    seen = {operator for name in forward for operator in operators_of(name)}
-    if "inductor" in seen:
-        seen.add("torch")  # Inductor compiles the plain torch code
-    missing = [path for path in paths if path.operator not in seen]
+    operators = {operator for name in forward for operator in operators_of(name)}
+    if "inductor" in operators:
+        operators.add("torch")  # Inductor compiles the plain torch code
+    missing = [path for path in paths if path.operator not in operators]
     # A trace of verl shows the actor or the rollout, so one path that agrees is enough.
     if not paths or len(missing) < len(paths):
         return []
