@@ -18,7 +18,9 @@ from whorl.rope_config import RopeConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Names of functions that rotate q and k, in Megatron, transformers and the Ascend libraries.
 ROTATES: Final = re.compile(r"_?(?:npu_)?apply_(?:multimodal_)?rotary_(?:pos_)?emb\w*")
+# Names of rotary classes and functions that belong to a vision or audio tower.
 NOT_TEXT: Final = re.compile(r"(?i)vision|audio")
 
 
