@@ -83,7 +83,7 @@ def _readable_files(path: Path) -> list[Path]:
         )
     files = [file for file in sorted(path.iterdir()) if file.suffix in READ_SUFFIXES and file.is_file()]
     files = [file for file in files if not NOT_SETTINGS.fullmatch(file.name) and file.stat().st_size < LONG_FILE]
-    # A tokenizer's merges.txt is text too, so a .txt file counts only if it holds a flag or is a requirements file.
+    # A tokenizer's merges.txt is text too: a .txt counts only with flags or a traceback, or as a requirements file.
     files = [file for file in files if file.suffix != ".txt" or _is_requirements(file) or _has_flags(file)]
     if not files:
         raise BadInput(f"{path}: holds nothing to read. Expected config.json or files of {', '.join(READ_SUFFIXES)}")

@@ -80,7 +80,7 @@ def is_packed(launch: Launch) -> bool:
 
 
 def has_triton_ascend(launch: Launch) -> bool:
-    """Return whether vllm-ascend uses its Triton kernels: yes, unless a list of packages lacks triton-ascend."""
+    """Return whether vllm-ascend uses its Triton kernels: yes, unless a file lists packages without triton-ascend."""
     return launch.has("triton_ascend") is not False
 
 
@@ -246,7 +246,7 @@ def _vllm_ascend(launch: Launch) -> RotaryPath:
         return _path(launch, branch, "torch", f"vllm-ascend does not replace {branch}: its native forward runs", passed)
     if has_triton_ascend(launch):
         passed = (("npu_mrope", "used only without triton-ascend"),)
-        because = "triton-ascend is installed, or no list of packages lacks it"
+        because = "triton-ascend is installed, or assumed to be where no file lists packages"
         return _path(launch, branch, "triton_rope", because, passed)
     passed = (("triton_rope", "triton-ascend is not among the packages"),)
     because = "without triton-ascend npu_mrope runs, with mrope_section=[0, 0, 0]"
