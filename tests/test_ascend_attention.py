@@ -67,7 +67,7 @@ def test_values_of_another_width(pages: bool, device: str) -> None:
 
 def test_values_of_another_width_are_for_packed_sequences() -> None:
     q, v = randn(1, 5, 4, 192, dtype=HALF), randn(1, 5, 4, 128, dtype=HALF)
-    with pytest.raises(ValueError, match="BSND takes values of the keys' head size 192, got 128"):
+    with pytest.raises(ValueError, match="BSND needs values of the keys' head size 192, got 128"):
         ascend.npu_fused_infer_attention_score(q, q, v, num_heads=4, input_layout="BSND")
 
 

@@ -188,7 +188,7 @@ def test_finalize_routing(mode: int, dtype: torch.dtype, device: str) -> None:
     check("npu_moe_finalize_routing", device, rows, None, None, None, scales, index, None, mode)
     check("npu_moe_finalize_routing", device, rows, skip, skip, bias, scales, index, experts, mode)
     check("npu_moe_finalize_routing", device, rows, skip, None, None, None, index, None, mode, 3)
-    with pytest.raises(ValueError, match="skip2 goes with skip1"):
+    with pytest.raises(ValueError, match="skip2 needs skip1"):
         ascend.npu_moe_finalize_routing(rows, None, skip, None, None, index, None, mode, 3)
 
 
@@ -309,7 +309,7 @@ BEYOND: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "npu_grouped_matmul": (
         lambda: ascend.npu_grouped_matmul([randn(3, 2)], [randn(2, 2)], group_type=-1, split_item=2),
-        "takes split_item 0 or 1",
+        "needs split_item 0 or 1",
     ),
     "npu_moe_token_permute": (lambda: ascend.npu_moe_token_permute(randn(1, 2), IDS.view(1, -1).repeat(1, 80)), "512"),
     "npu_moe_token_unpermute": (
@@ -366,8 +366,8 @@ def test_a_gradient_that_torch_npu_lacks_is_an_error(name: str) -> None:
 
 
 NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
-    "quantised keys": (lambda: attention(key_antiquant_scale=randn(2)), "key_antiquant_scale has a meaning on an NPU"),
-    "mode of quantisation": (lambda: attention(antiquant_mode=1), "antiquant_mode=1 has"),
+    "quantised keys": (lambda: attention(key_antiquant_scale=randn(2)), "key_antiquant_scale is implemented on an NPU"),
+    "mode of quantisation": (lambda: attention(antiquant_mode=1), "antiquant_mode=1 is implemented"),
     "rope": (lambda: attention(query_rope=randn(1, 3, 2, 64), key_rope=randn(1, 3, 2, 64)), "query_rope, key_rope"),
     "attention layout": (lambda: attention(input_layout="NTD"), "input_layout is 'NTD'"),
     "packed without lengths": (lambda: attention(3, 2, 128, input_layout="TND"), "TND needs actual_seq_lengths"),
@@ -387,7 +387,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "rows and ids": (lambda: routing(IDS[:3]), "expert_idx"),
     "quantised product": (
         lambda: ascend.npu_grouped_matmul([randn(3, 2)], [randn(2, 2)], group_type=-1, scale=[randn(2)]),
-        "scale has a meaning",
+        "scale is implemented",
     ),
     "group lengths": (
         lambda: ascend.npu_grouped_matmul(

@@ -262,7 +262,7 @@ def test_dense_loss_and_its_softmax() -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     q, k, weights = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 3, 2)
-    with pytest.raises(ValueError, match="block_table has a meaning on an NPU only"):
+    with pytest.raises(ValueError, match="block_table is implemented on an NPU only"):
         ascend.npu_lightning_indexer(q, k, weights, block_table=torch.zeros(1, 1))
     with pytest.raises(ValueError, match="layouts are 'BSND' and 'PA_BSND'"):
         ascend.npu_lightning_indexer(q, k, weights, layout_key="PA_BSND")
@@ -275,7 +275,7 @@ def test_what_is_not_there_is_refused() -> None:
         ascend.npu_sparse_flash_attention(q, k, k, indices, SCALE, sparse_mode=4)
     with pytest.raises(ValueError, match="sparse_mode is 1"):
         ascend.npu_dense_lightning_indexer_softmax_lse(q, k, weights, sparse_mode=1)
-    with pytest.raises(RuntimeError, match="a gradient is needed, which takes return_softmax_lse=True"):
+    with pytest.raises(RuntimeError, match="a gradient needs return_softmax_lse=True"):
         ascend.npu_sparse_flash_attention(q.clone().requires_grad_(), k, k, indices, SCALE)
     with pytest.raises(ValueError, match="value differs from key"):
         ascend.npu_sparse_flash_attention(torch.randn(1, 3, 2, 8), k, k + 1, indices, SCALE)
@@ -298,7 +298,7 @@ def test_documented_limits() -> None:
     half = {"dtype": torch.bfloat16}
     q, k, weights = torch.randn(1, 3, 2, 64, **half), torch.randn(1, 6, 1, 64, **half), torch.rand(1, 3, 2)
     with ascend.limits("enforce"):
-        with pytest.raises(ValueError, match="64 heads of 128 and one key head"):
+        with pytest.raises(ValueError, match="64 heads of 128 and key one head"):
             ascend.npu_lightning_indexer(q, k, weights)
         with pytest.raises(ValueError, match="sparse_count must be 1 to 2048"):
             ascend.npu_lightning_indexer(q.repeat(1, 1, 1, 2), k.repeat(1, 1, 1, 2), weights, sparse_count=2500)

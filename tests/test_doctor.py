@@ -168,7 +168,7 @@ def test_the_fixes_mend_the_example() -> None:
 def test_failing_example_by_any_megatron_name(framework: str) -> None:
     report = check(EXAMPLES / "qwen3_vl_rope_branch", framework=framework)
     assert codes(report) == ["rope-branch-mismatch"]
-    assert report.framework_because == "given"
+    assert report.framework_because == "set by --framework"
 
 
 def test_vllm_ascend_is_vllm_on_an_npu() -> None:

@@ -280,7 +280,7 @@ def test_dynamic_frequencies_differ_between_slices() -> None:
     model = qwen3(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=6)
     case = checklist(model, batch_of(model))["packed and context parallel"]
     assert case.outcome == "fail"
-    assert "gets other rows" in case.found
+    assert "gets other angles" in case.found
 
 
 def test_a_fused_switch_that_reaches_nothing() -> None:

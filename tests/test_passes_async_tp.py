@@ -257,7 +257,7 @@ REFUSED = [
     ({"shape": (2, 1024, 512)}, "must be 2-D"),
     ({"shape": (1024, 128)}, r"inner size must be in \[256, 65535\), got 128"),
     ({"shape": (0, 512)}, "empty tensors"),
-    ({"world": 16}, "takes 2, 4, 8 ranks, got 16"),
+    ({"world": 16}, "supports 2, 4, 8 ranks, got 16"),
 ]
 
 

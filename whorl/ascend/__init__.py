@@ -1,9 +1,9 @@
-"""torch_npu's operators by their own names and signatures, on any device.
+"""torch_npu's operators, with their own names and signatures, on any device.
 
-Code written for Ascend runs here on a CPU or an NVIDIA GPU, over `whorl.ops`; on NPU tensors torch_npu itself is
-called, whatever it is asked for. Parameters, outputs and aliasing are those of torch_npu 2.13. Where torch_npu loses a
-gradient, or promises none, these raise; off the NPU documented device limits raise ValueError until
-`limits("ignore")`. See docs/ascend.md.
+Code written for Ascend runs through these functions on a CPU or an NVIDIA GPU, computed by `whorl.ops`; with tensors on
+an NPU they call torch_npu itself, without checks of their own. Parameters, outputs and aliasing are those of torch_npu
+2.13. Where torch_npu drops a gradient or has none, these functions raise RuntimeError. Off the NPU a call that breaks a
+documented device limit raises ValueError, unless `limits("ignore")` is set. See docs/ascend.md.
 """
 
 from .attention import npu_fused_infer_attention_score

@@ -1,4 +1,4 @@
-"""Attention at inference. The result is the formula's, sequence by sequence: to compare with, not to be fast."""
+"""Attention for inference, computed by the formula, one sequence at a time: a reference to compare with, not fast."""
 
 import itertools
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
 _NAME = "npu_fused_infer_attention_score"
 _UNLIMITED = 2**31 - 1
@@ -66,22 +66,25 @@ def npu_fused_infer_attention_score(
     value_antiquant_mode: int = 0,
     softmax_lse_flag: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * query @ key) @ value, in fp32, one rounding; and the logarithm of the softmax's sum if asked for.
+    """Return softmax(scale * query @ key) @ value, computed in fp32 and rounded once, and the scores' log-sum-exp.
 
-    Layouts BSH, BSND, BNSD, BNSD_BSND and TND; value, and so the result, may have heads of another size; pages with
-    block_table [B, blocks], key and value then [blocks, block_size, HK * D] or [blocks, HK, block_size, D]. True in
-    atten_mask hides. sparse_mode 0: atten_mask, and pre_tokens before to next_tokens after, counted from the first
-    query; 1: atten_mask alone; 2, 3: causal, counted from the first or from the last query; 4: pre_tokens to
-    next_tokens, counted from the last. With one query only the atten_mask of modes 0 and 1 counts. Lengths are per
-    sequence; in TND cumulative, but not those of pages. A query that sees nothing gives zeros. lse: fp32 [B, N, S, 1],
-    TND [T, N, 1], or empty. No gradient: torch_npu drops it silently. Off the NPU the other arguments are refused by
-    name.
+    query, key, value: in input_layout BSH, BSND, BNSD, BNSD_BSND or TND; value, and so the result, may have another
+    head size. With block_table [B, blocks] the KV cache is paged, and key and value are [blocks, block_size, HK * D] or
+    [blocks, HK, block_size, D]. atten_mask: True hides a key. sparse_mode 0: atten_mask, and the window from pre_tokens
+    before to next_tokens after, aligned at the first query; 1: atten_mask only; 2, 3: causal, aligned at the first or
+    at the last query; 4: the window of mode 0, aligned at the last query. With one query only the atten_mask of modes 0
+    and 1 counts. Lengths are per sequence; in TND they are cumulative, except those of a paged KV cache. Returns the
+    result in query's dtype and layout (BNSD_BSND: BSND), with zeros for a query that sees no key; and with
+    softmax_lse_flag the log-sum-exp, fp32 [B, N, S, 1] or [T, N, 1] in TND, else an empty tensor. Raises RuntimeError
+    when a gradient is needed (torch_npu drops it silently), and off the NPU ValueError for the other arguments.
+
+    Example: out, _ = npu_fused_infer_attention_score(q, k, v, num_heads=8, input_layout="BSND", scale=128**-0.5)
     """
-    given = dict(locals())
+    arguments = dict(locals())
     refuse_gradient(_NAME, query, key, value)
     if is_npu(query):
-        return call_torch_npu(_NAME, **given)
-    asked = _Asked(
+        return call_torch_npu(_NAME, **arguments)
+    options = _Options(
         layout=input_layout,
         heads=num_heads,
         kv_heads=num_key_value_heads or num_heads,
@@ -94,16 +97,18 @@ def npu_fused_infer_attention_score(
         block_table=block_table,
         block_size=block_size,
     )
-    more = {n: v for n in _NPU_ONLY if (v := given[n]) is not None and not (isinstance(v, int) and v == 0)}
-    refuse(_NAME, None if more or input_layout not in _LAYOUTS else _limit(query, key, value, asked))
-    refuse_arguments(_NAME, **more)
+    npu_only = {n: v for n in _NPU_ONLY if (v := arguments[n]) is not None and not (isinstance(v, int) and v == 0)}
+    enforce_limit(_NAME, None if npu_only or input_layout not in _LAYOUTS else _limit(query, key, value, options))
+    refuse_npu_arguments(_NAME, **npu_only)
     if input_layout not in _LAYOUTS:
         raise ValueError(f"{_NAME}: input_layout is {input_layout!r}, expected one of {', '.join(_LAYOUTS)}")
-    return _compute(query, key, value, asked, scale, softmax_lse_flag)
+    return _compute(query, key, value, options, scale, softmax_lse_flag)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _Options:
+    """The arguments that decide which keys a query sees and how the tensors are ordered."""
+
     layout: str
     heads: int
     kv_heads: int
@@ -117,77 +122,77 @@ class _Asked:
     block_size: int
 
 
-def _limit(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> str | None:
-    lengths = _counts(query, asked)
+def _limit(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> str | None:
+    lengths = _query_lengths(query, options)
     return contracts.fused_infer_attention_limit(
-        num_heads=asked.heads,
-        num_kv_heads=asked.kv_heads,
-        head_size=query.shape[-1] // (asked.heads if asked.layout == "BSH" else 1),
-        value_size=_head_size(value, asked),
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_size=query.shape[-1] // (options.heads if options.layout == "BSH" else 1),
+        value_size=_head_size(value, options),
         dtype=dtype_name(query),
-        input_layout=asked.layout,
+        input_layout=options.layout,
         batch=len(lengths),
         queries=max(lengths, default=0),
-        block_size=0 if asked.block_table is None else asked.block_size,
-        sparse_mode=asked.sparse_mode,
-        mask_shape=None if asked.mask is None else asked.mask.shape,
-        contiguous=all(t.is_contiguous() for t in (query, key, value, asked.mask) if t is not None),
+        block_size=0 if options.block_table is None else options.block_size,
+        sparse_mode=options.sparse_mode,
+        mask_shape=None if options.mask is None else options.mask.shape,
+        contiguous=all(t.is_contiguous() for t in (query, key, value, options.mask) if t is not None),
     )
 
 
-def _head_size(x: Tensor, asked: _Asked) -> int:
-    """Of key or value: heads and channels are one dim in BSH, and in pages of three dims."""
-    is_joined = x.dim() == 3 and (asked.layout == "BSH" or asked.block_table is not None)
-    return x.shape[-1] // asked.kv_heads if is_joined else x.shape[-1]
+def _head_size(x: Tensor, options: _Options) -> int:
+    """Return the head size of key or value; heads and channels are one dim in BSH, and in blocks of three dims."""
+    is_joined = x.dim() == 3 and (options.layout == "BSH" or options.block_table is not None)
+    return x.shape[-1] // options.kv_heads if is_joined else x.shape[-1]
 
 
-def _counts(query: Tensor, asked: _Asked) -> list[int]:
-    """Queries of each sequence."""
-    if asked.layout == "TND":
-        if asked.lengths is None:
-            raise ValueError(f"{_NAME}: TND needs actual_seq_lengths, where the queries of each sequence end")
-        return [end - start for start, end in itertools.pairwise([0, *asked.lengths])]
-    most = query.shape[2 if asked.layout.startswith("BNSD") else 1]
-    return _each(asked.lengths if most > 1 else None, query.shape[0], most)
+def _query_lengths(query: Tensor, options: _Options) -> list[int]:
+    """Return the number of queries of each sequence."""
+    if options.layout == "TND":
+        if options.lengths is None:
+            raise ValueError(f"{_NAME}: TND needs actual_seq_lengths, the cumulative number of queries")
+        return [end - start for start, end in itertools.pairwise([0, *options.lengths])]
+    longest = query.shape[2 if options.layout.startswith("BNSD") else 1]
+    return _lengths_per_sequence(options.lengths if longest > 1 else None, query.shape[0], longest)
 
 
-def _each(lengths: list[int] | None, batch: int, most: int) -> list[int]:
-    """One length may stand for all, and none for all there is."""
+def _lengths_per_sequence(lengths: list[int] | None, batch: int, longest: int) -> list[int]:
+    """Return one length per sequence: a single length counts for all sequences, None means `longest`."""
     if lengths is None:
-        return [most] * batch
+        return [longest] * batch
     return lengths * batch if len(lengths) == 1 else lengths[:batch]
 
 
 def _compute(
-    query: Tensor, key: Tensor, value: Tensor, asked: _Asked, scale: float, with_lse: bool
+    query: Tensor, key: Tensor, value: Tensor, options: _Options, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    if asked.heads % asked.kv_heads:
-        raise ValueError(f"{_NAME}: {asked.heads} heads are not a multiple of {asked.kv_heads} key heads")
-    q = _tokens_first(query, asked.layout, asked.heads)
-    if _head_size(key, asked) != q.shape[-1]:
+    if options.heads % options.kv_heads:
+        raise ValueError(f"{_NAME}: num_heads is {options.heads}, expected a multiple of {options.kv_heads} key heads")
+    q = _tokens_first(query, options.layout, options.heads)
+    if _head_size(key, options) != q.shape[-1]:
         raise ValueError(
-            f"{_NAME}: query has heads of {q.shape[-1]}, key of {_head_size(key, asked)}; expected one size"
+            f"{_NAME}: query has heads of {q.shape[-1]}, key of {_head_size(key, options)}; expected the same size"
         )
-    out = torch.zeros(*q.shape[:-1], _head_size(value, asked), dtype=q.dtype, device=q.device)
+    out = torch.zeros(*q.shape[:-1], _head_size(value, options), dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:-1], torch.inf, device=q.device)
-    is_packed, start = asked.layout == "TND", 0
-    for b, count in enumerate(_counts(query, asked)):
+    is_packed, start = options.layout == "TND", 0
+    for b, count in enumerate(_query_lengths(query, options)):
         at = (0, slice(start, start + count)) if is_packed else (b, slice(0, count))
         start += count
-        k, v = (_keys(t, asked, b) for t in (key, value))
-        hidden = _hidden(asked, b, count, k.shape[0], is_single=not is_packed and q.shape[1] == 1).to(q.device)
-        found, total = _attend(q[at], k, v, hidden, scale)
-        out[at], lse[at] = found.to(q.dtype), total.float()
+        k, v = (_sequence_keys(t, options, b) for t in (key, value))
+        hidden = _hidden_keys(options, b, count, k.shape[0], is_single=not is_packed and q.shape[1] == 1).to(q.device)
+        sequence_out, sequence_lse = _attend(q[at], k, v, hidden, scale)
+        out[at], lse[at] = sequence_out.to(q.dtype), sequence_lse.float()
     if is_packed:
         return out[0], lse[0].unsqueeze(-1) if with_lse else lse.new_empty(0)
-    if asked.layout == "BNSD":
+    if options.layout == "BNSD":
         out = out.transpose(1, 2).contiguous()
-    out = out.flatten(2) if asked.layout == "BSH" else out
+    out = out.flatten(2) if options.layout == "BSH" else out
     return out, lse.transpose(1, 2).unsqueeze(-1).contiguous() if with_lse else lse.new_empty(0)
 
 
 def _tokens_first(x: Tensor, layout: str, heads: int) -> Tensor:
-    """[B, S, N, D], TND as one row of B."""
+    """Return x as [B, S, N, D]; TND becomes a batch of one."""
     if layout == "TND":
         return x.unsqueeze(0)
     if layout == "BSH":
@@ -195,50 +200,53 @@ def _tokens_first(x: Tensor, layout: str, heads: int) -> Tensor:
     return x if layout == "BSND" else x.transpose(1, 2)
 
 
-def _keys(x: Tensor, asked: _Asked, b: int) -> Tensor:
-    """[S, HK, D] of sequence b."""
-    lengths, table = asked.kv_lengths, asked.block_table
+def _sequence_keys(x: Tensor, options: _Options, b: int) -> Tensor:
+    """Return the keys or values of sequence b, [S, HK, D]."""
+    lengths, table = options.kv_lengths, options.block_table
     if table is None:
-        if asked.layout == "TND":
+        if options.layout == "TND":
             if lengths is None:
-                raise ValueError(f"{_NAME}: TND needs actual_seq_lengths_kv, where the keys of each sequence end")
+                raise ValueError(f"{_NAME}: TND needs actual_seq_lengths_kv, the cumulative number of keys")
             return x[lengths[b - 1] if b else 0 : lengths[b]]
-        rows = _tokens_first(x, asked.layout, asked.kv_heads)
-        return rows[b, : _each(lengths, rows.shape[0], rows.shape[1])[b]]
+        tokens = _tokens_first(x, options.layout, options.kv_heads)
+        return tokens[b, : _lengths_per_sequence(lengths, tokens.shape[0], tokens.shape[1])[b]]
     if lengths is None:
-        raise ValueError(f"{_NAME}: block_table needs actual_seq_lengths_kv, the keys of each sequence")
-    pages = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (asked.kv_heads, -1))
-    if pages.shape[1] != asked.block_size:
-        raise ValueError(f"{_NAME}: block_size is {asked.block_size}, key has blocks of {pages.shape[1]}")
-    length = _each(lengths, table.shape[0], 0)[b]
-    return pages[table[b, : -(-length // asked.block_size)].long()].flatten(0, 1)[:length]
+        raise ValueError(f"{_NAME}: block_table needs actual_seq_lengths_kv, the number of keys of each sequence")
+    blocks = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (options.kv_heads, -1))
+    if blocks.shape[1] != options.block_size:
+        raise ValueError(f"{_NAME}: block_size is {options.block_size}, key has blocks of {blocks.shape[1]}")
+    length = _lengths_per_sequence(lengths, table.shape[0], 0)[b]
+    return blocks[table[b, : -(-length // options.block_size)].long()].flatten(0, 1)[:length]
 
 
-def _hidden(asked: _Asked, b: int, count: int, keys: int, *, is_single: bool) -> Tensor:
-    """[count, keys] bool: which keys a query does not see. With one query only a mask of mode 0 or 1 counts."""
+def _hidden_keys(options: _Options, b: int, count: int, keys: int, *, is_single: bool) -> Tensor:
+    """Return which keys a query does not see, bool [count, keys]. With one query only a mask of mode 0 or 1 counts."""
     query, key = torch.arange(count)[:, None], torch.arange(keys)
-    last = query + keys - count
-    if is_single or asked.sparse_mode in (0, 1):
-        if asked.mask is None or asked.sparse_mode > 1:
+    diagonal = query + keys - count  # the key of the same position, aligned at the last query
+    if is_single or options.sparse_mode in (0, 1):
+        if options.mask is None or options.sparse_mode > 1:
             return torch.zeros(count, keys, dtype=torch.bool)
-        mask = asked.mask
+        mask = options.mask
         mask = mask.unsqueeze(1 if is_single else 0) if mask.dim() == 2 else mask.flatten(0, -3)
         hidden = mask[b if mask.shape[0] > 1 else 0, :count, :keys].bool().cpu()
-        if is_single or asked.sparse_mode == 1:
+        if is_single or options.sparse_mode == 1:
             return hidden
-        return hidden | (key < query - asked.pre_tokens) | (key > query + asked.next_tokens)
-    if asked.sparse_mode == 4:
-        return (key < last - asked.pre_tokens) | (key > last + asked.next_tokens)
-    if asked.sparse_mode not in (2, 3):
-        raise ValueError(f"{_NAME}: sparse_mode is {asked.sparse_mode}, expected 0 to 4")
-    return key > (query if asked.sparse_mode == 2 else last)
+        return hidden | (key < query - options.pre_tokens) | (key > query + options.next_tokens)
+    if options.sparse_mode == 4:
+        return (key < diagonal - options.pre_tokens) | (key > diagonal + options.next_tokens)
+    if options.sparse_mode not in (2, 3):
+        raise ValueError(f"{_NAME}: sparse_mode is {options.sparse_mode}, expected 0 to 4")
+    return key > (query if options.sparse_mode == 2 else diagonal)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q: [n, HQ, D], k: [s, HK, D], v: [s, HK, DV]: out [n, HQ, DV] and lse [n, HQ], in the dtype of accumulation."""
+    """Attend q [n, HQ, D] to k [s, HK, D] and v [s, HK, DV].
+
+    Returns out [n, HQ, DV] and lse [n, HQ], both in the accumulation dtype.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("nhgd,shd->nhgs", grouped, k.to(wide)) * scale
     scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0)  # all hidden: zeros
+    weights = torch.softmax(scores, -1).nan_to_num(0)  # a query whose keys are all hidden gets zeros
     return torch.einsum("nhgs,shd->nhgd", weights, v.to(wide)).flatten(1, 2), torch.logsumexp(scores, -1).flatten(1)

@@ -1,6 +1,7 @@
-"""What every name here does before it computes: missing gradients, torch_npu itself on an NPU, and elsewhere limits.
+"""What every function of whorl.ascend does before it computes.
 
-On an NPU the vendor decides what a call may ask for: no limit and no check of ours stands before torch_npu.
+It refuses gradients that torch_npu does not have, calls torch_npu itself for tensors on an NPU, and elsewhere enforces
+the documented limits. On an NPU torch_npu checks the arguments: whorl adds no limit and no check.
 """
 
 import importlib
@@ -17,34 +18,39 @@ _limits = "enforce"
 
 
 class limits:
-    """Whether documented device limits are errors off the NPU: `limits("ignore")` from here on, or in a `with` block.
+    """Enforce or ignore the documented device limits off the NPU, from now on or inside a `with` block.
 
-    One setting for all threads. What has no meaning, such as an odd width, stays an error.
+    mode: "enforce" (the default: a call that breaks a limit raises ValueError) or "ignore". The setting holds for all
+    threads. Arguments without a meaning, such as an odd rotary size, stay errors. Raises ValueError for another mode.
+
+    Example: with limits("ignore"): npu_rotary_mul(x, cos, sin)
     """
 
     def __init__(self, mode: Literal["enforce", "ignore"]) -> None:
         global _limits
         if mode not in ("enforce", "ignore"):
             raise ValueError(f"limits: mode is {mode!r}, expected 'enforce' or 'ignore'")
-        self._before, _limits = _limits, mode
+        self._previous, _limits = _limits, mode
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         global _limits
-        _limits = self._before
+        _limits = self._previous
 
 
-def refuse(name: str, limit: str | None) -> None:
+def enforce_limit(name: str, limit: str | None) -> None:
+    """Raise ValueError if the call breaks `limit` (None: it breaks none) and limits are enforced."""
     if limit is not None and _limits == "enforce":
         raise ValueError(f"{name}: {limit}. The device documents this limit; whorl.ascend.limits('ignore') lifts it")
 
 
 def refuse_gradient(name: str, *tensors: Tensor) -> None:
+    """Raise RuntimeError if a gradient of one of the tensors is needed."""
     if needs_gradient(*tensors):
-        lost = "drops it silently" if contracts.CONTRACTS[name].gradient == "silently lost" else "has none"
-        raise RuntimeError(f"{name}: a gradient is needed and torch_npu {lost}; use torch.no_grad(), or whorl.ops")
+        reason = "drops it silently" if contracts.CONTRACTS[name].gradient == "silently lost" else "has none"
+        raise RuntimeError(f"{name}: a gradient is needed and torch_npu {reason}; use torch.no_grad(), or whorl.ops")
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -56,16 +62,17 @@ def is_npu(x: Tensor) -> bool:
 
 
 def call_torch_npu(name: str, *required: Any, **optional: Any) -> Any:
+    """Call torch_npu's operator with the optional arguments that the installed version has."""
     function = getattr(importlib.import_module("torch_npu"), name)
     return function(*required, **installed().call_arguments(name, **optional))
 
 
-def refuse_arguments(name: str, **given: object) -> None:
-    """What is None is not asked for; what is not has a meaning on the NPU alone."""
-    asked = [
-        f"{what}={value!r}" if isinstance(value, int | str | float) else what
-        for what, value in given.items()
+def refuse_npu_arguments(name: str, **arguments: object) -> None:
+    """Raise ValueError for every argument that is not None: these are implemented on an NPU only."""
+    unsupported = [
+        f"{argument}={value!r}" if isinstance(value, int | str | float) else argument
+        for argument, value in arguments.items()
         if value is not None
     ]
-    if asked:
-        raise ValueError(f"{name}: {', '.join(asked)} has a meaning on an NPU only; here it is not implemented")
+    if unsupported:
+        raise ValueError(f"{name}: {', '.join(unsupported)} is implemented on an NPU only; leave it out off the NPU")

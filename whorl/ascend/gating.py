@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts each token gets. Indices are int32, as on the device."""
+"""Routers of mixture-of-experts layers: the experts of each token. Ids are int32, as on the device."""
 
 import torch
 from torch import Tensor
@@ -6,29 +6,32 @@ from torch import Tensor
 from whorl import contracts, ops
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
 
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax, then the k highest of each row, not renormalised; ties to the lowest id. No gradient, as in torch_npu.
+    """Return the k highest softmax weights of each token, not renormalised, and their experts.
 
-    x: [T, E] or [B, S, E]. Returns the weights in x's dtype, the ids, E in rows that `finished` marks, and
-    row_idx[i, j] = j * rows + i.
+    x: [T, E] or [B, S, E] logits; finished: [T] or [B, S] bool. Equal weights go to the lowest id. Returns the weights
+    in x's dtype, the ids (E for tokens that `finished` marks), and row_idx[i, j] = j * T + i, each [..., k]. Raises
+    RuntimeError when a gradient is needed, which torch_npu does not have.
+
+    Example: weights, ids, _ = npu_moe_gating_top_k_softmax(logits, k=8)
     """
     name = "npu_moe_gating_top_k_softmax"
     refuse_gradient(name, x)
     if is_npu(x):
         return call_torch_npu(name, x, finished=finished, k=k)
-    refuse(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
-    rows = x.reshape(-1, x.shape[-1])
-    weights, ids = ops.route(rows, k, renormalize=False)
+    enforce_limit(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
+    logits = x.reshape(-1, x.shape[-1])
+    weights, ids = ops.route(logits, k, renormalize=False)
     if finished is not None:
         ids = ids.masked_fill(finished.reshape(-1, 1), x.shape[-1])
-    numbers = torch.arange(rows.shape[0] * k, dtype=torch.int32, device=x.device).view(k, -1).t().contiguous()
+    row_idx = torch.arange(logits.shape[0] * k, dtype=torch.int32, device=x.device).view(k, -1).t().contiguous()
     shape = (*x.shape[:-1], k)
-    return weights.to(x.dtype).view(shape), ids.view(shape), numbers.view(shape)
+    return weights.to(x.dtype).view(shape), ids.view(shape), row_idx.view(shape)
 
 
 def npu_moe_gating_top_k(
@@ -47,12 +50,16 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best experts of each row among the k_group best groups; ties to the lowest id.
+    """Return the k best experts of each token among its k_group best groups, and their weights.
 
-    x: [T, E]. Scores are softmax (norm_type 0) or sigmoid (1); bias is added for choosing only. A group is as good as
-    its best expert (group_select_mode 0) or its best two together (1). Sigmoid's weights, and with `renorm` softmax's,
-    are divided by their sum + eps; all are multiplied by routed_scaling_factor. Returns weights in x's dtype, ids, and
-    with out_flag the scores in fp32, else zeros. The weights are differentiable in x.
+    x: [T, E] logits; bias: [E], added to the scores only to choose experts. Scores are softmax (norm_type 0) or sigmoid
+    (1); equal scores go to the lowest id. A group is ranked by its best expert (group_select_mode 0) or by the sum of
+    its best two (1). Sigmoid weights, and with `renorm` softmax weights, are divided by their sum + eps; all are
+    multiplied by routed_scaling_factor. Returns the weights [T, k] in x's dtype, differentiable in x, the ids [T, k]
+    int32, and with out_flag the scores [T, E] in fp32, else zeros. Raises ValueError when k, k_group, group_count and E
+    do not fit, and off the NPU for input_ids and tid2eid.
+
+    Example: weights, ids, _ = npu_moe_gating_top_k(logits, 8, k_group=4, group_count=8, norm_type=1)
     """
     name = "npu_moe_gating_top_k"
     if is_npu(x):
@@ -73,35 +80,38 @@ def npu_moe_gating_top_k(
             eps=eps,
         )
     bias_dtype = None if bias is None else dtype_name(bias)
-    refuse(
+    enforce_limit(
         name,
         contracts.moe_gating_top_k_limit(
             shape=x.shape, dtype=dtype_name(x), bias_dtype=bias_dtype, group_count=group_count, renorm=renorm
         ),
     )
-    for what, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
+    for argument, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
         if value not in (0, 1):
-            raise ValueError(f"{name}: {what} is {value}, expected 0 or 1")
+            raise ValueError(f"{name}: {argument} is {value}, expected 0 or 1")
     experts = x.shape[-1]
     if experts % group_count or not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
-        raise ValueError(f"{name}: {k} of {experts} experts, {k_group} of {group_count} groups, do not fit")
-    refuse_arguments(name, input_ids=input_ids, tid2eid=tid2eid)
+        raise ValueError(
+            f"{name}: k={k} of {experts} experts with k_group={k_group} of group_count={group_count} do not fit; "
+            "expected group_count to divide the experts and k of them in the chosen groups"
+        )
+    refuse_npu_arguments(name, input_ids=input_ids, tid2eid=tid2eid)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scores = torch.sigmoid(wide) if norm_type else torch.softmax(wide, -1)
-    choice = scores.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)
-    ids = _choose(choice.unflatten(-1, (group_count, -1)), k, k_group, group_select_mode)
+    ranking = scores.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)
+    ids = _choose_experts(ranking.unflatten(-1, (group_count, -1)), k, k_group, group_select_mode)
     weights = scores.gather(-1, ids)
     if norm_type or renorm:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    found = scores.detach().float()
+    scores_out = scores.detach().float()
     weights = (weights * routed_scaling_factor).to(x.dtype)
-    return weights, ids.int(), found if out_flag else torch.zeros_like(found)
+    return weights, ids.int(), scores_out if out_flag else torch.zeros_like(scores_out)
 
 
-def _choose(choice: Tensor, k: int, k_group: int, group_select_mode: int) -> Tensor:
-    """Ids of the k highest of choice [T, groups, size] in the best groups."""
-    best = choice.topk(min(2, choice.shape[-1]), -1).values.sum(-1) if group_select_mode else choice.amax(-1)
-    kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :k_group]
-    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
-    left = choice.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
-    return left.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+def _choose_experts(ranking: Tensor, k: int, k_group: int, group_select_mode: int) -> Tensor:
+    """Return the ids of the k highest values of ranking [T, groups, size] inside the k_group best groups."""
+    group_scores = ranking.topk(min(2, ranking.shape[-1]), -1).values.sum(-1) if group_select_mode else ranking.amax(-1)
+    groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[..., :k_group]
+    is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, groups, True)
+    candidates = ranking.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+    return candidates.sort(dim=-1, descending=True, stable=True).indices[..., :k]

@@ -1,4 +1,4 @@
-"""The lightning indexer and its loss, sequence by sequence over `whorl.ops`."""
+"""The lightning indexer and its loss, computed one sequence at a time by `whorl.ops`."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,18 @@ from whorl.ops._torch_npu import dtype_name
 from whorl.ops.indexer import dense_indexer_target, index_scores, indexer_kl, indexer_target
 from whorl.ops.indexer.bounds import chunks, full_bounds, visible_keys
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 from .sequences import (
     FAR,
-    Part,
-    ascending,
-    bounds,
-    by_query,
+    SequenceIndex,
     check_layout,
     check_mode,
-    check_tokens,
-    joined,
-    sequences,
+    check_window,
+    join_rope,
+    key_bounds,
+    sort_indices,
+    split_sequences,
+    to_query_order,
 )
 from .sparse_autograd import Indexer
 
@@ -40,15 +40,19 @@ def npu_lightning_indexer(
     next_tokens: int = FAR,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The keys with the highest index scores of each query: int32 [B, S, 1, sparse_count] or [T, 1, sparse_count].
+    """Return the sparse_count keys with the highest index scores of each query, and the scores.
 
-    Here they ascend and ties go to the lowest; -1 after the last. sparse_mode 3 is causal, counted from the last query,
-    0 sees all. Values, in query's dtype, with return_value, else empty; they are differentiable. Lengths are per
-    sequence, in TND cumulative.
+    query: [B, S, N, D] or, in TND, [T, N, D]; key: the same with one head; weights: [..., N]; sparse_mode 3: causal,
+    aligned at the last query, 0: every key. Lengths are per sequence, in TND cumulative. Returns the indices, int32
+    [B, S, 1, sparse_count] or [T, 1, sparse_count], and with return_value their scores in query's dtype, which are
+    differentiable, else an empty tensor. Off the NPU the indices ascend, equal scores go to the lowest index, and -1
+    follows the last. Raises off the NPU ValueError for block_table, other layouts and windows.
+
+    Example: indices, _ = npu_lightning_indexer(q, k, weights, sparse_count=2048)
     """
-    name, given = "npu_lightning_indexer", dict(locals())
+    name, arguments = "npu_lightning_indexer", dict(locals())
     if is_npu(query):
-        return call_torch_npu(name, **given)
+        return call_torch_npu(name, **arguments)
     limit = contracts.lightning_indexer_limit(
         query_shape=query.shape,
         key_shape=key.shape,
@@ -56,13 +60,13 @@ def npu_lightning_indexer(
         sparse_count=sparse_count,
         sparse_mode=sparse_mode,
     )
-    refuse(name, limit)
-    refuse_arguments(name, block_table=block_table)
+    enforce_limit(name, limit)
+    refuse_npu_arguments(name, block_table=block_table)
     check_layout(name, layout_query, layout_key)
-    check_tokens(name, pre_tokens, next_tokens)
+    check_window(name, pre_tokens, next_tokens)
     lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    parts = list(sequences(name, layout_query, query, key, *lengths))
-    indices, values = Indexer.apply(query, key, weights, parts, sparse_count, sparse_mode)
+    sequence_indices = list(split_sequences(name, layout_query, query, key, *lengths))
+    indices, values = Indexer.apply(query, key, weights, sequence_indices, sparse_count, sparse_mode)
     return indices, values if return_value else query.new_empty(0)
 
 
@@ -87,27 +91,30 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     next_tokens: int | None = FAR,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query_index, key_index and weights, and the loss, fp32 [1], of whorl.ops.indexer_kl_loss.
+    """Return the gradients of query_index, key_index and weights, and the loss of whorl.ops.indexer_kl_loss, fp32 [1].
 
-    The loss is the sum over queries, as the vendor's formula has it, and not their mean. Key heads: one.
+    The loss is the sum over queries, as in the vendor's formula, not their mean; key has one head. query, key and both
+    rotary parts are those of the attention, softmax_max and softmax_sum its statistics. Raises RuntimeError when a
+    gradient of this call is needed, and off the NPU ValueError for sinks, other layouts and modes.
     """
-    name, given = "npu_sparse_lightning_indexer_grad_kl_loss", dict(locals())
+    name, arguments = "npu_sparse_lightning_indexer_grad_kl_loss", dict(locals())
     layout = layout or "BSND"
     refuse_gradient(name, query_index, key_index, weights)
     if is_npu(query):
-        return call_torch_npu(name, **given)
-    refuse(name, _kl_limit(query, key, query_index, layout))
-    refuse_arguments(name, sinks=sinks)
+        return call_torch_npu(name, **arguments)
+    enforce_limit(name, _kl_limit(query, key, query_index, layout))
+    refuse_npu_arguments(name, sinks=sinks)
     check_layout(name, layout, layout)
     check_mode(name, sparse_mode)
-    q, k = joined(query, query_rope), joined(key, key_rope)
-    lse = by_query(softmax_max) + by_query(softmax_sum).log()
-    found = _Gradients(query_index, key_index, weights)
-    for mine, keys in sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
-        indices = ascending(sparse_indices[mine], sparse_mode, len(k[keys]))
-        target = indexer_target(q[mine], k[keys], indices, lse[mine], scale_value)
-        found.add(mine, keys, indexer_kl(query_index[mine], key_index[keys][:, 0], weights[mine], indices, target))
-    return found.results()
+    q, k = join_rope(query, query_rope), join_rope(key, key_rope)
+    lse = to_query_order(softmax_max) + to_query_order(softmax_sum).log()
+    gradients = _Gradients(query_index, key_index, weights)
+    for queries, keys in split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
+        indices = sort_indices(sparse_indices[queries], sparse_mode, len(k[keys]))
+        target = indexer_target(q[queries], k[keys], indices, lse[queries], scale_value)
+        index_q, index_k = query_index[queries], key_index[keys][:, 0]
+        gradients.add(queries, keys, indexer_kl(index_q, index_k, weights[queries], indices, target))
+    return gradients.results()
 
 
 def npu_dense_lightning_indexer_softmax_lse(
@@ -122,25 +129,29 @@ def npu_dense_lightning_indexer_softmax_lse(
     pre_tokens: int | None = FAR,
     next_tokens: int | None = FAR,
 ) -> tuple[Tensor, Tensor]:
-    """Max and sum of the softmax over each query's index scores, fp32 [B, 1, S], in TND [1, T]; 0 if it sees none."""
-    name, given = "npu_dense_lightning_indexer_softmax_lse", dict(locals())
+    """Return the max and the sum of the softmax over each query's index scores, fp32 [B, 1, S], in TND [1, T].
+
+    Both are 0 for a query that sees no key. Raises RuntimeError when a gradient is needed, and off the NPU ValueError
+    for other layouts and modes.
+    """
+    name, arguments = "npu_dense_lightning_indexer_softmax_lse", dict(locals())
     layout = layout or "BSND"
     refuse_gradient(name, query_index, key_index, weights)
     if is_npu(query_index):
-        return call_torch_npu(name, **given)
+        return call_torch_npu(name, **arguments)
     check_layout(name, layout, layout)
     check_mode(name, sparse_mode)
     tops, sums = (query_index.new_zeros(query_index.shape[:-2], dtype=torch.float32) for _ in range(2))
-    for mine, keys in sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
-        q, k, factors = query_index[mine], key_index[keys][:, 0], weights[mine]
-        starts, ends = full_bounds(len(q), len(k), *bounds(sparse_mode, len(q), len(k), q.device), q.device)
+    for queries, keys in split_sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
+        q, k, factors = query_index[queries], key_index[keys][:, 0], weights[queries]
+        starts, ends = full_bounds(len(q), len(k), *key_bounds(sparse_mode, len(q), len(k), q.device), q.device)
         for rows in chunks(len(q), len(k)):
             scores = index_scores(q[rows], k, factors[rows], starts[rows], ends[rows])
-            seen = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
-            top = torch.where(seen, scores, -torch.inf).amax(-1)
-            top = torch.where(seen.any(-1), top, 0)
-            tops[mine][rows] = top
-            sums[mine][rows] = torch.where(seen, torch.exp(scores - top[:, None]), 0).sum(-1)
+            visible = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
+            top = torch.where(visible, scores, -torch.inf).amax(-1)
+            top = torch.where(visible.any(-1), top, 0)
+            tops[queries][rows] = top
+            sums[queries][rows] = torch.where(visible, torch.exp(scores - top[:, None]), 0).sum(-1)
     return tops.unsqueeze(-2), sums.unsqueeze(-2)
 
 
@@ -165,54 +176,60 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     pre_tokens: int | None = FAR,
     next_tokens: int | None = FAR,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As npu_sparse_lightning_indexer_grad_kl_loss over every visible key; key has a head for each of query's.
+    """Return what npu_sparse_lightning_indexer_grad_kl_loss returns, over every visible key.
 
-    Both softmaxes are of the statistics that are given, and the attention is averaged over the heads: with statistics
-    that belong to these tensors that is the normalised sum. The loss is not clipped where a probability is tiny.
+    key has as many heads as query. Both softmaxes use the statistics passed in, and the attention is averaged over the
+    heads; with statistics of these tensors this is the normalised sum. The loss is not clipped where a probability is
+    tiny. Raises RuntimeError when a gradient of this call is needed, and off the NPU ValueError for other layouts and
+    modes.
     """
-    name, given = "npu_dense_lightning_indexer_grad_kl_loss", dict(locals())
+    name, arguments = "npu_dense_lightning_indexer_grad_kl_loss", dict(locals())
     layout = layout or "BSND"
     refuse_gradient(name, query_index, key_index, weights)
     if is_npu(query):
-        return call_torch_npu(name, **given)
-    refuse(name, _kl_limit(query, key, query_index, layout, dense=True))
+        return call_torch_npu(name, **arguments)
+    enforce_limit(name, _kl_limit(query, key, query_index, layout, dense=True))
     check_layout(name, layout, layout)
     check_mode(name, sparse_mode)
-    q, k = joined(query, query_rope), joined(key, key_rope)
-    lse = by_query(softmax_max) + by_query(softmax_sum).log()
+    q, k = join_rope(query, query_rope), join_rope(key, key_rope)
+    lse = to_query_order(softmax_max) + to_query_order(softmax_sum).log()
     index_lse = (softmax_max_index + softmax_sum_index.log()).squeeze(-2)
-    found = _Gradients(query_index, key_index, weights)
-    for mine, keys in sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
-        count, num_keys = len(q[mine]), len(k[keys])
-        starts, ends = full_bounds(count, num_keys, *bounds(sparse_mode, count, num_keys, q.device), q.device)
+    gradients = _Gradients(query_index, key_index, weights)
+    for queries, keys in split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
+        count, num_keys = len(q[queries]), len(k[keys])
+        starts, ends = full_bounds(count, num_keys, *key_bounds(sparse_mode, count, num_keys, q.device), q.device)
         index_k = key_index[keys][:, 0]
         for rows in chunks(count, num_keys * query_index.shape[-2]):
             limits = (starts[rows], ends[rows])
-            seen = visible_keys(rows.stop - rows.start, num_keys, *limits, None, q.device)
-            target = dense_indexer_target(q[mine][rows], k[keys], lse[mine][rows], scale_value, *limits)
-            part = (*mine[:-1], slice(mine[-1].start + rows.start, mine[-1].start + rows.stop))
+            visible = visible_keys(rows.stop - rows.start, num_keys, *limits, None, q.device)
+            target = dense_indexer_target(q[queries][rows], k[keys], lse[queries][rows], scale_value, *limits)
+            part = (*queries[:-1], slice(queries[-1].start + rows.start, queries[-1].start + rows.stop))
             target = target / query.shape[-2]
-            found.add(part, keys, _divergence(query_index[part], index_k, weights[part], target, index_lse[part], seen))
-    return found.results()
+            index_q = query_index[part]
+            gradients.add(part, keys, _kl_loss(index_q, index_k, weights[part], target, index_lse[part], visible))
+    return gradients.results()
 
 
-def _divergence(
-    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, lse: Tensor, seen: Tensor
+def _kl_loss(
+    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, lse: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss [T] of target from exp(scores - lse), and its gradients, in fp32. A query that sees nothing has none."""
+    """Return the loss [T], KL(target from exp(scores - lse)), and its gradients, in fp32.
+
+    The gradients of a query that sees no key are 0.
+    """
     q, k, weights = q.float(), k.float(), weights.float()
     dots = torch.einsum("thd,sd->ths", q, k)
     scores = torch.einsum("ths,th->ts", dots.relu(), weights)
-    log_q = torch.where(seen, scores - lse.unsqueeze(-1), 0)
+    log_q = torch.where(visible, scores - lse.unsqueeze(-1), 0)
     loss = (torch.xlogy(target, target) - target * log_q).sum(-1)
-    dscores = torch.where(seen, log_q.exp() - target, 0)
+    dscores = torch.where(visible, log_q.exp() - target, 0)
     ddots = dscores.unsqueeze(1) * weights.unsqueeze(-1) * (dots > 0)
     dq, dk = torch.einsum("ths,sd->thd", ddots, k), torch.einsum("ths,thd->sd", ddots, q)
     return loss, dq, dk, (dots.relu() * dscores.unsqueeze(1)).sum(-1)
 
 
 class _Gradients:
-    """Sums over sequences and chunks, in fp32."""
+    """Accumulate the loss and its gradients over sequences and slices of queries, in fp32."""
 
     def __init__(self, q: Tensor, k: Tensor, weights: Tensor) -> None:
         self.dtypes = (q.dtype, k.dtype, weights.dtype)
@@ -221,10 +238,12 @@ class _Gradients:
         )
         self.loss = torch.zeros(1, device=q.device)
 
-    def add(self, mine: Part, keys: Part, found: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        loss, dq, dk, dweights = found
+    def add(
+        self, queries: SequenceIndex, keys: SequenceIndex, loss_and_gradients: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        loss, dq, dk, dweights = loss_and_gradients
         self.loss += loss.sum()
-        self.dq[mine], self.dweights[mine] = dq.float(), dweights.float()
+        self.dq[queries], self.dweights[queries] = dq.float(), dweights.float()
         self.dk[keys] += dk[:, None]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

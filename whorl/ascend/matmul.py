@@ -1,4 +1,4 @@
-"""Grouped products."""
+"""Grouped matmul."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
 
 def npu_grouped_matmul(
@@ -34,12 +34,16 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """A product for each group, sums in fp32, one rounding. No gradient: torch_npu drops it silently.
+    """Return one matmul per group, accumulated in fp32 and rounded once.
 
-    group_type -1: x[i] @ weight[i]; 0: group e of the rows of x, [rows, K], times weight[e], in one tensor [E, K, N] or
-    a list; 2: x [M, rows] times weight [rows, N] for each group of rows, [E, M, N]. group_list: where groups end
-    (group_list_type 0) or how long they are (1). split_item 0 and 1 give a tensor for each group, 2 and 3 one. bias:
-    [N] for each. Off the NPU quantisation and activations are refused by name.
+    group_type -1: x[i] @ weight[i]; 0: the rows of x [rows, K] that belong to group e, times weight[e], from one tensor
+    [E, K, N] or a list; 2: x [M, rows] times weight [rows, N] for each group of rows, [E, M, N]. group_list: the
+    cumulative number of rows (group_list_type 0) or the rows of each group (1). split_item 0 and 1 return a tensor per
+    group, 2 and 3 one tensor in a list. bias: [N] per group. Raises RuntimeError when a gradient is needed (torch_npu
+    drops it silently), ValueError when groups and weights do not fit, and off the NPU for the arguments of quantisation
+    and activations.
+
+    Example: (y,) = npu_grouped_matmul([x], [weight], group_list=ends, group_type=0, split_item=3)
     """
     name = "npu_grouped_matmul"
     refuse_gradient(name, *x, *weight, *(bias or ()))
@@ -69,8 +73,8 @@ def npu_grouped_matmul(
             scale_dtype=scale_dtype,
             per_token_scale_dtype=per_token_scale_dtype,
         )
-    sizes = {"split_item": split_item or 0, "group_list_type": group_list_type or 0, "act_type": act_type or 0}
-    refuse(
+    modes = {"split_item": split_item or 0, "group_list_type": group_list_type or 0, "act_type": act_type or 0}
+    enforce_limit(
         name,
         contracts.grouped_matmul_limit(
             shapes=[t.shape for t in x],
@@ -79,12 +83,12 @@ def npu_grouped_matmul(
             weight_dtype=dtype_name(weight[0]),
             groups=None if group_list is None else group_list.numel(),
             group_type=group_type,
-            **sizes,
+            **modes,
         )
         if scale is None and antiquant_scale is None
         else None,
     )
-    refuse_arguments(
+    refuse_npu_arguments(
         name,
         scale=scale,
         offset=offset,
@@ -100,47 +104,48 @@ def npu_grouped_matmul(
         scale_dtype=scale_dtype,
         per_token_scale_dtype=per_token_scale_dtype,
     )
-    pairs = list(_pairs(name, x, weight, group_type, _lengths(group_list, sizes["group_list_type"])))
-    found = [_product(a, b, None if bias is None else _bias(bias, e)) for e, (a, b) in enumerate(pairs)]
-    found = [y.to(_dtype(name, output_dtype) or x[0].dtype) for y in found]
-    if sizes["split_item"] in (0, 1):
-        return found
-    return [torch.stack(found) if group_type == 2 else torch.cat(found)]
+    operands = list(_operands(name, x, weight, group_type, _group_lengths(group_list, modes["group_list_type"])))
+    outputs = [_matmul(a, b, None if bias is None else _group_bias(bias, e)) for e, (a, b) in enumerate(operands)]
+    outputs = [y.to(_dtype(name, output_dtype) or x[0].dtype) for y in outputs]
+    if modes["split_item"] in (0, 1):
+        return outputs
+    return [torch.stack(outputs) if group_type == 2 else torch.cat(outputs)]
 
 
-def _lengths(group_list: Tensor | None, kind: int) -> list[int] | None:
+def _group_lengths(group_list: Tensor | None, kind: int) -> list[int] | None:
+    """Return the rows of each group from a cumulative group_list (kind 0) or from counts (1)."""
     if group_list is None:
         return None
     return (group_list if kind == 1 else group_list.diff(prepend=group_list.new_zeros(1))).tolist()
 
 
-def _pairs(
+def _operands(
     name: str, x: list[Tensor], weight: list[Tensor], group_type: int | None, lengths: list[int] | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What is multiplied by what."""
+    """Return the two operands of each group's matmul."""
     if group_type not in (-1, 0, 2):
         raise ValueError(f"{name}: group_type is {group_type}, expected -1, 0 or 2")
     weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
     if len(x) == 1 and group_type != -1:
         total = x[0].shape[1 if group_type == 2 else 0]
         if lengths is None or sum(lengths) != total:
-            raise ValueError(f"{name}: group_list is of {lengths}, expected lengths that add up to {total}")
+            raise ValueError(f"{name}: group_list has lengths {lengths}, expected lengths that add up to {total}")
         x = list(x[0].split(lengths, 1 if group_type == 2 else 0))
         if group_type == 2:
             weights = list(weight[0].split(lengths))
     if len(x) != len(weights):
-        raise ValueError(f"{name}: {len(x)} groups of x and {len(weights)} weights")
+        raise ValueError(f"{name}: x has {len(x)} groups, weight has {len(weights)}; expected the same number")
     return list(zip(x, weights, strict=True))
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide) @ weight.to(wide)
     return y if bias is None else y + bias.to(wide)
 
 
-def _bias(bias: list[Tensor], group: int) -> Tensor:
-    """A tensor [N] for each group, or one tensor [E, N]."""
+def _group_bias(bias: list[Tensor], group: int) -> Tensor:
+    """Return the bias of a group, from a tensor [N] per group or from one tensor [E, N]."""
     return bias[0][group] if bias[0].dim() == 2 else bias[group]
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: rows to their experts and back. Indices are int32, as on the device."""
+"""Permute the tokens of mixture-of-experts layers to their experts and back. Indices are int32, as on the device."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from whorl import contracts, ops
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
 
 def npu_moe_init_routing_v2(
@@ -26,17 +26,23 @@ def npu_moe_init_routing_v2(
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each row of x once for each of its experts, sorted by expert. No gradient: torch_npu drops it silently.
+    """Copy each token once for each of its experts, sorted by expert.
 
-    x: [T, H]; expert_idx: [T, K]. Returns
-    - the rows [T * K, H], or active_num of them; drop_pad_mode 1: [expert_num, expert_capacity, H], zeros where an
-      expert has fewer, and what is past its capacity is dropped; int8 with quant_mode 0 (round(x * scale + offset)) and
-      1 (a scale for each row);
-    - where copy i * K + j went (row_idx_type 0; -1: nowhere) or which copy is here (1; not in drop_pad_mode 1);
-    - rows per expert of active_expert_range before any is dropped, cumulative (expert_tokens_num_type 0), counts (1) or
-      (expert, count) pairs (2); drop_pad_mode 1 always counts;
-    - the scale of each row: with quant_mode 1 the quantisation's, otherwise that of `scale` [T].
-    What the device leaves undefined is 0, or -1; without expert_tokens_num_flag the third is one 0.
+    x: [T, H]; expert_idx: [T, K] int32. Returns
+    - the copies [T * K, H], or the first active_num of them; with drop_pad_mode 1 [expert_num, expert_capacity, H],
+      with zeros where an expert has fewer copies, and copies past its capacity dropped; in int8 with quant_mode 0
+      (round(x * scale + offset)) and 1 (one scale per copy);
+    - the row that copy i * K + j went to, -1 for none (row_idx_type 0), or the copy that each row holds (1; not in
+      drop_pad_mode 1);
+    - the copies of each expert of active_expert_range before any is dropped: cumulative (expert_tokens_num_type 0),
+      counts (1) or (expert, count) pairs (2); drop_pad_mode 1 always returns counts;
+    - the scale of each copy: with quant_mode 1 that of the quantisation, otherwise that of `scale` [T].
+    Values that the device leaves undefined are 0 or -1; without expert_tokens_num_flag the third result is one 0.
+    Raises RuntimeError when a gradient is needed (torch_npu drops it silently), ValueError for shapes and modes that do
+    not fit, and off the NPU for x_dtype.
+
+    Example: rows, places, counts, _ = npu_moe_init_routing_v2(
+        x, ids, expert_num=64, expert_tokens_num_type=1, expert_tokens_num_flag=True)
     """
     name = "npu_moe_init_routing_v2"
     refuse_gradient(name, x)
@@ -58,7 +64,7 @@ def npu_moe_init_routing_v2(
             row_idx_type=row_idx_type,
             x_dtype=x_dtype,
         )
-    refuse(
+    enforce_limit(
         name,
         contracts.moe_init_routing_limit(
             shape=x.shape,
@@ -74,25 +80,32 @@ def npu_moe_init_routing_v2(
     )
     if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
         raise ValueError(f"{name}: x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
-    refuse_arguments(name, x_dtype=x_dtype)
+    refuse_npu_arguments(name, x_dtype=x_dtype)
     if quant_mode not in (-1, 0, 1) or drop_pad_mode not in (0, 1):
-        raise ValueError(f"{name}: quant_mode is {quant_mode}, drop_pad_mode {drop_pad_mode}; expected -1 to 1, 0 or 1")
+        raise ValueError(
+            f"{name}: quant_mode is {quant_mode}, expected -1 to 1; drop_pad_mode {drop_pad_mode}, expected 0 or 1"
+        )
     if quant_mode == 0 and (scale is None or offset is None):
         raise ValueError(f"{name}: quant_mode 0 needs scale and offset, one number each")
     if expert_tokens_num_type not in (0, 1, 2) or row_idx_type not in (0, 1):
-        raise ValueError(f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, row_idx_type {row_idx_type}")
+        raise ValueError(
+            f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, expected 0, 1 or 2; "
+            f"row_idx_type is {row_idx_type}, expected 0 or 1"
+        )
     first, last = active_expert_range or (0, expert_num)
     if expert_num < 0 or first > last:
-        raise ValueError(f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}: no experts")
+        raise ValueError(
+            f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}; expected some experts"
+        )
     flat = expert_idx.flatten().long()
     is_active = (flat >= first) & (flat < last)
     order = torch.where(is_active, flat, last).sort(stable=True).indices[: int(is_active.sum())]
-    owners = flat[order] - first
-    counts = torch.bincount(owners, minlength=last - first)
+    experts = flat[order] - first
+    counts = torch.bincount(experts, minlength=last - first)
     if drop_pad_mode == 1:
-        slots = _slots(owners, counts, expert_capacity)
-        kept, size = slots >= 0, expert_num * expert_capacity
-        order, owners, at = order[kept], owners[kept], slots[kept]
+        padded_rows = _padded_rows(experts, counts, expert_capacity)
+        fits, size = padded_rows >= 0, expert_num * expert_capacity
+        order, experts, at = order[fits], experts[fits], padded_rows[fits]
     else:
         size = flat.numel() if active_num <= 0 else min(active_num, flat.numel())
         at = torch.arange(order.numel(), device=x.device)
@@ -101,34 +114,34 @@ def npu_moe_init_routing_v2(
         places[order] = at.int()
     else:
         places[: order.numel()] = order.int()
-    rows, scales = _expand(x, order[:size], owners[:size], expert_idx.shape[1], scale, offset, quant_mode)
+    rows, scales = _copy_tokens(x, order[:size], experts[:size], expert_idx.shape[1], scale, offset, quant_mode)
     expanded = rows.new_zeros(size, x.shape[1]).index_copy_(0, at[:size], rows)
     all_scales = scales.new_zeros(size).index_copy_(0, at[:size], scales)
     if drop_pad_mode == 1:
         expanded, expert_tokens_num_type = expanded.unflatten(0, (expert_num, expert_capacity)), 1
-    totals = counts.new_zeros(())
+    expert_counts = counts.new_zeros(())
     if expert_tokens_num_flag:
-        totals = _totals(counts, expert_tokens_num_type, first, expert_num)
-    return expanded, places, totals, all_scales
+        expert_counts = _format_counts(counts, expert_tokens_num_type, first, expert_num)
+    return expanded, places, expert_counts, all_scales
 
 
-def _slots(owners: Tensor, counts: Tensor, capacity: int) -> Tensor:
-    """Where each copy, sorted by expert, goes in [experts, capacity]; -1: past its expert's capacity."""
-    within = torch.arange(owners.numel(), device=owners.device) - (counts.cumsum(0) - counts)[owners]
-    return torch.where(within < capacity, owners * capacity + within, -1)
+def _padded_rows(experts: Tensor, counts: Tensor, capacity: int) -> Tensor:
+    """Return the row of each copy, sorted by expert, in [experts, capacity]; -1 past its expert's capacity."""
+    within = torch.arange(experts.numel(), device=experts.device) - (counts.cumsum(0) - counts)[experts]
+    return torch.where(within < capacity, experts * capacity + within, -1)
 
 
-def _expand(
+def _copy_tokens(
     x: Tensor,
     order: Tensor,
-    owners: Tensor,
-    slots: int,
+    experts: Tensor,
+    top_k: int,
     scale: Tensor | None,
     offset: Tensor | None,
     quant_mode: int,
 ) -> tuple[Tensor, Tensor]:
-    """The rows in the order of their experts, and a scale for each."""
-    source = order // slots
+    """Return the copies in the order of their experts, quantised by quant_mode, and a scale for each."""
+    source = order // top_k
     rows, no_scales = x[source], torch.zeros(order.numel(), device=x.device)
     if quant_mode == -1:
         return rows, no_scales if scale is None else scale[source]
@@ -136,17 +149,20 @@ def _expand(
     if quant_mode == 0 and scale is not None and offset is not None:
         return (wide * scale + offset).round().clamp(-128, 127).to(torch.int8), no_scales
     if scale is not None:  # [experts, H] or [1, H]
-        wide = wide * (scale if scale.shape[0] == 1 else scale[owners])
+        wide = wide * (scale if scale.shape[0] == 1 else scale[experts])
     return ops.dynamic_quant(wide)
 
 
-def _totals(counts: Tensor, kind: int, first: int, expert_num: int) -> Tensor:
-    """Counts as they are (1), cumulative (0), or [expert_num, 2]: (expert, rows) of those with any, then zeros (2)."""
+def _format_counts(counts: Tensor, kind: int, first: int, expert_num: int) -> Tensor:
+    """Return counts as they are (kind 1), cumulative (0), or as (expert, count) pairs of experts with any (2).
+
+    The pairs are [expert_num, 2], with zeros after the last.
+    """
     if kind != 2:
         return counts if kind else counts.cumsum(0)
     used = counts.nonzero().flatten()
-    found = torch.stack((used + first, counts[used]), -1)
-    return torch.nn.functional.pad(found, (0, 0, 0, expert_num - len(used)))
+    pairs = torch.stack((used + first, counts[used]), -1)
+    return torch.nn.functional.pad(pairs, (0, 0, 0, expert_num - len(used)))
 
 
 def npu_moe_finalize_routing(
@@ -160,20 +176,23 @@ def npu_moe_finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> Tensor:
-    """skip1 + skip2 + sum over j of scales[i, j] * (rows[index(i, j)] + bias[expert(i, j)]), in fp32, one rounding.
+    """Return skip1 + skip2 + sum over j of scales[i, j] * (rows[index(i, j)] + bias[expert(i, j)]) for each token i.
 
-    rows: [T * K, H], or [E, capacity, H] in drop_pad_mode 1 and 3; scales and export_for_source_row: [T, K]; the index
-    lies column by column in modes 0 and 1, row by row in 2 and 3, and -1 is a row of zeros. K is scales.shape[1], or k.
-    No gradient: torch_npu drops it silently.
+    Computed in fp32 and rounded once. rows (expanded_permuted_rows): [T * K, H], or [E, capacity, H] in drop_pad_mode 1
+    and 3; scales and export_for_source_row (the expert of each choice): [T, K]; the index (expanded_src_to_dst_row) is
+    stored column by column in modes 0 and 1, row by row in 2 and 3, and -1 counts as a row of zeros. K is
+    scales.shape[1], or k without scales. Raises RuntimeError when a gradient is needed (torch_npu drops it silently),
+    ValueError for another mode or a bias without export_for_source_row.
+
+    Example: y = npu_moe_finalize_routing(rows, None, None, None, weights, places, None, drop_pad_mode=2)
     """
     name = "npu_moe_finalize_routing"
     mode, rows, index = drop_pad_mode or 0, expanded_permuted_rows, expanded_src_to_dst_row
-    given = [t for t in (rows, skip1, skip2, bias, scales) if t is not None]
-    refuse_gradient(name, *given)
+    refuse_gradient(name, *(t for t in (rows, skip1, skip2, bias, scales) if t is not None))
     if is_npu(rows):
         arguments = (rows, skip1, skip2, bias, scales, index, export_for_source_row)
         return call_torch_npu(name, *arguments, drop_pad_mode=drop_pad_mode, k=k)
-    refuse(
+    enforce_limit(
         name,
         contracts.moe_finalize_routing_limit(
             shape=rows.shape,
@@ -186,45 +205,48 @@ def npu_moe_finalize_routing(
     )
     if mode not in (0, 1, 2, 3):
         raise ValueError(f"{name}: drop_pad_mode is {mode}, expected 0 to 3")
-    slots = scales.shape[1] if scales is not None else k or 1
-    index = index.view(slots, -1).t() if mode in (0, 1) else index.view(-1, slots)  # [T, K]
+    top_k = scales.shape[1] if scales is not None else k or 1
+    index = index.view(top_k, -1).t() if mode in (0, 1) else index.view(-1, top_k)  # [T, K]
     wide = torch.promote_types(rows.dtype, torch.float32)
     flat = rows.reshape(-1, rows.shape[-1]).to(wide)
     parts = flat[index.long().clamp_min(0)].masked_fill((index < 0).unsqueeze(-1), 0)
     if bias is not None:
         if export_for_source_row is None:
-            raise ValueError(f"{name}: bias needs export_for_source_row, the expert of each slot")
+            raise ValueError(f"{name}: bias needs export_for_source_row, the expert of each choice")
         parts = parts + bias.to(wide)[export_for_source_row.long()]
     if scales is not None:
         parts = parts * scales.to(wide).unsqueeze(-1)
     y = torch.zeros(index.shape[0], flat.shape[1], dtype=wide, device=rows.device)
-    for added in (skip1, skip2, *parts.unbind(1)):
-        y = y if added is None else y + added.to(wide)
+    for summand in (skip1, skip2, *parts.unbind(1)):
+        y = y if summand is None else y + summand.to(wide)
     return y.to(rows.dtype)
 
 
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Each token once for each of its experts, sorted by expert: permuted[sorted[i * K + j]] = tokens[i].
+    """Copy each token once for each of its experts, sorted by expert: permuted[sorted[i * K + j]] = tokens[i].
 
-    tokens: [T, H]; indices: [T, K] or [T]. Only the first num_out_tokens rows are kept (below 0: all but so many; None
-    or 0: all). Differentiable.
+    tokens: [T, H]; indices: [T, K] or [T], the experts. num_out_tokens: how many rows to return (None or 0: all; below
+    0: all but that many). Returns permuted [rows, H], differentiable, and sorted [T * K] int32. Raises ValueError for
+    shapes that do not fit, and off the NPU for padded_mode.
+
+    Example: permuted, places = npu_moe_token_permute(tokens, ids)
     """
     name = "npu_moe_token_permute"
     if is_npu(tokens):
         return call_torch_npu(name, tokens, indices, num_out_tokens=num_out_tokens, padded_mode=padded_mode)
     top_k = 1 if indices.dim() == 1 else indices.shape[1]
-    refuse(name, contracts.moe_token_permute_limit(shape=tokens.shape, dtype=dtype_name(tokens), top_k=top_k))
+    enforce_limit(name, contracts.moe_token_permute_limit(shape=tokens.shape, dtype=dtype_name(tokens), top_k=top_k))
     if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
         raise ValueError(
-            f"{name}: tokens is {list(tokens.shape)}, indices {list(indices.shape)}: expected [T, H], [T, K]"
+            f"{name}: tokens is {list(tokens.shape)}, indices {list(indices.shape)}, expected [T, H] and [T, K]"
         )
-    refuse_arguments(name, padded_mode=padded_mode or None)
+    refuse_npu_arguments(name, padded_mode=padded_mode or None)
     order = indices.flatten().sort(stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    asked = num_out_tokens or 0
-    rows = min(asked, order.numel()) if asked > 0 else order.numel() + asked
+    limit = num_out_tokens or 0
+    rows = min(limit, order.numel()) if limit > 0 else order.numel() + limit
     return tokens[order[:rows] // top_k], places.int()
 
 
@@ -235,10 +257,13 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: list[int] | None = None,
 ) -> Tensor:
-    """y[i] = sum over j of probs[i, j] * permuted_tokens[sorted_indices[i * K + j]], in fp32, one rounding.
+    """Return y[i] = sum over j of probs[i, j] * permuted_tokens[sorted_indices[i * K + j]], in fp32, rounded once.
 
-    permuted_tokens: [rows, H]; sorted_indices: [T * K]; probs: [T, K]. Without probs K is 1: nothing is added up. An
-    index past the rows, of a token that was dropped, counts as zeros. Differentiable in permuted_tokens and probs.
+    permuted_tokens: [rows, H]; sorted_indices: [T * K]; probs: [T, K]; without probs K is 1 and nothing is summed. An
+    index past the rows belongs to a dropped token and counts as zeros. Returns [T, H] in permuted_tokens' dtype,
+    differentiable in permuted_tokens and probs. Raises off the NPU ValueError for padded_mode and restore_shape.
+
+    Example: y = npu_moe_token_unpermute(permuted, places, probs=weights)
     """
     name = "npu_moe_token_unpermute"
     if is_npu(permuted_tokens):
@@ -246,12 +271,12 @@ def npu_moe_token_unpermute(
         return call_torch_npu(name, permuted_tokens, sorted_indices, **arguments)
     top_k = 1 if probs is None else probs.shape[1]
     dtype = dtype_name(permuted_tokens)
-    refuse(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
-    refuse_arguments(name, padded_mode=padded_mode or None, restore_shape=restore_shape)
+    enforce_limit(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
+    refuse_npu_arguments(name, padded_mode=padded_mode or None, restore_shape=restore_shape)
     wide = permuted_tokens.to(torch.promote_types(permuted_tokens.dtype, torch.float32))
     index = sorted_indices.long().view(-1, top_k)
-    is_lost = index >= wide.shape[0]
-    parts = wide[index.masked_fill(is_lost, 0)].masked_fill(is_lost.unsqueeze(-1), 0)
+    is_dropped = index >= wide.shape[0]
+    parts = wide[index.masked_fill(is_dropped, 0)].masked_fill(is_dropped.unsqueeze(-1), 0)
     if probs is not None:
         parts = parts * probs.to(wide.dtype).unsqueeze(-1)
     return parts.sum(1).to(permuted_tokens.dtype)

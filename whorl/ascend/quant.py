@@ -1,4 +1,4 @@
-"""Quantisation."""
+"""Dynamic quantisation to int8 and int4."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,9 @@ from torch import Tensor
 from whorl import contracts, ops
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
-# What a dst_type means: a dtype, or its number, which is all that torch_npu's schema knows.
+# Formats by dst_type: a torch.dtype, or its number, which is the type in torch_npu's schema.
 _FORMATS = {None: "int8", torch.int8: "int8", 1: "int8", torch.quint4x2: "quint4x2", 16: "quint4x2"}
 _PACKED = 8  # int4 codes in one int32
 
@@ -22,12 +22,15 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 or int4 with a scale for each row: y = round(input / scale), scale = largest magnitude / 127 or 7.
+    """Quantise symmetrically to int8 or int4 with one scale per token: y = round(input / scale).
 
-    input: [..., C], times smooth_scales [C] first, or, with group_index, times smooth_scales[g] for the rows from
-    group_index[g - 1] to group_index[g]. Returns y like input in int8, or, dst_type torch.quint4x2, [..., C / 8] int32
-    with the first of eight codes in the lowest bits; and scale [...] fp32. No gradient. Off the NPU other types and
-    modes are refused by name.
+    scale is the token's largest magnitude divided by 127 (int8) or 7 (int4). input: [..., C], multiplied first by
+    smooth_scales [C], or, with group_index, by smooth_scales[g] for the tokens from group_index[g - 1] to
+    group_index[g]. Returns y like input in int8 or, for dst_type torch.quint4x2, packed [..., C / 8] int32 with the
+    first of eight codes in the lowest bits; and scale [...] fp32. Raises RuntimeError when a gradient is needed, and
+    off the NPU ValueError for other types and modes.
+
+    Example: codes, scale = npu_dynamic_quant(x)
     """
     name = "npu_dynamic_quant"
     refuse_gradient(name, input)
@@ -41,22 +44,25 @@ def npu_dynamic_quant(
             quant_mode=quant_mode,
             dst_type_max=dst_type_max,
         )
-    form = _FORMATS.get(dst_type)
-    limit = contracts.dynamic_quant_limit(shape=input.shape, dtype=dtype_name(input), format=form or str(dst_type))
-    refuse(name, limit)
-    refuse_arguments(
+    target = _FORMATS.get(dst_type)
+    limit = contracts.dynamic_quant_limit(shape=input.shape, dtype=dtype_name(input), format=target or str(dst_type))
+    enforce_limit(name, limit)
+    refuse_npu_arguments(
         name,
-        dst_type=dst_type if form is None else None,
+        dst_type=dst_type if target is None else None,
         quant_mode=None if quant_mode == "pertoken" else quant_mode,
         dst_type_max=dst_type_max or None,
     )
     if smooth_scales is not None:
-        input = input.float() * _smooth(name, input, smooth_scales, group_index)
-    return ops.dynamic_quant(input) if form == "int8" else _int4(name, input)
+        input = input.float() * _token_smooth_scales(name, input, smooth_scales, group_index)
+    return ops.dynamic_quant(input) if target == "int8" else _quantise_int4(name, input)
 
 
-def _int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of -7 to 7, eight to an int32; a row without a usable scale has codes 0, as in `ops.dynamic_quant`."""
+def _quantise_int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise to codes of -7 to 7, eight packed into an int32.
+
+    A token whose scale is 0 or not finite gets codes 0, as in `ops.dynamic_quant`.
+    """
     if x.shape[-1] % _PACKED:
         raise ValueError(f"{name}: input is {list(x.shape)}, expected a last dim that is a multiple of {_PACKED}")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -66,13 +72,13 @@ def _int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return nibbles.sum(-1, dtype=torch.int64).to(torch.int32), scale.squeeze(-1)
 
 
-def _smooth(name: str, x: Tensor, scales: Tensor, group_index: Tensor | None) -> Tensor:
+def _token_smooth_scales(name: str, x: Tensor, scales: Tensor, group_index: Tensor | None) -> Tensor:
     if scales.shape[-1] != x.shape[-1] or scales.dim() != (1 if group_index is None else 2):
         raise ValueError(
-            f"{name}: smooth_scales is {list(scales.shape)}, input {list(x.shape)}: expected [C] or [G, C]"
+            f"{name}: smooth_scales is {list(scales.shape)}, input {list(x.shape)}; expected [C], or [G, C] with groups"
         )
     if group_index is None:
         return scales.float()
-    rows = torch.arange(x[..., 0].numel(), device=x.device)
-    group = torch.searchsorted(group_index.long(), rows, right=True)
+    tokens = torch.arange(x[..., 0].numel(), device=x.device)
+    group = torch.searchsorted(group_index.long(), tokens, right=True)
     return scales.float()[group].view(x.shape)

@@ -1,4 +1,4 @@
-"""The rotary operators."""
+"""The rotary operators: rotation by full-width cos and sin, and by a table that is looked up by position."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl import contracts, ops
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, needs_gradient, refuse, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, needs_gradient, refuse_gradient
 
 _STYLES = {"half": "half", "interleave": "pairs"}  # rotary_mode -> the style of whorl.ops
 
@@ -16,10 +16,14 @@ _STYLES = {"half": "half", "interleave": "pairs"}  # rotary_mode -> the style of
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """input * r1 + rot(input) * r2, with r1 = cos and r2 = sin of full width, rounded to input's dtype first.
+    """Return input * r1 + rot(input) * r2, with r1 = cos and r2 = sin of full width, rounded to input's dtype first.
 
-    rot() pairs channel i with i + D/2 (`half`) or 2i with 2i + 1 (`interleave`); with `rotate` it is input @ rotate.
-    Differentiable in input, r1 and r2, but not with `rotate`.
+    input: 3 or 4 dims, [..., D]; r1, r2: the same number of dims, 1 or the same size in all but the last, which is D.
+    rot() pairs channel i with i + D/2 (rotary_mode "half") or 2i with 2i + 1 ("interleave"); with `rotate` [D, D] it is
+    input @ rotate. Differentiable in input, r1 and r2, but not with `rotate`. Raises RuntimeError when a gradient is
+    needed with `rotate`, ValueError for shapes or modes that do not fit.
+
+    Example: y = npu_rotary_mul(q, cos, sin)
     """
     name = "npu_rotary_mul"
     if rotate is not None and needs_gradient(input, r1, r2, rotate):
@@ -27,10 +31,13 @@ def npu_rotary_mul(
     if is_npu(input):
         return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
     needs_grad = needs_gradient(r1, r2)
-    refuse(name, contracts.rotary_mul_limit(**_sizes(input, r1), rotary_mode=rotary_mode, table_needs_grad=needs_grad))
+    enforce_limit(
+        name,
+        contracts.rotary_mul_limit(**_limit_arguments(input, r1), rotary_mode=rotary_mode, table_needs_grad=needs_grad),
+    )
     _check_tables(name, input, r1, r2)
     style = _style(name, rotary_mode)
-    return _turn(input, r1, r2, style) if rotate is None else _turn_by_matrix(input, r1, r2, rotate)
+    return _rotate(input, r1, r2, style) if rotate is None else _rotate_by_matrix(input, r1, r2, rotate)
 
 
 def npu_mrope(
@@ -44,11 +51,15 @@ def npu_mrope(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> tuple[Tensor, Tensor]:
-    """Look cos and sin up by position and turn the first R channels of every head; with sections, MRoPE.
+    """Look up cos and sin by position and rotate the first R channels of every head; with sections, apply MRoPE.
 
-    positions: [T], or [3, T] or [4, T] with sections; query, key: [T, heads * head_size]; cos_sin_cache: [P, R] in
-    query's dtype. cache_mode='interleave' follows the vendor's published formula, which ends w at 3h; `ops.mrope`
-    follows transformers and ends it at 3w. No gradient: torch_npu drops it silently, this raises.
+    positions: [T], or [3, T] or [4, T] with mrope_section; query, key: [T, heads * head_size]; cos_sin_cache: [P, R] in
+    query's dtype. rotary_mode says which channels pair up, cache_mode which axis a channel belongs to.
+    cache_mode="interleave" follows the vendor's published formula, which ends the w axis at channel 3h; `ops.mrope`
+    follows transformers and ends it at 3w. Returns new query and key. Raises RuntimeError when a gradient is needed
+    (torch_npu drops it silently), ValueError for shapes or modes that do not fit.
+
+    Example: q, k = npu_mrope(positions, q, k, table, 128, mrope_section=[24, 20, 20], cache_mode="interleave")
     """
     name = "npu_mrope"
     rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
@@ -66,17 +77,21 @@ def npu_mrope(
             cache_mode=cache_mode,
         )
     limit = contracts.mrope_limit(
-        **_lookup_sizes(positions, query, key, head_size, cos_sin_cache),
+        **_lookup_limit_arguments(positions, query, key, head_size, cos_sin_cache),
         table_dtype=dtype_name(cos_sin_cache),
         sections=mrope_section,
         rotary_mode=rotary_mode,
         cache_mode=cache_mode,
     )
-    refuse(name, limit)
+    enforce_limit(name, limit)
     style = _style(name, rotary_mode)
     if cache_mode not in ("default", "interleave"):
         raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
-    q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
+    q, k, table = (
+        _split_heads(name, query, head_size),
+        _split_heads(name, key, head_size),
+        _accumulation_table(cos_sin_cache, query),
+    )
     if mrope_section is None or not any(mrope_section):
         q, k = ops.rope(q, k, table, positions, style=style)
     elif cache_mode == "default":
@@ -88,32 +103,40 @@ def npu_mrope(
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Read adjacent pairs, turn them, write half order (DeepSeek-V3). No gradient, as in torch_npu.
+    """Rotate adjacent pairs and write them in half order, as DeepSeek-V3 does.
 
-    x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order.
+    x: [B, N, S, 64]; cos, sin: [B, 1, S or 1, 64] in half order. Returns a tensor like x. Raises RuntimeError when a
+    gradient is needed, which torch_npu does not have, and ValueError for shapes that do not fit.
+    Example: q_rope = npu_interleave_rope(q_rope, cos, sin)
     """
     name = "npu_interleave_rope"
     refuse_gradient(name, x, cos, sin)
     if is_npu(x):
         return call_torch_npu(name, x, cos, sin)
     contiguous = all(t.is_contiguous() for t in (x, cos, sin))
-    refuse(name, contracts.interleave_rope_limit(**_sizes(x, cos), table_dtype=dtype_name(cos), contiguous=contiguous))
+    enforce_limit(
+        name,
+        contracts.interleave_rope_limit(**_limit_arguments(x, cos), table_dtype=dtype_name(cos), contiguous=contiguous),
+    )
     _check_tables(name, x, cos, sin)
-    return _turn(x, cos, sin, "pairs", pairs_out="half")
+    return _rotate(x, cos, sin, "pairs", pairs_out="half")
 
 
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
-    """Turn query and key in place and return them: the same tensors, overwritten. No gradient, as in torch_npu.
+    """Rotate query and key in place and return them: the same tensors, overwritten.
 
-    query, key: [B, S, N, D] or, layout TND, [T, N, D]; cos, sin: full width, N = 1.
+    query, key: [B, S, N, D], or [T, N, D] in layout TND; cos, sin: of full width, with N = 1. Raises RuntimeError when
+    a gradient is needed, which torch_npu does not have, and ValueError for shapes, layouts or modes that do not fit.
+
+    Example: npu_apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
     """
     name = "npu_apply_rotary_pos_emb"
     refuse_gradient(name, query, key, cos, sin)
     if is_npu(query):
         return call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
-    refuse(
+    enforce_limit(
         name,
         contracts.apply_rotary_pos_emb_limit(
             query_shape=query.shape,
@@ -132,56 +155,67 @@ def npu_apply_rotary_pos_emb(
     _check_tables(name, query[..., :width], cos, sin)
     _check_tables(name, key[..., :width], cos, sin)
     for x in (query, key):
-        x[..., :width].copy_(_turn(x[..., :width], cos, sin, style))
+        x[..., :width].copy_(_rotate(x[..., :width], cos, sin, style))
     return query, key
 
 
 def _npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
-    """Turn query and key in place, cos and sin looked up by position (ATB). No gradient.
+    """Look up cos and sin by position and rotate query and key in place (ATB's operator).
 
-    positions: [T]; query, key: [T, heads * head_size]; cos_sin_cache: [P, head_size]. ATB keeps the table of the
-    first call for the life of the process; off the NPU every call uses the table it is given.
+    positions: [T]; query, key: [T, heads * head_size]; cos_sin_cache: [P, head_size]. On an NPU, ATB uses the table of
+    the process's first call in every later call; off the NPU every call uses its own table. Raises RuntimeError when a
+    gradient is needed, and ValueError for shapes that do not fit.
     """
     name = "_npu_rotary_embedding"
     refuse_gradient(name, query, key, cos_sin_cache)
     if is_npu(query):
         call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
         return
-    sizes = _lookup_sizes(positions, query, key, head_size, cos_sin_cache)
-    refuse(name, contracts.rotary_embedding_limit(**sizes))
-    q, k, table = _heads(name, query, head_size), _heads(name, key, head_size), _wide(cos_sin_cache, query)
+    sizes = _lookup_limit_arguments(positions, query, key, head_size, cos_sin_cache)
+    enforce_limit(name, contracts.rotary_embedding_limit(**sizes))
+    q, k, table = (
+        _split_heads(name, query, head_size),
+        _split_heads(name, key, head_size),
+        _accumulation_table(cos_sin_cache, query),
+    )
     ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
-    """MindSpeed's name for npu_rotary_mul: mode 0 is half, 1 is interleave.
+    """Rotate x as npu_rotary_mul does; this is MindSpeed's operator, where mode 0 is half and 1 is interleave.
 
-    Differentiable in x, and in cos and sin where both need a gradient; MindSpeed gives one of them alone none.
+    Differentiable in x, and in cos and sin where both need a gradient. Raises RuntimeError when only one of them needs
+    one, because MindSpeed then computes none. Example: y = npu_rotary_position_embedding(q, cos, sin, 0)
     """
     name = "npu_rotary_position_embedding"
     if needs_gradient(cos) != needs_gradient(sin):
-        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one; one of them does")
+        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one, but only one does")
     if is_npu(x):
         from mindspeed.ops import npu_rotary_position_embedding as extension
 
         return extension.npu_rotary_position_embedding(x, cos, sin, mode)
     needs_grad = needs_gradient(cos, sin)
-    refuse(name, contracts.rotary_position_embedding_limit(**_sizes(x, cos), mode=mode, table_needs_grad=needs_grad))
+    enforce_limit(
+        name,
+        contracts.rotary_position_embedding_limit(**_limit_arguments(x, cos), mode=mode, table_needs_grad=needs_grad),
+    )
     if mode not in (0, 1):
         raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
     _check_tables(name, x, cos, sin)
-    return _turn(x, cos, sin, ("half", "pairs")[mode])
+    return _rotate(x, cos, sin, ("half", "pairs")[mode])
 
 
-def _sizes(x: Tensor, cos: Tensor) -> dict[str, Any]:
-    """What the limits of a rotation by cos and sin ask for."""
+def _limit_arguments(x: Tensor, cos: Tensor) -> dict[str, Any]:
+    """Return the arguments that the limit functions of a rotation by cos and sin take."""
     return {"shape": x.shape, "cos_shape": cos.shape, "dtype": dtype_name(x)}
 
 
-def _lookup_sizes(positions: Tensor, query: Tensor, key: Tensor, head_size: int, table: Tensor) -> dict[str, Any]:
-    """What the limits of a rotation by rows of a table ask for."""
+def _lookup_limit_arguments(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, table: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that the limit functions of a rotation by a table take."""
     shapes = {"query_shape": query.shape, "key_shape": key.shape, "positions_shape": positions.shape}
     return {**shapes, "rotary_dim": table.shape[-1], "head_size": head_size, "dtype": dtype_name(query)}
 
@@ -192,14 +226,16 @@ def _style(name: str, rotary_mode: str) -> str:
     return _STYLES[rotary_mode]
 
 
-def _heads(name: str, x: Tensor, head_size: int) -> Tensor:
+def _split_heads(name: str, x: Tensor, head_size: int) -> Tensor:
     if x.dim() != 2 or head_size < 1 or x.shape[-1] % head_size:
-        raise ValueError(f"{name}: got {list(x.shape)}, expected [T, heads * head_size] with head_size {head_size}")
+        raise ValueError(
+            f"{name}: query or key is {list(x.shape)}, expected [T, heads * head_size] with head_size {head_size}"
+        )
     return x.unflatten(-1, (x.shape[-1] // head_size, head_size))
 
 
-def _wide(table: Tensor, x: Tensor) -> Tensor:
-    """A table as the device sees it, rounded to x's dtype, in the dtype that `whorl.ops` computes in."""
+def _accumulation_table(table: Tensor, x: Tensor) -> Tensor:
+    """Round a table to x's dtype, as the device does, and return it in the accumulation dtype of `whorl.ops`."""
     return table.to(x.dtype).to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -207,48 +243,52 @@ def _check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     fits = cos.dim() == x.dim() and all(c in (1, n) for c, n in zip(cos.shape[:-1], x.shape[:-1], strict=True))
     if x.dim() not in (3, 4) or cos.shape != sin.shape or cos.shape[-1] != x.shape[-1] or x.shape[-1] % 2 or not fits:
         raise ValueError(
-            f"{name}: cos {list(cos.shape)} and sin {list(sin.shape)} do not fit {list(x.shape)}: expected 3 or 4 "
-            "dims, an even last dim of full width, and 1 or the same size in the others"
+            f"{name}: cos {list(cos.shape)} and sin {list(sin.shape)} do not fit {list(x.shape)}; expected 3 or 4 "
+            "dims, an even last dim of full width, and 1 or the same size in the other dims"
         )
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, style: str, pairs_out: str = "pairs") -> Tensor:
-    """x * cos + rot(x) * sin with full-width tables, by `ops.rope`, whose tables are half width.
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str, pairs_out: str = "pairs") -> Tensor:
+    """Return x * cos + rot(x) * sin with full-width tables, computed by `ops.rope`, whose tables are half width.
 
-    The two halves of a full-width table may differ: each half of the output has its own rotation.
+    The two halves of a full-width table may differ, so each half of the output is rotated by its own half.
     """
     if needs_gradient(cos, sin):
-        return _turn_by_formula(x, cos, sin, style)
+        return _rotate_by_formula(x, cos, sin, style)
     order = pairs_out if style == "pairs" else "half"
     heads = next((i for i in reversed(range(x.dim() - 1)) if cos.shape[i] == 1 and x.shape[i] != 1), None)
-    if heads is None:  # a row for every head: heads are tokens
+    if heads is None:  # cos has a row for every head, so each head counts as a token
         cos, sin = (t.expand(x.shape).reshape(-1, 1, x.shape[-1]) for t in (cos, sin))
-        return _turn_heads(x.reshape(-1, 1, x.shape[-1]), cos, sin, style, order).view(x.shape)
+        return _rotate_heads(x.reshape(-1, 1, x.shape[-1]), cos, sin, style, order).view(x.shape)
     x, cos, sin = (t.movedim(heads, -2) for t in (x, cos, sin))
-    return _turn_heads(x, cos, sin, style, order).movedim(-2, heads).contiguous()
+    return _rotate_heads(x, cos, sin, style, order).movedim(-2, heads).contiguous()
 
 
-def _turn_heads(x: Tensor, cos: Tensor, sin: Tensor, style: str, order: str) -> Tensor:
-    """`_turn` of [*tokens, heads, D] with one row of cos and sin for each token."""
-    turned = []
-    for c, s in zip(_halves(_wide(cos, x), order), _halves(_wide(sin, x), order), strict=True):
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, style: str, order: str) -> Tensor:
+    """Rotate [*tokens, heads, D] as `_rotate` does, with one row of cos and sin for each token."""
+    rotations = []
+    for c, s in zip(
+        _halves(_accumulation_table(cos, x), order), _halves(_accumulation_table(sin, x), order), strict=True
+    ):
         rows = torch.cat((c, s), -1).squeeze(-2).expand(*x.shape[:-2], -1).contiguous()
-        turned.append(ops.rope(x, None, rows, style=style, pairs_out=order)[0])
-    return _join(_halves(turned[0], order)[0], _halves(turned[1], order)[1], order)
+        rotations.append(ops.rope(x, None, rows, style=style, pairs_out=order)[0])
+    return _join(_halves(rotations[0], order)[0], _halves(rotations[1], order)[1], order)
 
 
-def _turn_by_formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """`_turn` for tables that need a gradient."""
+def _rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """Rotate as `_rotate` does, with tables that need a gradient."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = _halves(wide, style)
-    return (wide * _wide(cos, x) + _join(-second, first, style) * _wide(sin, x)).to(x.dtype)
+    return (wide * _accumulation_table(cos, x) + _join(-second, first, style) * _accumulation_table(sin, x)).to(x.dtype)
 
 
-def _turn_by_matrix(x: Tensor, cos: Tensor, sin: Tensor, rotate: Tensor) -> Tensor:
+def _rotate_by_matrix(x: Tensor, cos: Tensor, sin: Tensor, rotate: Tensor) -> Tensor:
     if rotate.shape != (x.shape[-1], x.shape[-1]):
         raise ValueError(f"npu_rotary_mul: rotate is {list(rotate.shape)}, expected [{x.shape[-1]}, {x.shape[-1]}]")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * _wide(cos, x) + wide @ _wide(rotate, x) * _wide(sin, x)).to(x.dtype)
+    return (
+        wide * _accumulation_table(cos, x) + wide @ _accumulation_table(rotate, x) * _accumulation_table(sin, x)
+    ).to(x.dtype)
 
 
 def _halves(x: Tensor, order: str) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sequences of a batch in the layouts of DeepSeek sparse attention: which rows are whose, and which keys they see."""
+"""Split a batch of DeepSeek sparse attention into sequences: the queries and keys of each, and which keys are seen."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,43 +9,49 @@ from torch import Tensor
 
 from whorl.ops.indexer.bounds import full_bounds
 
-FAR = 9223372036854775807
-Part = tuple[Any, ...]  # what picks one sequence of a tensor: (batch, rows) or (rows,)
-Parts = list[tuple[Part, Part]]  # of queries, and of their keys
+FAR = 9223372036854775807  # the default of pre_tokens and next_tokens: no window
+SequenceIndex = tuple[Any, ...]  # indexes one sequence of a tensor: (batch, tokens) or (tokens,)
+SequenceIndices = list[tuple[SequenceIndex, SequenceIndex]]  # of the queries, and of their keys
 
 
 def check_layout(name: str, layout: str, key_layout: str) -> None:
     if layout not in ("BSND", "TND") or key_layout != layout:
-        raise ValueError(f"{name}: layouts are {layout!r} and {key_layout!r}, expected 'BSND' or 'TND' for both here")
+        raise ValueError(
+            f"{name}: layouts are {layout!r} and {key_layout!r}, expected 'BSND' or 'TND' for both off the NPU"
+        )
 
 
-def check_tokens(name: str, *tokens: int | None) -> None:
+def check_window(name: str, *tokens: int | None) -> None:
     if any(t not in (None, FAR) for t in tokens):
         raise ValueError(f"{name}: pre_tokens and next_tokens are {tokens}, expected their default {FAR}")
 
 
 def check_mode(name: str, mode: int | None) -> None:
-    """Of these, 3 and 0, neither looks at pre_tokens and next_tokens."""
+    """Raise ValueError unless sparse_mode is 0 or 3, which both ignore pre_tokens and next_tokens."""
     if mode not in (None, 0, 3):
         raise ValueError(f"{name}: sparse_mode is {mode}, expected 0 (no mask) or 3 (causal)")
 
 
 def check_absorbed(name: str, key: Tensor, value: Tensor | None, block: int) -> None:
     if value is not None and value is not key and not torch.equal(value, key):
-        raise ValueError(f"{name}: value differs from key; attention here is absorbed, with keys as values")
+        raise ValueError(
+            f"{name}: value differs from key, expected the same tensor or None: absorbed attention uses keys as values"
+        )
     if block != 1 or key.shape[-2] != 1:
-        raise ValueError(f"{name}: sparse_block_size is {block}, key heads {key.shape[-2]}, expected 1 and 1 here")
+        raise ValueError(
+            f"{name}: sparse_block_size is {block} and key has {key.shape[-2]} heads, expected 1 and 1 off the NPU"
+        )
 
 
-def sequences(
+def split_sequences(
     name: str,
     layout: str,
     query: Tensor,
     key: Tensor,
     query_lengths: Tensor | Sequence[int] | None,
     key_lengths: Tensor | Sequence[int] | None,
-) -> Iterator[tuple[Part, Part]]:
-    """What picks each sequence's queries, and its keys."""
+) -> Iterator[tuple[SequenceIndex, SequenceIndex]]:
+    """Yield the indices of each sequence's queries and of its keys; lengths are per sequence, in TND cumulative."""
     counts = [None if x is None else [int(n) for n in x] for x in (query_lengths, key_lengths)]
     if layout == "BSND":
         for b in range(query.shape[0]):
@@ -53,38 +59,44 @@ def sequences(
             yield (b, slice(0, sizes[0])), (b, slice(0, sizes[1]))
         return
     if counts[0] is None or counts[1] is None:
-        raise ValueError(f"{name}: TND needs the lengths of queries and keys, cumulative")
-    edges = [list(itertools.pairwise([0, *c])) for c in counts if c is not None]
-    for (first, last), (first_key, last_key) in zip(*edges, strict=True):
-        yield (slice(first, last),), (slice(first_key, last_key),)
+        raise ValueError(f"{name}: TND needs the lengths of queries and of keys, cumulative")
+    spans = [list(itertools.pairwise([0, *c])) for c in counts if c is not None]
+    for (start, end), (key_start, key_end) in zip(*spans, strict=True):
+        yield (slice(start, end),), (slice(key_start, key_end),)
 
 
-def bounds(mode: int | None, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """sparse_mode 3, the default: causal, counted from the last query; 0: everything."""
+def key_bounds(mode: int | None, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return the first key and the end of the keys that each query sees.
+
+    sparse_mode 3, the default: causal, aligned at the last query (None, None); 0: every key.
+    """
     if mode in (None, 3):
         return None, None
     ends = torch.full((queries,), keys, dtype=torch.int32, device=device)
     return torch.zeros_like(ends), ends
 
 
-def ascending(indices: Tensor, mode: int | None, num_keys: int) -> Tensor:
-    """[S, K] of one sequence, sorted, -1 last, without what the mode hides."""
+def sort_indices(indices: Tensor, mode: int | None, num_keys: int) -> Tensor:
+    """Return the key indices of one sequence, [S, K], ascending, without those the mode hides, and -1 at the end."""
     indices = indices.squeeze(1) if indices.dim() == 3 else indices
-    _, ends = full_bounds(len(indices), num_keys, *bounds(mode, len(indices), num_keys, indices.device), indices.device)
-    kept = (indices >= 0) & (indices < ends[:, None])
-    found = torch.where(kept, indices, num_keys).sort(-1).values
-    return torch.where(found < num_keys, found, -1).int()
+    _, ends = full_bounds(
+        len(indices), num_keys, *key_bounds(mode, len(indices), num_keys, indices.device), indices.device
+    )
+    is_visible = (indices >= 0) & (indices < ends[:, None])
+    ascending = torch.where(is_visible, indices, num_keys).sort(-1).values
+    return torch.where(ascending < num_keys, ascending, -1).int()
 
 
-def joined(x: Tensor, rope: Tensor | None) -> Tensor:
+def join_rope(x: Tensor, rope: Tensor | None) -> Tensor:
+    """Concatenate x and its rotary part along the channels."""
     return x if rope is None else torch.cat((x, rope.expand(*x.shape[:-1], rope.shape[-1])), -1)
 
 
-def statistics(x: Tensor) -> Tensor:
-    """[B, S, N] to [B, 1, S, N], [T, N] to [1, T, N]."""
+def to_statistics_order(x: Tensor) -> Tensor:
+    """Return the softmax's statistics in torch_npu's order: [B, S, N] to [B, 1, S, N], [T, N] to [1, T, N]."""
     return x.unsqueeze(-3)
 
 
-def by_query(x: Tensor) -> Tensor:
-    """[B, N2, S, G] to [B, S, N2 * G], [N2, T, G] to [T, N2 * G]."""
+def to_query_order(x: Tensor) -> Tensor:
+    """Return torch_npu's statistics by query: [B, N2, S, G] to [B, S, N2 * G], [N2, T, G] to [T, N2 * G]."""
     return x.transpose(-3, -2).flatten(-2)

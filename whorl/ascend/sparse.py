@@ -1,18 +1,18 @@
-"""DeepSeek sparse attention, sequence by sequence over `whorl.ops`."""
+"""DeepSeek sparse attention, computed one sequence at a time by `whorl.ops`."""
 
 from torch import Tensor
 
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, is_npu, needs_gradient, refuse, refuse_arguments, refuse_gradient
+from .calling import call_torch_npu, enforce_limit, is_npu, needs_gradient, refuse_gradient, refuse_npu_arguments
 from .sequences import (
     FAR,
     check_absorbed,
     check_layout,
     check_mode,
-    check_tokens,
-    sequences,
+    check_window,
+    split_sequences,
 )
 from .sparse_autograd import Attention, attention_gradients
 
@@ -39,17 +39,21 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of each query to the keys in sparse_indices, with key also as value; and the softmax's max and sum.
+    """Attend each query to the keys of sparse_indices, with key also as value; return the softmax's max and sum too.
 
-    query [B, S, N, 512] and its rotary part, key [B, S, 1, 512] and its; or TND. Max and sum are fp32 [B, 1, S, N], in
-    TND [1, T, N], or empty without return_softmax_lse. `value` must be key, or None. Differentiable in query, key,
-    value and both rotary parts, with return_softmax_lse; the gradient is npu_sparse_flash_attention_grad's.
+    query: [B, S, N, 512], query_rope: [B, S, N, 64], key: [B, S, 1, 512], key_rope: [B, S, 1, 64], or the same in TND;
+    value: key itself or None; sparse_indices: int32 [..., 1, K], -1 after the last. Returns the result like query, and
+    max and sum in fp32 [B, 1, S, N] ([1, T, N] in TND), empty without return_softmax_lse. Differentiable in query, key,
+    value and both rotary parts, by npu_sparse_flash_attention_grad. Raises RuntimeError when a gradient is needed
+    without return_softmax_lse, and off the NPU ValueError for block_table, sinks, other layouts and other modes.
+
+    Example: out, top, total = npu_sparse_flash_attention(
+        q, k, k, indices, scale, query_rope=q_rope, key_rope=k_rope, attention_mode=2)
     """
-    name, given = "npu_sparse_flash_attention", dict(locals())
+    name, arguments = "npu_sparse_flash_attention", dict(locals())
     if is_npu(query):
-        return call_torch_npu(name, **given)
-    given_tensors = [x for x in (query, key, value, query_rope, key_rope) if x is not None]
-    is_training = needs_gradient(*given_tensors)
+        return call_torch_npu(name, **arguments)
+    is_training = needs_gradient(*(x for x in (query, key, value, query_rope, key_rope) if x is not None))
     limit = contracts.sparse_flash_attention_limit(
         query_shape=query.shape,
         rope_shape=None if query_rope is None else query_rope.shape,
@@ -58,18 +62,18 @@ def npu_sparse_flash_attention(
         topk=sparse_indices.shape[-1],
         backward=is_training,
     )
-    refuse(name, limit)
-    refuse_arguments(name, block_table=block_table, sinks=sinks)
+    enforce_limit(name, limit)
+    refuse_npu_arguments(name, block_table=block_table, sinks=sinks)
     if is_training and not return_softmax_lse:
-        raise RuntimeError(f"{name}: a gradient is needed, which takes return_softmax_lse=True; or use torch.no_grad()")
+        raise RuntimeError(f"{name}: a gradient needs return_softmax_lse=True; set it, or use torch.no_grad()")
     check_layout(name, layout_query, layout_kv)
-    check_tokens(name, pre_tokens, next_tokens)
+    check_window(name, pre_tokens, next_tokens)
     check_mode(name, sparse_mode)
     check_absorbed(name, key, value, sparse_block_size)
     lengths = (actual_seq_lengths_query, actual_seq_lengths_kv)
-    parts = list(sequences(name, layout_query, query, key, *lengths))
-    more = (sparse_indices, scale_value, sparse_mode, return_softmax_lse, parts)
-    return Attention.apply(query, key, value, query_rope, key_rope, *more)
+    sequence_indices = list(split_sequences(name, layout_query, query, key, *lengths))
+    options = (sparse_indices, scale_value, sparse_mode, return_softmax_lse, sequence_indices)
+    return Attention.apply(query, key, value, query_rope, key_rope, *options)
 
 
 def npu_sparse_flash_attention_grad(
@@ -93,14 +97,16 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int | None = FAR,
     attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, query_rope and key_rope; empty where there was none.
+    """Return the gradients of query, key, value, query_rope and key_rope; an empty tensor for an input that is None.
 
-    Keys and values are one tensor in absorbed attention: its gradient is the sum of those of key and value.
+    d_out: the gradient of `out`; out, softmax_max and softmax_sum: the forward's results. In absorbed attention keys
+    and values are one tensor, whose gradient is the sum of the gradients of key and value. Raises RuntimeError when a
+    gradient of this call is needed, and off the NPU ValueError for other layouts and modes.
     """
-    name, given = "npu_sparse_flash_attention_grad", dict(locals())
+    name, arguments = "npu_sparse_flash_attention_grad", dict(locals())
     refuse_gradient(name, query, key, d_out)
     if is_npu(query):
-        return call_torch_npu(name, **given)
+        return call_torch_npu(name, **arguments)
     limit = contracts.sparse_flash_attention_limit(
         query_shape=query.shape,
         rope_shape=None if query_rope is None else query_rope.shape,
@@ -109,15 +115,15 @@ def npu_sparse_flash_attention_grad(
         topk=sparse_indices.shape[-1],
         backward=True,
     )
-    refuse(name, limit)
+    enforce_limit(name, limit)
     layout = layout or "BSND"
     check_layout(name, layout, layout)
     check_mode(name, sparse_mode)
     check_absorbed(name, key, value, sparse_block_size)
-    parts = list(sequences(name, layout, query, key, actual_seq_qlen, actual_seq_kvlen))
+    sequence_indices = list(split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_kvlen))
     inputs = (query, key, value, query_rope, key_rope)
     results = (out, softmax_max, softmax_sum)
-    found = attention_gradients(inputs, sparse_indices, d_out, results, scale_value, sparse_mode, parts)
+    gradients = attention_gradients(inputs, sparse_indices, d_out, results, scale_value, sparse_mode, sequence_indices)
     return tuple(  # type: ignore[return-value]
-        query.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True)
+        query.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)
     )

@@ -1,9 +1,9 @@
-"""What the Ascend operators take, give and cannot do, by version: plain data and pure functions, without torch.
+"""Signatures and documented limits of the Ascend operators, by version: plain data and pure functions, without torch.
 
-`CONTRACTS` holds torch_npu 2.13's signatures (and one of MindSpeed's), `<operator>_limit` says which documented
-device limit a call breaks, `probe` reads what an installed torch_npu really has. The limits are those documented
-for Atlas A2 and A3; the date in each docstring is that of the vendor's page it follows (docs/zh/custom_APIs of
-op-plugin, read in November 2026). The operators in `whorl.ops`, `whorl.ascend` and the doctor all read from here.
+`CONTRACTS` holds the signatures of torch_npu 2.13 (and one of MindSpeed). `<operator>_limit` returns the documented
+device limit that a call breaks, or None. `probe` reads the signatures of an installed torch_npu. The limits are those
+documented for Atlas A2 and A3; the date in each docstring is that of the vendor's page (docs/zh/custom_APIs of
+op-plugin, read in November 2026). `whorl.ops`, `whorl.ascend` and the doctor all use this package.
 """
 
 from .attention import (

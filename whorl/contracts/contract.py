@@ -1,4 +1,4 @@
-"""What one vendor operator takes and gives, read from its schema."""
+"""A `Contract` describes one vendor operator: parameters, results, gradient and versions, read from its schema."""
 
 import ast
 import re
@@ -23,9 +23,12 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """One vendor operator. `namespace` is its torch.ops namespace, None where it is not a torch operator.
+    """The signature of one vendor operator and what it promises.
 
-    `changes` are the defaults that later releases changed; which parameters they added is in `Parameter.since`.
+    `gradient`: "yes", "raises", "silently lost" (the result has no grad_fn), or "partial"; `in_place`: parameters it
+    overwrites; `namespace`: its torch.ops namespace, None where it is not a torch operator; `since`: the first
+    supported release that has it; `changes`: the defaults that later releases changed (the parameters they added are in
+    `Parameter.since`).
     """
 
     name: str
@@ -41,7 +44,10 @@ class Contract:
 
 
 def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
-    """Parameters and returns of '(Tensor x, *, int dim=-1) -> Tensor'; alias marks such as (a!) are dropped."""
+    """Return the parameters and result types of a schema; alias marks such as (a!) are dropped.
+
+    since: by parameter, the release that added it. Example: parse_schema("(Tensor x, *, int dim=-1) -> Tensor")
+    """
     inputs, outputs = re.sub(r"\([a-z]!\)", "", schema).split(" -> ")
     parameters, keyword_only = [], False
     for part in inputs[inputs.index("(") + 1 : -1].split(", "):
@@ -58,7 +64,11 @@ def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[t
 def from_schema(
     name: str, schema: str, *, first: str = "2.9", added: Mapping[str, str] | None = None, **facts: Any
 ) -> Contract:
-    """`first` is the release that has the operator first, `added` says which parameters came with which later one."""
+    """Build the Contract of an operator from its schema.
+
+    first: the first release that has the operator; added: by later release, the parameters it added, separated by
+    spaces; facts: the other fields of Contract. Raises ValueError for an added parameter that the schema lacks.
+    """
     since = {parameter: release for release, names in (added or {}).items() for parameter in names.split()}
     parameters, returns = parse_schema(schema, since)
     if unknown := since.keys() - {parameter.name for parameter in parameters}:

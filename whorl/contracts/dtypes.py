@@ -1,9 +1,10 @@
-"""Dtypes by name, for limits."""
+"""Limits of dtypes, which are passed by name because this package does not import torch."""
 
 from collections.abc import Sequence
 
 FLOATS = ("float16", "bfloat16", "float32")
 
 
-def dtype_limit(what: str, dtype: str, allowed: Sequence[str]) -> str | None:
-    return None if dtype in allowed else f"{what} must be one of {', '.join(allowed)}, got {dtype}"
+def dtype_limit(argument: str, dtype: str, allowed: Sequence[str]) -> str | None:
+    """Return the limit that the argument's dtype breaks, or None."""
+    return None if dtype in allowed else f"{argument} must be one of {', '.join(allowed)}, got {dtype}"

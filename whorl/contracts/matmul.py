@@ -1,15 +1,18 @@
-"""Limits of the matrix products."""
+"""Limits of matmuls: plain, batched, grouped, and fused with a collective."""
 
 from collections.abc import Sequence
 
 from .contract import Shape
 from .dtypes import FLOATS, dtype_limit
 
-INNER = 65536  # every last dim of x and weight is below
+INNER = 65536  # every last dim of x and weight must be below it
 
 
 def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: str | None = None) -> str | None:
-    """Limits of npu_linear: two dimensions, bias in input's dtype. Document of 2026-05-13."""
+    """Return the limit of npu_linear that a call breaks, or None: 2-D tensors, bias in input's dtype.
+
+    Document of 2026-05-13.
+    """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2 or len(weight_shape) != 2:
@@ -20,8 +23,10 @@ def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: s
 def transpose_batchmatmul_limit(
     *, shape: Shape, weight_shape: Shape, dtype: str, weight_dtype: str, is_transposed: bool
 ) -> str | None:
-    """Limits of npu_transpose_batchmatmul: input [B, M, K], or [M, B, K] where perm_x1 is [1, 0, 2] (is_transposed),
-    weight [B, K, N]. Document of 2026-07-14; any strides.
+    """Return the limit of npu_transpose_batchmatmul that a call breaks, or None.
+
+    input [B, M, K], or [M, B, K] where perm_x1 is [1, 0, 2] (is_transposed); weight [B, K, N]; any strides. Document of
+    2026-07-14.
     """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
@@ -48,38 +53,38 @@ def grouped_matmul_limit(
     group_list_type: int = 0,
     act_type: int = 0,
 ) -> str | None:
-    """Limits of npu_grouped_matmul without quantisation; `groups` is the length of group_list.
+    """Return the limit of npu_grouped_matmul without quantisation that a call breaks, or None.
 
-    Document of 2026-08-05.
+    groups: the length of group_list. Document of 2026-08-05.
     """
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if weight_dtype != dtype:
         return f"weight must have x's dtype {dtype}, got {weight_dtype}"
     if max(len(shapes), len(weight_shapes)) > 128:
-        return f"lists hold at most 128 tensors, got {len(shapes)} and {len(weight_shapes)}"
+        return f"x and weight must be lists of at most 128 tensors, got {len(shapes)} and {len(weight_shapes)}"
     if widest := [shape for shape in (*shapes, *weight_shapes) if shape[-1] >= INNER]:
         return f"the last dim must be below {INNER}, got {tuple(widest[0])}"
     if act_type:
-        return f"act_type goes with quantisation only, got {act_type}"
+        return f"act_type must be 0 without quantisation, got {act_type}"
     if group_type not in (-1, 0, 2):
         return f"group_type must be -1, 0 or 2, got {group_type}"
     if (group_type == -1) != (split_item in (0, 1)):
-        return f"group_type -1 takes split_item 0 or 1, the others 2 or 3, got {group_type} and {split_item}"
+        return f"group_type -1 needs split_item 0 or 1, the other types 2 or 3, got {group_type} and {split_item}"
     return _group_limit(groups, len(weight_shapes), group_type, group_list_type)
 
 
 def _group_limit(groups: int | None, num_weights: int, group_type: int, group_list_type: int) -> str | None:
     if group_type == -1:
-        return None if groups is None else "group_type -1 takes no group_list"
+        return None if groups is None else "group_type -1 must have no group_list"
     if groups is None:
         return None if num_weights > 1 else "group_list is needed to divide one x"
     if groups > 1024:
-        return f"at most 1024 groups, got {groups}"
-    return "a group_list of counts has more than one" if group_list_type == 1 and groups == 1 else None
+        return f"group_list must have at most 1024 groups, got {groups}"
+    return "a group_list of counts must have more than one group" if group_list_type == 1 and groups == 1 else None
 
 
-COMMUNICATING_RANKS = (2, 4, 8)  # of one server; the fused kernels are not documented for more
+COMMUNICATING_RANKS = (2, 4, 8)  # in one server; the fused kernels are not documented for more
 
 
 def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
@@ -90,29 +95,32 @@ def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: i
     if not 256 <= shape[1] < 65535:
         return f"the inner size must be in [256, 65535), got {shape[1]}"
     if not shape[0] or not weight_shape[1]:
-        return f"empty tensors are not taken, got {tuple(shape)} and {tuple(weight_shape)}"
+        return f"empty tensors are not supported, got {tuple(shape)} and {tuple(weight_shape)}"
     ranks = ", ".join(map(str, COMMUNICATING_RANKS))
-    return None if world in COMMUNICATING_RANKS else f"takes {ranks} ranks, got {world}"
+    return None if world in COMMUNICATING_RANKS else f"supports {ranks} ranks, got {world}"
 
 
 def mm_reduce_scatter_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_mm_reduce_scatter_base without quantisation: rows that the ranks divide, no bias.
+    """Return the limit of npu_mm_reduce_scatter_base without quantisation that a call breaks, or None.
 
-    Document of 2026-08-06.
+    The number of rows must be a multiple of the ranks, and there is no bias. Document of 2026-08-06.
     """
     if (reason := _communicating_limit(shape, weight_shape, dtype, world)) is not None:
         return reason
-    return f"{world} ranks must divide the rows, got {shape[0]}" if shape[0] % world else None
+    return f"the rows must be a multiple of the {world} ranks, got {shape[0]}" if shape[0] % world else None
 
 
 def all_gather_mm_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_all_gather_base_mm without quantisation; `shape` is that of a rank's rows.
+    """Return the limit of npu_all_gather_base_mm without quantisation that a call breaks, or None.
 
-    Document of 2026-07-23.
+    shape: that of one rank's rows. Document of 2026-07-23.
     """
     return _communicating_limit(shape, weight_shape, dtype, world)
 
 
 def mm_all_reduce_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Limits of npu_mm_all_reduce_base without quantisation. Document of 2026-07-23."""
+    """Return the limit of npu_mm_all_reduce_base without quantisation that a call breaks, or None.
+
+    Document of 2026-07-23.
+    """
     return _communicating_limit(shape, weight_shape, dtype, world)

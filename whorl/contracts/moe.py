@@ -7,23 +7,20 @@ from .dtypes import FLOATS, dtype_limit
 
 
 def moe_gating_top_k_softmax_limit(*, shape: Shape, k: int, dtype: str) -> str | None:
-    """Limits of npu_moe_gating_top_k_softmax: 2-D or 3-D logits, k at most 1024. Document of 2026-05-18."""
+    """Return the limit of npu_moe_gating_top_k_softmax that a call breaks, or None. Document of 2026-05-18."""
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if len(shape) not in (2, 3):
         return f"x must be 2-D or 3-D, got {tuple(shape)}"
     if k > 1024:
         return f"k must be at most 1024, got {k}"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
 
 
 def moe_gating_top_k_limit(
     *, shape: Shape, dtype: str, bias_dtype: str | None = None, group_count: int = 1, renorm: int = 0
 ) -> str | None:
-    """Limits of npu_moe_gating_top_k: 2-D logits, at most 2048 experts, groups of more than two.
-
-    Document of 2026-07-11.
-    """
+    """Return the limit of npu_moe_gating_top_k that a call breaks, or None. Document of 2026-07-11."""
     if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2:
@@ -31,15 +28,15 @@ def moe_gating_top_k_limit(
     if bias_dtype not in (None, dtype):
         return f"bias must have x's dtype {dtype}, got {bias_dtype}"
     if shape[1] > 2048:
-        return f"at most 2048 experts, got {shape[1]}"
+        return f"x must have at most 2048 experts, got {shape[1]}"
     size = shape[1] // group_count
     if size <= 2:
-        return f"a group has more than two experts, got {size}"
+        return f"a group must have more than two experts, got {size}"
     if -(-size // 32) * 32 * group_count > 2048:
-        return f"groups of {size}, rounded up to 32, times {group_count} is more than 2048"
+        return f"group size, rounded up to 32, times group_count must be at most 2048, got {size} and {group_count}"
     if renorm:
         return f"renorm must be 0, got {renorm}"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
 
 
 def moe_init_routing_limit(
@@ -54,9 +51,10 @@ def moe_init_routing_limit(
     active_expert_range: Shape = (),
     quant_mode: int = -1,
 ) -> str | None:
-    """Limits of npu_moe_init_routing_v2, without quantisation (quant_mode -1), static (0) or dynamic (1) to int8.
+    """Return the limit of npu_moe_init_routing_v2 that a call breaks, or None.
 
-    Document of 2026-08-05. No defaults of its own but one are outside it: expert_num has to be given.
+    quant_mode: -1 for no quantisation, 0 for static and 1 for dynamic int8. Document of 2026-08-05. The operator's
+    defaults are within the limits, except that of expert_num, which must be passed.
     """
     if (reason := dtype_limit("x", dtype, (*FLOATS, "int8"))) is not None:
         return reason
@@ -64,9 +62,9 @@ def moe_init_routing_limit(
         return f"expert_idx must be int32, got {ids_dtype}"
     if expert_tokens_num_type not in (0, 1, 2):
         return f"expert_tokens_num_type must be 0, 1 or 2, got {expert_tokens_num_type}"
-    most = 5120 if expert_tokens_num_type == 2 else 10240
-    if not 0 <= expert_num <= most:
-        return f"expert_num must be given, 0 to {most}, got {expert_num}"
+    limit = 5120 if expert_tokens_num_type == 2 else 10240
+    if not 0 <= expert_num <= limit:
+        return f"expert_num must be 0 to {limit}, got {expert_num}"
     if drop_pad_mode not in (0, 1):
         return f"drop_pad_mode must be 0 or 1, got {drop_pad_mode}"
     if quant_mode not in (-1, 0, 1) or (quant_mode >= 0 and dtype == "int8"):
@@ -77,9 +75,9 @@ def moe_init_routing_limit(
     if drop_pad_mode == 0:
         return None
     if (first, last) != (0, expert_num):
-        return f"drop_pad_mode 1 takes all experts, got active_expert_range {list(active_expert_range)}"
+        return f"drop_pad_mode 1 needs all experts, got active_expert_range {list(active_expert_range)}"
     if not 0 < expert_capacity <= shape[0]:
-        return f"expert_capacity must be 1 to the {shape[0]} rows with drop_pad_mode 1, got {expert_capacity}"
+        return f"expert_capacity must be 1 to {shape[0]} (the rows of x) with drop_pad_mode 1, got {expert_capacity}"
     return None
 
 
@@ -92,9 +90,9 @@ def moe_finalize_routing_limit(
     drop_pad_mode: int = 0,
     has_skips: tuple[bool, bool] = (False, False),
 ) -> str | None:
-    """Limits of npu_moe_finalize_routing: scales in the rows' dtype, an int32 index, no skip2 without skip1.
+    """Return the limit of npu_moe_finalize_routing that a call breaks, or None.
 
-    Document of 2026-08-10.
+    has_skips: whether skip1 and skip2 are passed. Document of 2026-08-10.
     """
     if (reason := dtype_limit("expanded_permuted_rows", dtype, FLOATS)) is not None:
         return reason
@@ -105,17 +103,17 @@ def moe_finalize_routing_limit(
     if drop_pad_mode not in range(4):
         return f"drop_pad_mode must be 0 to 3, got {drop_pad_mode}"
     if has_skips == (False, True):
-        return "skip2 goes with skip1: give a single one as skip1"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+        return "skip2 needs skip1; pass a single one as skip1"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
 
 
 def moe_token_permute_limit(*, shape: Shape, dtype: str, top_k: int) -> str | None:
-    """Limits of npu_moe_token_permute and npu_moe_token_unpermute.
+    """Return the limit of npu_moe_token_permute and npu_moe_token_unpermute that a call breaks, or None.
 
-    op-plugin has no document of them; aclnnMoeTokenPermute's, behind them, says 512 and nothing empty (2025).
+    op-plugin does not document them; the limits are those of aclnnMoeTokenPermute, which they call (2025).
     """
     if (reason := dtype_limit("tokens", dtype, FLOATS)) is not None:
         return reason
     if top_k > 512:
-        return f"a token has at most 512 experts, got {top_k}"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+        return f"a token must have at most 512 experts, got {top_k}"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"

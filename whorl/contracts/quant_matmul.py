@@ -1,16 +1,16 @@
-"""Limits of the matrix products of int8 weights."""
+"""Limits of matmuls with int8 weights."""
 
 from .contract import Shape
 from .dtypes import dtype_limit
 
 HALF = ("float16", "bfloat16")
-WIDEST = 65535  # of K and N
-INNER = 65536  # a grouped product's last dims are below
-GROUP = 32  # columns, of which a group has a multiple
+WIDEST = 65535  # the largest K and N
+INNER = 65536  # every last dim of a grouped matmul must be below it
+GROUP = 32  # the group size of scales must be a multiple of it
 
 
 def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_dtype: str) -> str | None:
-    """Limits of npu_quant_matmul of int8 with a scale a token: to float16 or bfloat16, nothing empty; weight [K, N].
+    """Return the limit of npu_quant_matmul that a call breaks, or None: int8 with a scale per token; weight [K, N].
 
     op-plugin's page as read in November 2026 (commit 22e8a33).
     """
@@ -24,7 +24,9 @@ def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_
 def weight_quant_matmul_limit(
     *, shape: Shape, weight_shape: Shape, dtype: str, weight_dtype: str, scale_dtype: str, group: int = 0
 ) -> str | None:
-    """Limits of npu_weight_quant_batchmatmul of int8; weight [K, N]; group: columns of a scale, 0 for all of them.
+    """Return the limit of npu_weight_quant_batchmatmul with int8 weights that a call breaks, or None; weight [K, N].
+
+    group: how many of the K inputs share a scale, 0 for all of them.
 
     op-plugin's page as read in November 2026 (commit 22e8a33).
     """
@@ -41,31 +43,35 @@ def weight_quant_matmul_limit(
 
 def _size_limit(shape: Shape, weight_shape: Shape) -> str | None:
     if len(shape) != 2 or len(weight_shape) != 2:
-        return f"two dimensions are taken, got {tuple(shape)} and {tuple(weight_shape)}"
+        return f"x and weight must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
     if not all((*shape, *weight_shape)):
-        return f"empty tensors are not taken, got {tuple(shape)} and {tuple(weight_shape)}"
+        return f"empty tensors are not supported, got {tuple(shape)} and {tuple(weight_shape)}"
     return None if max(weight_shape) <= WIDEST else f"K and N must be at most {WIDEST}, got {tuple(weight_shape)}"
 
 
 def quant_grouped_matmul_limit(*, weight_shape: Shape, dtype: str, scale_dtype: str, output_dtype: str) -> str | None:
-    """Limits of npu_grouped_matmul of int8 with a scale a token: bfloat16 wants scales of bfloat16, float16 of float32.
+    """Return the limit of npu_grouped_matmul that a call breaks, or None: int8 with a scale per token.
+
+    A bfloat16 result needs bfloat16 scales, a float16 result float32 scales.
 
     op-plugin's page as read in November 2026 (commit 02ea475); weight [E, K, N].
     """
     if dtype != "int8":
         return f"x and weight must be int8, got {dtype}"
-    wanted = {"bfloat16": "bfloat16", "float16": "float32"}.get(output_dtype)
-    if wanted is None:
+    expected = {"bfloat16": "bfloat16", "float16": "float32"}.get(output_dtype)
+    if expected is None:
         return f"the result must be one of {', '.join(HALF)}, got {output_dtype}"
-    if scale_dtype != wanted:
-        return f"scale must be {wanted} for a result in {output_dtype}, got {scale_dtype}"
+    if scale_dtype != expected:
+        return f"scale must be {expected} for a result in {output_dtype}, got {scale_dtype}"
     return _groups_limit(weight_shape)
 
 
 def antiquant_grouped_matmul_limit(
     *, weight_shape: Shape, dtype: str, weight_dtype: str, scale_shape: Shape, scale_dtype: str
 ) -> str | None:
-    """Limits of npu_grouped_matmul of int8 weights: a scale a row, [E, N] or [E, N, 1], in x's dtype; weight [E, K, N].
+    """Return the limit of npu_grouped_matmul with int8 weights [E, K, N] that a call breaks, or None.
+
+    antiquant_scale: one scale per output channel, [E, N] or [E, N, 1], in x's dtype.
 
     op-plugin's page as read in November 2026 (commit 02ea475).
     """
@@ -76,11 +82,11 @@ def antiquant_grouped_matmul_limit(
     if scale_dtype != dtype:
         return f"antiquant_scale must have x's dtype {dtype}, got {scale_dtype}"
     if len(scale_shape) == 3 and scale_shape[2] != 1:
-        return f"int8 takes a scale for each row, got {scale_shape[2]} groups"
+        return f"int8 needs one scale per output channel, got {scale_shape[2]} groups"
     return _groups_limit(weight_shape)
 
 
 def _groups_limit(weight_shape: Shape) -> str | None:
     if max(weight_shape[1:]) >= INNER:
         return f"the last dim must be below {INNER}, got {tuple(weight_shape)}"
-    return None if 1 < weight_shape[0] <= 1024 else f"2 to 1024 groups are taken, got {weight_shape[0]}"
+    return None if 1 < weight_shape[0] <= 1024 else f"weight must have 2 to 1024 groups, got {weight_shape[0]}"

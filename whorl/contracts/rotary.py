@@ -1,4 +1,4 @@
-"""Limits of the rotary operators. Each function returns None, or the documented limit that a call breaks."""
+"""Limits of the rotary operators. Each function returns the documented limit that a call breaks, or None."""
 
 from math import prod
 
@@ -6,8 +6,8 @@ from .contract import Shape
 from .dtypes import FLOATS, dtype_limit
 from .sections import FUSED_MROPE_SECTIONS
 
-_FOUR_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # where B, N and S are
-_AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # with a B of 1 before it
+_FOUR_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # the dims of B, N and S
+_AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # with a leading B of 1
 
 
 def rotary_mul_limit(
@@ -19,9 +19,10 @@ def rotary_mul_limit(
     layout: str | None = None,
     table_needs_grad: bool = False,
 ) -> str | None:
-    """Limits of npu_rotary_mul; without a `layout` the call fits if it fits as any of BNSD, BSND, SBND, or as TND.
+    """Return the limit of npu_rotary_mul that a call breaks, or None.
 
-    Document of 2026-07-23, which has TND; B of TND is taken for 1.
+    Without a `layout` the call is within the limits if it is so as BNSD, BSND or SBND, or, in 3-D, as TND. Document of
+    2026-07-23, which has TND; B of TND counts as 1.
     """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
@@ -61,7 +62,7 @@ def _rotary_mul_layout_limit(
         if batch * heads >= 1000:
             return f"{layout}: interleave needs B*N < 1000, got {batch * heads}"
         if (cos_shape[b], cos_shape[n]) != (1, 1):
-            return f"{layout}: interleave takes one cos row per position (B = N = 1), got {tuple(cos_shape)}"
+            return f"{layout}: interleave needs one cos row per position (B = N = 1), got {tuple(cos_shape)}"
         return None
     if batch >= 1000 or heads >= 1000:
         return f"{layout}: B and N must be below 1000, got B={batch}, N={heads}"
@@ -73,7 +74,10 @@ def _rotary_mul_layout_limit(
 def rotary_position_embedding_limit(
     *, shape: Shape, cos_shape: Shape, dtype: str, mode: int = 0, table_needs_grad: bool = False
 ) -> str | None:
-    """Limits of MindSpeed's npu_rotary_position_embedding: those of npu_rotary_mul (document of 2026-07-23)."""
+    """Return the limit of MindSpeed's npu_rotary_position_embedding that a call breaks, or None.
+
+    The limits are those of npu_rotary_mul (document of 2026-07-23).
+    """
     if mode not in (0, 1):
         return f"mode must be 0 (half) or 1 (interleave), got {mode}"
     return rotary_mul_limit(
@@ -98,7 +102,10 @@ def mrope_limit(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> str | None:
-    """Limits of npu_mrope. Sections of None or all zeros mean plain RoPE. Document of 2026-08-05."""
+    """Return the limit of npu_mrope that a call breaks, or None.
+
+    sections: None or all zeros mean plain RoPE. Document of 2026-08-05.
+    """
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
         return reason
     if table_dtype != dtype:
@@ -122,7 +129,7 @@ def mrope_limit(
     if sections is None or not any(sections):
         if len(positions_shape) != 1 or cache_mode != "default":
             return (
-                f"plain RoPE takes positions [T] and cache_mode 'default', got {tuple(positions_shape)}, {cache_mode!r}"
+                f"plain RoPE needs positions [T] and cache_mode 'default', got {tuple(positions_shape)}, {cache_mode!r}"
             )
         return None
     return _mrope_section_limit(sections, positions_shape, rotary_dim, cache_mode)
@@ -137,14 +144,14 @@ def _mrope_section_limit(sections: Shape, positions_shape: Shape, rotary_dim: in
         documented = ", ".join(str(list(s)) for s in FUSED_MROPE_SECTIONS)
         return f"sections {list(sections)} are not documented; npu_mrope documents {documented}"
     if len(sections) == 4 and cache_mode != "default":
-        return f"four sections take cache_mode 'default', got {cache_mode!r}"
+        return f"four sections need cache_mode 'default', got {cache_mode!r}"
     return None
 
 
 def interleave_rope_limit(
     *, shape: Shape, cos_shape: Shape, dtype: str, table_dtype: str, contiguous: bool = True
 ) -> str | None:
-    """Limits of npu_interleave_rope: x [B, N, S, 64], cos and sin [B, 1, S or 1, 64]. Document of 2026-04-29."""
+    """Return the limit of npu_interleave_rope that a call breaks, or None. Document of 2026-04-29."""
     if (reason := dtype_limit("x", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if table_dtype != dtype:
@@ -166,9 +173,9 @@ def apply_rotary_pos_emb_limit(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> str | None:
-    """Limits of npu_apply_rotary_pos_emb: [B, S, N, D] or [T, N, D], D 64 or 128, one cos row per token.
+    """Return the limit of npu_apply_rotary_pos_emb that a call breaks, or None.
 
-    Document of 2026-08-03, for Atlas A2 and A3; Ascend 950 takes more.
+    Document of 2026-08-03, for Atlas A2 and A3; Ascend 950 supports more.
     """
     if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
         return reason
@@ -181,7 +188,7 @@ def apply_rotary_pos_emb_limit(
     if len(query_shape) != len(layout) or len(key_shape) != len(layout):
         return f"{layout} query and key must be {len(layout)}-D, got {tuple(query_shape)} and {tuple(key_shape)}"
     if not prod(query_shape) or not prod(key_shape):
-        return f"empty tensors are not taken, got {tuple(query_shape)} and {tuple(key_shape)}"
+        return f"empty tensors are not supported, got {tuple(query_shape)} and {tuple(key_shape)}"
     if query_shape[-1] not in (64, 128) or key_shape[-1] != query_shape[-1]:
         return f"head size must be 64 or 128 in query and key, got {query_shape[-1]} and {key_shape[-1]}"
     tokens = tuple(query_shape[:-2])
@@ -193,7 +200,10 @@ def apply_rotary_pos_emb_limit(
 def rotary_embedding_limit(
     *, query_shape: Shape, key_shape: Shape, positions_shape: Shape, rotary_dim: int, head_size: int, dtype: str
 ) -> str | None:
-    """Limits of ATB's _npu_rotary_embedding. It has no document; these are its source's of 2026-08-21."""
+    """Return the limit of ATB's _npu_rotary_embedding that a call breaks, or None.
+
+    It is not documented; the limits are from its source of 2026-08-21.
+    """
     if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if len(query_shape) != 2 or len(key_shape) != 2 or len(positions_shape) != 1:
@@ -201,5 +211,5 @@ def rotary_embedding_limit(
     if not query_shape[0] == key_shape[0] == positions_shape[0]:
         return f"query, key and positions have {query_shape[0]}, {key_shape[0]} and {positions_shape[0]} tokens"
     if rotary_dim != head_size:
-        return f"partial rotary is not taken: rotary size {rotary_dim}, head_size {head_size}"
+        return f"partial rotary is not supported: rotary size {rotary_dim}, head_size {head_size}"
     return None

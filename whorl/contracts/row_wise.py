@@ -1,4 +1,4 @@
-"""Limits of the operators that work along the last dim: norms, activation, quantisation."""
+"""Limits of operators along the last dim: norms, activations, quantisation."""
 
 from math import prod
 
@@ -7,7 +7,7 @@ from .dtypes import FLOATS, dtype_limit
 
 
 def rms_norm_limit(*, shape: Shape, gamma_shape: Shape, dtype: str, gamma_dtype: str) -> str | None:
-    """Limits of npu_rms_norm: gamma is the trailing dimensions, in input's dtype or float32. Document of 2026-06-17."""
+    """Return the limit of npu_rms_norm that a call breaks, or None. Document of 2026-06-17."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if gamma_dtype not in (dtype, "float32"):
@@ -25,18 +25,20 @@ def _gamma_limit(shape: Shape, gamma_shape: Shape) -> str | None:
 def add_rms_norm_limit(
     *, shape: Shape, x2_shape: Shape | None = None, gamma_shape: Shape, dtype: str, gamma_dtype: str
 ) -> str | None:
-    """Limits of npu_add_rms_norm: gamma in x1's dtype, nothing empty. Document of 2026-07-09."""
+    """Return the limit of npu_add_rms_norm that a call breaks, or None. Document of 2026-07-09."""
     if (reason := dtype_limit("x1", dtype, FLOATS)) is not None:
         return reason
     if x2_shape is not None and tuple(x2_shape) != tuple(shape):
-        return f"x1 and x2 must have one shape, got {tuple(shape)} and {tuple(x2_shape)}"
+        return f"x1 and x2 must have the same shape, got {tuple(shape)} and {tuple(x2_shape)}"
     if gamma_dtype != dtype:
         return f"gamma must be {dtype}, got {gamma_dtype}"
-    return _gamma_limit(shape, gamma_shape) or (None if prod(shape) else f"empty tensors are not taken, got {shape}")
+    return _gamma_limit(shape, gamma_shape) or (
+        None if prod(shape) else f"empty tensors are not supported, got {shape}"
+    )
 
 
 def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = True) -> str | None:
-    """Limits of npu_swiglu: 1 to 8 dims, an even size along dim, contiguous, not empty. Document of 2026-08-10."""
+    """Return the limit of npu_swiglu that a call breaks, or None. Document of 2026-08-10."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if not 1 <= len(shape) <= 8 or not -len(shape) <= dim < len(shape):
@@ -44,32 +46,36 @@ def swiglu_limit(*, shape: Shape, dim: int = -1, dtype: str, contiguous: bool = 
     if shape[dim] % 2:
         return f"size along dim {dim} must be even, got {shape[dim]}"
     if not prod(shape):
-        return f"empty tensors are not taken, got {tuple(shape)}"
+        return f"empty tensors are not supported, got {tuple(shape)}"
     return None if contiguous else "input must be contiguous"
 
 
 def geglu_limit(*, shape: Shape, dim: int = -1, dtype: str) -> str | None:
-    """Limits of npu_geglu: 1 to 8 dims, an even size along dim. As ops-nn of CANN documents ge_glu_v2 in 2025."""
+    """Return the limit of npu_geglu that a call breaks, or None.
+
+    The limits are those of ge_glu_v2, as CANN's ops-nn documents it in 2025.
+    """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if not 1 <= len(shape) <= 8 or not -len(shape) <= dim < len(shape):
         return f"input must have 1 to 8 dimensions with dim {dim} among them, got {tuple(shape)}"
     if shape[dim] % 2:
         return f"size along dim {dim} must be even, got {shape[dim]}"
-    return None if prod(shape) else f"empty tensors are not taken here, got {tuple(shape)}"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
 
 
 def dynamic_quant_limit(*, shape: Shape, dtype: str, format: str = "int8") -> str | None:
-    """Limits of npu_dynamic_quant, a scale for each token: two dimensions or more of 16 bits, to int8 or quint4x2.
+    """Return the limit of npu_dynamic_quant with one scale per token that a call breaks, or None.
 
-    Document of 2026-07-03; eight codes of quint4x2 are one int32, so their rows are multiples of 8.
+    format: "int8" or "quint4x2"; eight codes of quint4x2 are packed into one int32, so the last dim must be a multiple
+    of 8. Document of 2026-07-03.
     """
     if format not in ("int8", "quint4x2"):
-        return f"npu_dynamic_quant gives int8 or quint4x2 on Atlas A2 and A3, {format!r} was asked for"
+        return f"dst_type must be int8 or quint4x2 on Atlas A2 and A3, got {format!r}"
     if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if len(shape) < 2:
         return f"input must have two dimensions or more, got {tuple(shape)}"
     if format == "quint4x2" and shape[-1] % 8:
         return f"the last dim must be a multiple of 8 for quint4x2, got {shape[-1]}"
-    return None if prod(shape) else f"empty tensors are not taken, got {tuple(shape)}"
+    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"

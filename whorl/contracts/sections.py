@@ -8,7 +8,7 @@ FUSED_MROPE_SECTIONS: Final = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16,
 
 
 def interleaved_axes(sections: Shape, formula: Literal["transformers", "vendor"] = "transformers") -> tuple[int, ...]:
-    """Axis (0 t, 1 h, 2 w) of each of the R/2 channels under stride-3 interleaving of sections (t, h, w).
+    """Return the axis (0 t, 1 h, 2 w) of each of the R/2 channels when sections (t, h, w) interleave with stride 3.
 
     transformers gives w the channels 2::3 below 3*w; the vendor's published formula stops both h and w at 3*h.
     """
@@ -18,20 +18,20 @@ def interleaved_axes(sections: Shape, formula: Literal["transformers", "vendor"]
 
 
 def interleaved_formulas_differ(sections: Shape) -> bool:
-    """Whether npu_mrope's cache_mode='interleave' gives some channel another axis than transformers does."""
+    """Return whether npu_mrope's cache_mode='interleave' gives some channel another axis than transformers does."""
     return interleaved_axes(sections, "transformers") != interleaved_axes(sections, "vendor")
 
 
 def vendor_sections(sections: Shape) -> tuple[int, int, int]:
-    """The (t, h, w) sections with which transformers' rule gives the channels of the vendor's formula."""
+    """Return the (t, h, w) sections for which transformers' rule gives the axes of the vendor's formula."""
     axes = interleaved_axes(sections, "vendor")
     return axes.count(0), axes.count(1), axes.count(2)
 
 
 def interleaved_range_reason(sections: Shape) -> str | None:
-    """Why stride-3 interleaving cannot honour (t, h, w) sections, or None: h and w need their last channel."""
+    """Return why (t, h, w) sections cannot interleave with stride 3 (the last h or w channel is missing), or None."""
     if len(sections) != 3:
-        return f"interleaving takes 3 sections (t, h, w), got {len(sections)}"
+        return f"interleaving needs 3 sections (t, h, w), got {len(sections)}"
     half = sum(sections)
     for axis, size, last in (("h", sections[1], 3 * sections[1] - 2), ("w", sections[2], 3 * sections[2] - 1)):
         if size > 0 and last >= half:

@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention: signatures and limits of the indexer, the attention, and the indexer's loss."""
+"""Contracts and limits of DeepSeek sparse attention: the indexer, the attention, and the indexer's loss."""
 
 from typing import Final
 
@@ -18,8 +18,8 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + _FAR.format("")
         + ", bool return_value=False) -> (Tensor, Tensor)",
         gradient="yes",
-        note="Indices are of the keys of each sequence; their order and the rule for ties are not documented. The "
-        "gradient is that of the values, asked for with return_value.",
+        note="Indices count the keys of each sequence; their order and the rule for ties are not documented. The "
+        "gradient is that of the values, which return_value=True returns.",
     ),
     from_schema(
         "npu_sparse_flash_attention",
@@ -31,8 +31,9 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
         gradient="yes",
-        note="Training needs return_softmax_lse=True, pages (PA_BSND) take none. Indices are of the keys of each "
-        "sequence, -1 after the last; with sparse_block_size above 1, of runs of so many keys.",
+        note="Training needs return_softmax_lse=True, which a paged KV cache (PA_BSND) does not support. Indices "
+        "count the keys of each sequence, -1 after the last; with sparse_block_size above 1 they count groups of that "
+        "many keys.",
     ),
     from_schema(
         "npu_sparse_flash_attention_grad",
@@ -43,7 +44,7 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + _FAR.format("?")
         + ", int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         gradient="silently lost",
-        note="Deterministic under torch.use_deterministic_algorithms only.",
+        note="Deterministic only under torch.use_deterministic_algorithms.",
     ),
     from_schema(
         "npu_sparse_lightning_indexer_grad_kl_loss",
@@ -56,8 +57,8 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
         gradient="silently lost",
-        note="Loss and gradients in one call: the sum over queries of KL(attention, summed over heads and normalised, "
-        "from the softmax of the scores). sparse_mode 3 only.",
+        note="Returns the loss and its gradients in one call. The loss is the sum over queries of KL(attention summed "
+        "over heads and normalised, from the softmax of the scores). sparse_mode 3 only.",
     ),
     from_schema(
         "npu_dense_lightning_indexer_softmax_lse",
@@ -86,10 +87,13 @@ SPARSE: Final[tuple[Contract, ...]] = (
 
 
 def _page_limit(block_size: int, contiguous: bool) -> str | None:
-    """Of PA_BSND in both operators; block_size 0: no pages. Their blocks may lie apart on newer devices only."""
+    """Return the limit of a paged KV cache (PA_BSND) that a call breaks, or None; block_size 0 means no paging.
+
+    Only newer devices support blocks that are not contiguous.
+    """
     if block_size > 1024 or block_size % 16:
         return f"block size must be a multiple of 16 up to 1024, got {block_size}"
-    return None if contiguous else "pages must be contiguous"
+    return None if contiguous else "the blocks of the KV cache must be contiguous"
 
 
 def lightning_indexer_limit(
@@ -102,14 +106,19 @@ def lightning_indexer_limit(
     block_size: int = 0,
     contiguous: bool = True,
 ) -> str | None:
-    """Limits of npu_lightning_indexer; shapes end in [N, D]; block_size 0: no pages. Document of 2026-08-10."""
+    """Return the limit of npu_lightning_indexer that a call breaks, or None.
+
+    Shapes end in [N, D]; block_size: 0 without a paged KV cache. Document of 2026-08-10.
+    """
     if (reason := _page_limit(block_size, contiguous)) is not None:
         return reason
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     heads, dim = query_shape[-2:]
     if heads > 64 or dim != 128 or tuple(key_shape[-2:]) != (1, 128):
-        return f"at most 64 heads of 128 and one key head, got {tuple(query_shape)} and {tuple(key_shape)}"
+        return (
+            f"query must have at most 64 heads of 128 and key one head, got {tuple(query_shape)} and {tuple(key_shape)}"
+        )
     if not (1 <= sparse_count <= 2048 or sparse_count in range(3072, 8193, 1024)):
         return f"sparse_count must be 1 to 2048, or a multiple of 1024 up to 8192, got {sparse_count}"
     return None if sparse_mode in (0, 3) else f"sparse_mode must be 0 or 3, got {sparse_mode}"
@@ -127,21 +136,22 @@ def sparse_flash_attention_limit(
     sparse_block_size: int = 1,
     contiguous: bool = True,
 ) -> str | None:
-    """Limits of npu_sparse_flash_attention, and of its gradient; shapes end in [N, D]; block_size 0: no pages.
+    """Return the limit of npu_sparse_flash_attention, or of its gradient, that a call breaks, or None.
 
-    Document of 2026-08-06. The gradient has none there: its topk is from aclnnSparseFlashAttentionGrad's (2026).
+    Shapes end in [N, D]; block_size: 0 without a paged KV cache. Document of 2026-08-06, which does not cover the
+    gradient: the limit of its topk is that of aclnnSparseFlashAttentionGrad (2026).
     """
     if (reason := _page_limit(block_size, contiguous) or dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     if sparse_block_size not in (1, 2, 4, 8, 16, 32, 64, 128) or block_size % sparse_block_size:
         return f"sparse_block_size must be a power of two up to 128 that divides {block_size}, got {sparse_block_size}"
     if not topk:
-        return "sparse_indices must have a column"
+        return "sparse_indices must have at least a column"
     heads, dim = query_shape[-2:]
     if heads not in (1, 2, 4, 8, 16, 32, 64, 128):
         return f"the number of heads must be a power of two up to 128, got {heads}"
     if dim != 512 or rope_shape is None or rope_shape[-1] != 64:
-        return f"heads of 512 and a rotary part of 64, got {dim} and {rope_shape and rope_shape[-1]}"
+        return f"query must have heads of 512 and a rotary part of 64, got {dim} and {rope_shape and rope_shape[-1]}"
     if attention_mode != 2:
         return f"attention_mode must be 2 (absorbed), got {attention_mode}"
     return f"topk must be a multiple of 1024, got {topk}" if backward and topk % 1024 else None
@@ -157,22 +167,26 @@ def indexer_kl_loss_limit(
     dense: bool = False,
     topk: int | None = None,
 ) -> str | None:
-    """Limits of the indexer's losses; shapes end in [S, N, D], in TND in [T, N, D].
+    """Return the limit of the indexer's losses, sparse or dense, that a call breaks, or None.
 
-    topk: columns of the indices, where they are the caller's own. Documents of 2026-08-20 (sparse) and 2026-07-30
-    (dense, of up to 131072 queries).
+    Shapes end in [S, N, D], in TND in [T, N, D]. topk: the columns of sparse_indices where the caller chooses them.
+    Documents of 2026-08-20 (sparse) and 2026-07-30 (dense, of up to 131072 queries).
     """
     if (reason := dtype_limit("query", dtype, _HALF)) is not None:
         return reason
     if query_shape[-2] not in (32, 64, 128):
-        return f"32, 64 or 128 heads, got {query_shape[-2]}"
+        return f"query must have 32, 64 or 128 heads, got {query_shape[-2]}"
     if index_shape[-2] not in (8, 16, 32, 64) or index_shape[-1] != 128:
-        return f"8, 16, 32 or 64 index heads of 128, got {tuple(index_shape)}"
-    most = 131072 if dense else 8192
-    if layout == "BSND" and (query_shape[-3] > most or key_shape[-3] > 131072):
-        return f"at most {most} queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
+        return f"query_index must have 8, 16, 32 or 64 heads of 128, got {tuple(index_shape)}"
+    longest = 131072 if dense else 8192
+    if layout == "BSND" and (query_shape[-3] > longest or key_shape[-3] > 131072):
+        return (
+            f"a sequence must have at most {longest} queries and 131072 keys, got {query_shape[-3]} and {key_shape[-3]}"
+        )
     if dense and (query_shape[-1] != 128 or key_shape[-2] != query_shape[-2]):
-        return f"as many key heads as heads, of 128, got {tuple(query_shape)} and {tuple(key_shape)}"
+        return (
+            f"query and key must have the same number of heads of 128, got {tuple(query_shape)} and {tuple(key_shape)}"
+        )
     if topk is not None and topk not in range(1024, 8193, 1024):
         return f"topk must be a multiple of 1024 up to 8192, got {topk}"
     return None

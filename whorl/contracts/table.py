@@ -1,4 +1,4 @@
-"""The operators we know, with torch_npu 2.13's signatures."""
+"""The table of known operators, with the signatures of torch_npu 2.13."""
 
 from typing import Final
 
@@ -12,7 +12,8 @@ _TABLE = (
         added={"2.10": "rotate"},
         gradient="yes",
         note="input*cos + rot(input)*sin with cos and sin of full width, cast to input's dtype first. "
-        "With `rotate` the backward pass still uses rotary_mode: documented as unsupported. Saves input.",
+        "With `rotate` the backward pass still uses rotary_mode, which is documented as unsupported. Saves input for "
+        "it.",
     ),
     from_schema(
         "npu_mrope",
@@ -27,7 +28,7 @@ _TABLE = (
         "npu_interleave_rope",
         "(Tensor x, Tensor cos, Tensor sin) -> Tensor",
         gradient="raises",
-        note="Reads adjacent pairs and writes half order, as DeepSeek-V3 does: not GPT-J RoPE.",
+        note="Reads adjacent pairs and writes half order, as DeepSeek-V3 does; this is not GPT-J RoPE.",
     ),
     from_schema(
         "npu_apply_rotary_pos_emb",
@@ -46,7 +47,7 @@ _TABLE = (
         gradient="silently lost",
         in_place=("query", "key"),
         namespace="atb",
-        note="Keeps cos and sin of the first call for the life of the process: a second table is ignored. "
+        note="Uses the cos and sin of the process's first call in every later call: a second table is ignored. "
         "Needs the NNAL/ATB package; has no meta kernel.",
     ),
     from_schema(
@@ -74,14 +75,14 @@ _TABLE = (
         "npu_swiglu",
         "(Tensor input, int dim=-1) -> Tensor",
         gradient="yes",
-        note="silu(first half) * second half along dim.",
+        note="Returns silu(first half) * second half along dim.",
     ),
     from_schema(
         "npu_geglu",
         "(Tensor input, int dim=-1, int approximate=1, bool activate_left=False) -> (Tensor, Tensor)",
         gradient="yes",
-        note="first half * gelu(second half) along dim, with activate_left gelu(first half) * second half; approximate "
-        "1 is tanh's, 0 erf's. Returns the product and gelu alone, both in input's dtype.",
+        note="first half * gelu(second half) along dim; with activate_left gelu(first half) * second half. approximate "
+        "1 uses tanh, 0 uses erf. Returns the product, and the gelu by itself, both in input's dtype.",
     ),
     from_schema(
         "npu_gelu_backward",
@@ -95,16 +96,16 @@ _TABLE = (
         added={"2.10": "quant_mode dst_type_max"},
         gradient="silently lost",
         note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale. From "
-        "2.10 on dst_type is an int, which takes a torch.dtype too.",
+        "2.10 on dst_type is an int, which may also be a torch.dtype.",
     ),
-    # Products with a collective.
+    # Matmuls fused with a collective.
     from_schema(
         "npu_mm_reduce_scatter_base",
         "(Tensor input, Tensor x2, str hcom, int world_size, *, str reduce_op='sum', Tensor? bias=None, "
         "Tensor? x1_scale=None, Tensor? x2_scale=None, int comm_turn=0, ScalarType? output_dtype=None, "
         "str? comm_mode=None) -> Tensor",
         gradient="silently lost",
-        note="This rank's rows of the sum over ranks of input @ x2; hcom is HCCL's name of the communicator.",
+        note="Returns this rank's rows of the sum over ranks of input @ x2; hcom is HCCL's name of the communicator.",
     ),
     from_schema(
         "npu_all_gather_base_mm",
@@ -112,7 +113,7 @@ _TABLE = (
         "Tensor? x2_scale=None, int gather_index=0, bool gather_output=True, int comm_turn=0, "
         "ScalarType? output_dtype=None, str? comm_mode=None) -> (Tensor, Tensor)",
         gradient="silently lost",
-        note="The product of the gathered rows with x2, and the gathered rows.",
+        note="Returns the gathered rows @ x2, and the gathered rows.",
     ),
     from_schema(
         "npu_mm_all_reduce_base",
@@ -127,9 +128,10 @@ _TABLE = (
             "2.11": "comm_mode",
         },
         gradient="silently lost",
-        note="The sum over ranks of x1 @ x2, for prefill; one communicator for all such operators of a model.",
+        note="Returns the sum over ranks of x1 @ x2, for prefill; all such operators of a model share one "
+        "communicator.",
     ),
-    # Attention of training.
+    # Attention for training.
     from_schema(
         "npu_fusion_attention",
         "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
@@ -140,9 +142,9 @@ _TABLE = (
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
         added={"2.10": "dropout_mask seed offset"},
         gradient="yes",
-        note="True in atten_mask hides; sparse_mode 3 takes a 2048 x 2048 upper triangle whatever the lengths, and "
-        "puts the last query at the last key. scale defaults to 1. Largest score and sum are float32 [B, N, S, 8], "
-        "the number 8 times.",
+        note="True in atten_mask hides a key; sparse_mode 3 needs a 2048 x 2048 upper triangle for any lengths, and "
+        "aligns the last query with the last key. scale defaults to 1. The softmax's max and sum are float32 "
+        "[B, N, S, 8], with each number 8 times.",
     ),
     # Inference.
     from_schema(
@@ -150,7 +152,7 @@ _TABLE = (
         "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
         gradient="yes",
         note="input @ weight.T + bias. The page lists float32 and float16; the kernels behind it, aclnnMm and "
-        "aclnnAddmm, take bfloat16 too.",
+        "aclnnAddmm, support bfloat16 too.",
     ),
     from_schema(
         "npu_scatter_pa_kv_cache",
@@ -161,21 +163,23 @@ _TABLE = (
         gradient="silently lost",
         in_place=("key_cache", "value_cache"),
         note="Writes [T, N, D] into [blocks, block size, N, D]; that layout is cache_mode 'Norm', not the default. "
-        "Slots must be in the cache, each once: there is no slot that means skip.",
+        "Slots must be inside the cache and different; no slot value means skip.",
     ),
     from_schema(
         "npu_scatter_nd_update_",
         "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
         gradient="silently lost",
         in_place=("input",),
-        note="input[indices[i]] = updates[i]. Indices must be inside: none means skip; of equal ones either wins.",
+        note="input[indices[i]] = updates[i]. Indices must be in range; no value means skip, and of equal indices any "
+        "may win.",
     ),
     from_schema(
         "npu_transpose_batchmatmul",
         "(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? perm_x1=None, "
         "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor",
         gradient="silently lost",
-        note="A product for each batch, [M, B, N]; perm_x1 says whether input is [B, M, K] or [M, B, K]. No bias yet.",
+        note="Returns a matmul per batch, [M, B, N]; perm_x1 says whether input is [B, M, K] or [M, B, K]. bias must "
+        "be None.",
     ),
     from_schema(
         "npu_fused_infer_attention_score",
@@ -192,16 +196,17 @@ _TABLE = (
         "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
         "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
         gradient="silently lost",
-        note="True in atten_mask hides. sparse_mode 2, 3 and 4 take a 2048 x 2048 upper triangle whatever the lengths; "
-        "with one query sparse_mode, pre_tokens and next_tokens are ignored. TND lengths are cumulative, but those of "
-        "paged keys are not. scale defaults to 1, not to 1/sqrt(D).",
+        note="True in atten_mask hides a key. sparse_mode 2, 3 and 4 need a 2048 x 2048 upper triangle for any "
+        "lengths; with one query sparse_mode, pre_tokens and next_tokens are ignored. TND lengths are cumulative, "
+        "except those of a paged KV cache. scale defaults to 1, not to 1/sqrt(D).",
     ),
     from_schema(
         "npu_top_k_top_p",
         "(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
         gradient="silently lost",
-        note="Minus infinity where a token is cut: below the k-th highest, then where the mass of the higher ones "
-        "reaches p. Keeps equals of the k-th; of equals at the edge of p it keeps those of the higher ids.",
+        note="Sets logits to minus infinity: those below the k-th highest, then those where the probability of the "
+        "higher ones reaches p. Keeps logits equal to the k-th; of equal logits at the edge of p it keeps the higher "
+        "ids.",
     ),
     # Mixture of experts.
     from_schema(
@@ -218,8 +223,8 @@ _TABLE = (
         "float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor, Tensor)",
         added={"2.13": "input_ids tid2eid"},  # routing by token id
         gradient="yes",
-        note="norm_type 0 is softmax, 1 sigmoid; only sigmoid's weights are divided by their sum. bias counts for "
-        "choosing only. group_select_mode 0 ranks a group by its best expert, 1 by its best two together.",
+        note="norm_type 0 is softmax, 1 sigmoid; only sigmoid weights are divided by their sum. bias only influences "
+        "the choice. group_select_mode 0 ranks a group by its best expert, 1 by the sum of its best two.",
     ),
     from_schema(
         "npu_moe_init_routing_v2",
@@ -230,8 +235,8 @@ _TABLE = (
         added={"2.10": "x_dtype"},
         gradient="silently lost",
         changes=(("2.10", "default of quant_mode changed from 0 to -1"),),
-        note="Copies each row K times, sorted by expert. expanded_row_idx of type 0 says where copy (i, j) went, "
-        "row by row; type 1 says which copy is here.",
+        note="Copies each row K times, sorted by expert. expanded_row_idx of type 0 has the row that copy (i, j) went "
+        "to, row by row; type 1 has the copy that each row holds.",
     ),
     from_schema(
         "npu_moe_finalize_routing",
@@ -239,8 +244,8 @@ _TABLE = (
         "Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> Tensor",
         added={"2.13": "k"},
         gradient="silently lost",
-        note="skip1 + skip2 + the weighted sum of each token's rows. Modes 0 and 1 read the index column by column "
-        "(i + j * rows), 2 and 3 row by row; 1 and 3 take rows as [E, capacity, H] and skip index -1.",
+        note="Returns skip1 + skip2 + the weighted sum of each token's rows. Modes 0 and 1 read the index column by "
+        "column (i + j * rows), 2 and 3 row by row; 1 and 3 have rows [E, capacity, H] and skip index -1.",
     ),
     from_schema(
         "npu_grouped_matmul",
@@ -252,9 +257,9 @@ _TABLE = (
         "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
         added={"2.10": "x_dtype weight_dtype scale_dtype per_token_scale_dtype"},
         gradient="silently lost",
-        note="group_type -1: one product for each pair; 0: rows of x in groups; 2: the sum over grouped rows, for the "
-        "gradient of weight. group_list is cumulative (type 0) or counts (type 1). From 2.10 on output_dtype is an "
-        "int, which takes a torch.dtype too.",
+        note="group_type -1: one matmul for each pair; 0: the rows of x in groups; 2: the sum over grouped rows, for "
+        "the gradient of weight. group_list is cumulative (type 0) or has counts (type 1). From 2.10 on output_dtype "
+        "is an int, which may also be a torch.dtype.",
     ),
     from_schema(
         "npu_quant_matmul",
@@ -263,8 +268,8 @@ _TABLE = (
         "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None) "
         "-> Tensor",
         gradient="silently lost",
-        note="int8 products, then x1 @ x2 * scale * pertoken_scale + bias, a bias of int32 before the scales. The "
-        "result is int8 unless output_dtype says otherwise.",
+        note="Computes x1 @ x2 in int8, times scale and pertoken_scale, plus bias; a bias of int32 is added before the "
+        "scales. The result is int8 unless output_dtype says otherwise.",
     ),
     from_schema(
         "npu_weight_quant_batchmatmul",
@@ -272,7 +277,7 @@ _TABLE = (
         "Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0, int inner_precise=0, "
         "int? weight_dtype=None) -> Tensor",
         gradient="silently lost",
-        note="x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added.",
+        note="Returns x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added, not subtracted.",
     ),
     from_schema(
         "npu_moe_token_permute",
@@ -285,34 +290,35 @@ _TABLE = (
         "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, "
         "int[]? restore_shape=None) -> Tensor",
         gradient="yes",
-        note="The weighted sum of each token's K rows; without probs K is 1 and nothing is added up.",
+        note="Returns the weighted sum of each token's K rows; without probs K is 1 and nothing is summed.",
     ),
-    # Backward passes by themselves, for callers with their own autograd.
+    # Backward operators, for callers that define their own autograd functions.
     from_schema(
         "npu_rotary_mul_backward",
         "(Tensor grad, Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> (Tensor, Tensor, Tensor)",
         gradient="silently lost",
-        note="Gradients of input, r1 and r2, in input's dtype.",
+        note="Returns the gradients of input, r1 and r2, in input's dtype.",
     ),
     from_schema(
         "npu_rms_norm_backward",
         "(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
         gradient="silently lost",
-        note="Gradients of input, in its dtype, and of gamma, in float32.",
+        note="Returns the gradients of input, in its dtype, and of gamma, in float32.",
     ),
     from_schema(
         "npu_moe_token_permute_grad",
         "(Tensor tokens, Tensor grad_permuted_tokens, Tensor indices, Tensor sorted_indices, bool padded_mode=False) "
         "-> Tensor",
         gradient="silently lost",
-        note="The sum of each token's K rows of grad_permuted_tokens; of tokens only shape and dtype count.",
+        note="Returns the sum of each token's K rows of grad_permuted_tokens; only the shape and dtype of tokens are "
+        "used.",
     ),
     from_schema(
         "npu_moe_token_unpermute_grad",
         "(Tensor permuted_tokens, Tensor grad_unpermuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
         "bool padded_mode=False, int[]? restore_shape=None) -> (Tensor, Tensor)",
         gradient="silently lost",
-        note="Gradients of permuted_tokens and of probs, each in its dtype.",
+        note="Returns the gradients of permuted_tokens and of probs, each in its own dtype.",
     ),
     from_schema(
         "npu_fusion_attention_grad",
@@ -324,7 +330,7 @@ _TABLE = (
         "int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout='', "
         "Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         gradient="silently lost",
-        note="Gradients of query, key, value, pse and sink.",
+        note="Returns the gradients of query, key, value, pse and sink.",
     ),
     from_schema(
         "npu_swiglu_backward",

@@ -1,4 +1,4 @@
-"""Which torch_npu releases are supported, and what an installed one really has."""
+"""The supported torch_npu releases, and the signatures of an installed one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,30 +16,31 @@ SUPPORTED_TORCH_NPU: Final[dict[str, str]] = {
 
 
 def release(version: str) -> tuple[int, int]:
-    """(major, minor) of a version such as '2.10.0.post7+git1a2b'."""
+    """Return (major, minor) of a version such as '2.10.0.post7+git1a2b'; raises ValueError for another form."""
     major, minor = version.split("+")[0].split(".")[:2]
     if not (major.isdigit() and minor.isdigit()):
         raise ValueError(f"torch_npu version {version!r}: expected MAJOR.MINOR[.PATCH...]")
     return int(major), int(minor)
 
 
-def call_arguments(op: str, available: Sequence[str], **wanted: Any) -> dict[str, Any]:
-    """The keyword arguments to call `op` with, where its schema has the arguments named in `available`.
+def call_arguments(op: str, available: Sequence[str], **requested: Any) -> dict[str, Any]:
+    """Return the keyword arguments to call `op` with, where the installed schema has the arguments in `available`.
 
-    Every wanted argument the schema has is passed, also when it equals the default, because defaults differ between
-    versions. One the schema lacks is left out if it asks for the default and is an error if it does not.
+    Every requested argument that the schema has is passed, also when it equals the default, because defaults differ
+    between versions. An argument that the schema lacks is left out if its value is the default; otherwise it raises
+    RuntimeError. Raises TypeError for an argument that no version has.
     """
     parameters = {p.name: p for p in CONTRACTS[op].parameters}
     arguments = {}
-    for name, value in wanted.items():
+    for name, value in requested.items():
         if name not in parameters:
             raise TypeError(f"{op}: no parameter {name!r}. Has: {list(parameters)}")
         if name in available:
             arguments[name] = value
         elif value is not parameters[name].default and value != parameters[name].default:
-            asked = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
+            argument = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
             raise RuntimeError(
-                f"{op}: {asked} needs torch_npu {parameters[name].since} or newer; "
+                f"{op}: {argument} needs torch_npu {parameters[name].since} or newer; "
                 f"the installed schema has {list(available)}"
             )
     return arguments
@@ -47,22 +48,25 @@ def call_arguments(op: str, available: Sequence[str], **wanted: Any) -> dict[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """What one installed torch_npu has: its version and, per operator, its argument names."""
+    """An installed torch_npu: its version and, by operator, the argument names of its schema."""
 
     version: str
     arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def call_arguments(self, op: str, **wanted: Any) -> dict[str, Any]:
-        """Keyword arguments for `op` in this version; RuntimeError naming the version that has what is missing."""
+    def call_arguments(self, op: str, **requested: Any) -> dict[str, Any]:
+        """Return the keyword arguments for `op` in this version.
+
+        Raises RuntimeError, with the version to install, when it lacks the operator or an argument.
+        """
         if op not in self.arguments:
             raise RuntimeError(
                 f"torch_npu {self.version} has no {op}: it needs torch_npu {CONTRACTS[op].since} or newer"
             )
-        return call_arguments(op, self.arguments[op], **wanted)
+        return call_arguments(op, self.arguments[op], **requested)
 
 
 def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
-    """Check an installed torch_npu against the table of supported versions and keep what its schemas have."""
+    """Return an Installed for a torch_npu version and its schemas; raises RuntimeError for an unsupported version."""
     major_minor = "{}.{}".format(*release(version))
     if major_minor not in SUPPORTED_TORCH_NPU:
         raise RuntimeError(
@@ -73,10 +77,13 @@ def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Instal
 
 
 def schema_arguments(torch_ops: Any) -> dict[str, tuple[str, ...]]:
-    """Argument names of every operator of CONTRACTS that `torch.ops` (passed in, so torch is not imported) has."""
-    found = {}
+    """Return the argument names of every operator of CONTRACTS that `torch.ops` has.
+
+    `torch.ops` is an argument, because this package does not import torch.
+    """
+    arguments = {}
     for contract in CONTRACTS.values():
         packet = getattr(getattr(torch_ops, contract.namespace or "", None), contract.name, None)
         if contract.namespace is not None and packet is not None:
-            found[contract.name] = tuple(a.name for a in packet.default._schema.arguments)
-    return found
+            arguments[contract.name] = tuple(a.name for a in packet.default._schema.arguments)
+    return arguments

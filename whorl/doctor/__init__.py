@@ -1,7 +1,7 @@
-"""Why a rotary configuration goes wrong, said before it runs. Works without torch.
+"""The doctor reports what is wrong with a rotary configuration before it runs. It works without torch.
 
-`check` reads configurations, launch flags, logs and traces; `guard` looks at a live model, `checklist` tries it out. A
-check is one function in `whorl/doctor/checks`; every code is described in docs/doctor.md.
+`check` reads configurations, launch flags, logs and traces; `guard` checks a live model; `checklist` runs a live model
+through ten cases. Every check is one function in `whorl/doctor/checks`; docs/doctor.md describes every code.
 """
 
 from whorl.doctor.checkup import check

@@ -1,22 +1,22 @@
-"""Flags, overrides and environment variables of a launch script, as settings."""
+"""Read the flags, overrides and environment variables of a launch script as settings."""
 
 import re
 import shlex
 from collections.abc import Mapping
 from typing import Final
 
-from whorl.doctor.settings import Flag, Setting, parse_value, setting_of
+from whorl.doctor.settings import Flag, Setting, make_setting, parse_value
 
 COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
-# A variable of these names holds flags, so it is not the value of the flag before it.
+# A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 
 
 def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> list[Setting]:
-    """Flags, Hydra overrides, environment variables and known commands of a shell script or an argument list.
+    """Return the flags, Hydra overrides, environment variables and known commands of a script or an argument list.
 
-    A flag takes the words after it on the same line (a trailing backslash continues it); with `values_may_wrap` also
-    those on the lines below, as in files of one argument per line.
+    A flag's value is the words after it on the same line (a trailing backslash continues the line); with
+    `values_may_wrap` also the words on the lines below, as in files with one argument per line.
     """
     settings: list[Setting] = []
     variables: dict[str, str] = {}
@@ -25,54 +25,55 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
     for number, line in enumerate(text.splitlines(), 1):
         place = f"{where}:{number}"
         if not (values_may_wrap or continued):
-            settings, flag = settings + _finish(flag), None
+            settings, flag = settings + _flag_settings(flag), None
         continued = line.rstrip().endswith("\\")
-        for word in _words(_substitute(line, variables)):
+        for word in _shell_words(_substitute(line, variables)):
             if re.match(r"-+[A-Za-z]", word):
-                settings += _finish(flag)
+                settings += _flag_settings(flag)
                 name, equals, value = word.lstrip("-").partition("=")
                 flag = (name, [value] if equals else [], place)
             elif assignment := re.fullmatch(r"(\+{0,2}[A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
-                settings, flag = settings + _finish(flag), None
-                settings += _assignment(assignment[1], assignment[2], place, variables)
+                settings, flag = settings + _flag_settings(flag), None
+                settings += _assignment_settings(assignment[1], assignment[2], place, variables)
             elif re.fullmatch(HOLDS_FLAGS, word):
-                settings, flag = settings + _finish(flag), None
+                settings, flag = settings + _flag_settings(flag), None
             elif flag is not None:
                 flag[1].append(word)
             if re.fullmatch(COMMANDS, word):
                 settings.append(
                     Setting(key="command", path=f"command {word}", value=word, kind="argument", where=place)
                 )
-    return settings + _finish(flag)
+    return settings + _flag_settings(flag)
 
 
-def _assignment(name: str, value: str, place: str, variables: dict[str, str]) -> list[Setting]:
-    """NAME=value is an environment variable, a.b=value a Hydra override; a variable may hold flags itself."""
+def _assignment_settings(name: str, value: str, place: str, variables: dict[str, str]) -> list[Setting]:
+    """Read NAME=value as an environment variable, a.b=value as a Hydra override; a variable may hold flags itself."""
     if "." in name or name.startswith("+"):
-        return [setting_of(name, parse_value(value), "config", place)]
+        return [make_setting(name, parse_value(value), "config", place)]
     variables[name] = value
     if value.lstrip().startswith("--"):
         source, _, number = place.rpartition(":")
-        inside = read_arguments(value, source)
-        return [Setting(key=s.key, path=s.path, value=s.value, kind=s.kind, where=f"{source}:{number}") for s in inside]
-    return [setting_of(name, value, "environment", place)] if value and name.isupper() else []
+        nested = read_arguments(value, source)
+        return [Setting(key=s.key, path=s.path, value=s.value, kind=s.kind, where=f"{source}:{number}") for s in nested]
+    return [make_setting(name, value, "environment", place)] if value and name.isupper() else []
 
 
-def _finish(flag: Flag | None) -> list[Setting]:
+def _flag_settings(flag: Flag | None) -> list[Setting]:
+    """Return the setting of a flag whose words have all been read; nothing if there is no flag."""
     if flag is None:
         return []
     name, words, place = flag
     if not words:
         negated = re.match(r"no[-_]", name)
-        return [setting_of(name, not negated, "argument", place)]
+        return [make_setting(name, not negated, "argument", place)]
     # Several numbers are a list; anything else after the first word is the next positional argument.
     values = [parse_value(word) for word in words]
     is_list = len(values) > 1 and all(isinstance(value, int) for value in values)
-    return [setting_of(name, values if is_list else values[0], "argument", place)]
+    return [make_setting(name, values if is_list else values[0], "argument", place)]
 
 
-def _words(line: str) -> list[str]:
-    """The shell words of one line; brackets of arrays and quotes left open by a multi-line string are dropped."""
+def _shell_words(line: str) -> list[str]:
+    """Split one line into shell words; array brackets, and quotes that a multi-line string leaves open, are dropped."""
     line = line.rstrip().removesuffix("\\")
     try:
         words = shlex.split(line, comments=True)
@@ -84,6 +85,8 @@ def _words(line: str) -> list[str]:
 
 
 def _substitute(line: str, variables: Mapping[str, str]) -> str:
+    """Replace $NAME, ${NAME} and ${NAME:-default} by the values known so far."""
+
     def value(match: re.Match[str]) -> str:
         name, default = match.group(1) or match.group(3), match.group(2)
         return variables.get(name, default if default is not None else match.group(0))

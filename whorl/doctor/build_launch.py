@@ -1,4 +1,4 @@
-"""A launch from what was read: which framework, which device, which of several models."""
+"""Build a Launch from the inputs: infer the framework and the device, and read the model's RopeConfig."""
 
 import re
 import warnings
@@ -10,7 +10,7 @@ from whorl.doctor.launch import DEVICES, FRAMEWORKS, TRAINING, Launch, rope_entr
 from whorl.doctor.settings import BadInput, Setting
 from whorl.rope_config import RopeConfig, UnknownFamilyWarning
 
-# The first framework one of whose signs appears among the settings; each sign is matched against path=value.
+# Patterns that identify a framework, matched against path=value of every setting. The first match wins.
 SIGNS: Final = (
     ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
     ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm|MM_TOOL_PATH)=.*|command .*mindspeed_mm/.*"),
@@ -29,33 +29,36 @@ NPU_SIGNS: Final = (
 
 
 def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: str | None) -> Launch:
-    """Settle framework and device, and read the model's rotary facts."""
+    """Infer framework and device where they are None, read the model's rotary config, and return the Launch.
+
+    Raises BadInput for an unknown framework or device.
+    """
     if framework == "vllm-ascend":
         framework, device = "vllm", device or "npu"
     if framework is not None and framework not in FRAMEWORKS:
         raise BadInput(f"--framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}, or leave it out to infer it")
     if device is not None and device not in DEVICES:
         raise BadInput(f"--device {device!r}: choose one of {', '.join(DEVICES)}")
-    name, name_because = (framework, "given") if framework else _infer_framework(inputs)
-    where, where_because = (device, "given") if device else _infer_device(inputs, name)
+    framework, framework_because = (framework, "set by --framework") if framework else _infer_framework(inputs)
+    device, device_because = (device, "set by --device") if device else _infer_device(inputs, framework)
     text = text_config(_with_hf_overrides(inputs))
-    rope, problem, warned = _rope_config(text)
+    rope, problem, caught = _rope_config(text)
     return Launch(
-        framework=name,
-        framework_because=name_because,
-        device=where,
-        device_because=where_because,
-        train=train or name in TRAINING,
+        framework=framework,
+        framework_because=framework_because,
+        device=device,
+        device_because=device_because,
+        train=train or framework in TRAINING,
         inputs=inputs,
         text=text,
         rope=rope,
         rope_problem=problem,
-        rope_warnings=tuple(str(w.message) for w in warned if w.category is not UnknownFamilyWarning),
-        unknown_family=next((str(w.message) for w in warned if w.category is UnknownFamilyWarning), None),
+        rope_warnings=tuple(str(w.message) for w in caught if w.category is not UnknownFamilyWarning),
+        unknown_family=next((str(w.message) for w in caught if w.category is UnknownFamilyWarning), None),
     )
 
 
-def _sign(setting: Setting) -> str:
+def _path_and_value(setting: Setting) -> str:
     path = setting.path.lstrip("+").replace("-", "_")
     return f"{path}={setting.value}"
 
@@ -63,7 +66,7 @@ def _sign(setting: Setting) -> str:
 def _infer_framework(inputs: Inputs) -> tuple[str, str]:
     for framework, pattern in SIGNS:
         for setting in inputs.settings:
-            if re.fullmatch(pattern, _sign(setting), re.DOTALL):
+            if re.fullmatch(pattern, _path_and_value(setting), re.DOTALL):
                 return framework, f"inferred from {setting.path} in {setting.where}"
     return "hf", "assumed: no launch flag names a framework"
 
@@ -74,13 +77,13 @@ def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
     for setting in inputs.settings:
         if setting.key in ("device", "device_type", "device_name") and setting.value in DEVICES:
             return setting.value, f"inferred from {setting.path} in {setting.where}"
-        if re.fullmatch(NPU_SIGNS, _sign(setting), re.DOTALL):
+        if re.fullmatch(NPU_SIGNS, _path_and_value(setting), re.DOTALL):
             return "npu", f"inferred from {setting.path} in {setting.where}"
     return "cuda", "assumed: nothing names a device"
 
 
 def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
-    """The model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM does before it builds it."""
+    """Return the model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM merges them."""
     if inputs.model is None:
         return None
     merged = dict(inputs.model)
@@ -101,9 +104,9 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:
-    """RopeConfig of the text model, why its sections were refused if they were, and what RopeConfig warned of.
+    """Return the RopeConfig of the text model, the error that refused its config (or None), and RopeConfig's warnings.
 
-    A config with refused sections is read again without them: the checks need the rotary size to say what is wrong.
+    A config whose sections are refused is read again without them, because the checks need the rotary size.
     """
     if text is None:
         return None, None, []
@@ -121,12 +124,12 @@ def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str
 
 
 def _main_rope(text: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding of the full-attention layers, where the layers differ."""
+    """Return the RopeConfig; where layer types have different ones, that of the full-attention layers."""
     try:
         return RopeConfig.from_hf(text)
     except ValueError as error:
         nested = [name for name, value in rope_entries(text).items() if isinstance(value, Mapping)]
         if not nested and "layer_type=" not in str(error):
             raise
-        first = "full_attention" if "full_attention" in nested or not nested else nested[0]
-        return RopeConfig.from_hf(text, layer_type=first)
+        layer_type = "full_attention" if "full_attention" in nested or not nested else nested[0]
+        return RopeConfig.from_hf(text, layer_type=layer_type)

@@ -1,4 +1,4 @@
-"""`check`: inputs -> launch -> path -> findings."""
+"""`check` reads inputs, builds a Launch, predicts its rotary paths and collects the findings of all checks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,16 +26,21 @@ def check(
     log: str | Path | None = None,
     trace: str | Path | None = None,
 ) -> Report:
-    """Examine a file or folder of configuration; BadInput (a ValueError) where it cannot be read.
+    """Check the rotary configuration of a launch and return the Report.
 
-    `settings` override what the files say. `log` is a traceback to explain, `trace` a profiler trace to compare with
-    the predicted path; with either of them `path` may be None.
+    path: a file or folder of configuration, or None when only `log` or `trace` is given; framework: one of
+    whorl.doctor.launch.FRAMEWORKS, inferred when None; settings: values that override those of the files; train: the
+    launch trains; device: "cuda" or "npu", inferred when None; log: a file with a traceback to explain; trace: a chrome
+    trace of torch's profiler to compare with the predicted path. Raises BadInput (a ValueError) when an input cannot be
+    read or names an unknown framework or device.
+
+    Example: assert not check("runs/qwen3_vl", settings={"position_embedding_type": "mrope"}).failed
     """
     if path is None and log is None and trace is None:
-        raise BadInput("nothing to examine: give a file or folder, a log or a trace")
+        raise BadInput("nothing to check: give a file or folder, a log or a trace")
     inputs = read_inputs(path, settings)
     launch = build_launch(inputs, framework=framework, train=train, device=device)
-    paths, findings = _examine(launch) if inputs.model or inputs.settings else ((), [])
+    paths, findings = _check_parts(launch) if inputs.model or inputs.settings else ((), [])
     for where, text in _logs(inputs, log):
         findings += explain(text, where)
     ran = read_trace(trace) if trace is not None else {}
@@ -55,7 +60,7 @@ def check(
     )
 
 
-def _examine(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
+def _check_parts(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
     paths, findings = [], []
     for part in launch.parts():
         paths.append(predict(part))
@@ -71,9 +76,9 @@ def _logs(inputs: Inputs, log: str | Path | None) -> list[tuple[str, str]]:
 
 
 def describe_model(launch: Launch) -> str:
-    """One line on what rotates in this model."""
+    """Describe the model's rotary embedding in one line."""
     if launch.text is None:
-        return "no config.json: judged by the launch settings alone"
+        return "no config.json: only the launch settings are checked"
     name = str(launch.text.get("model_type") or (launch.text.get("architectures") or ["a model"])[0])
     rope = launch.rope
     if rope is None:

@@ -1,4 +1,4 @@
-"""`whorl doctor`: run the check, print the report, give the exit code (0 clean, 1 findings, 2 bad input)."""
+"""`whorl doctor` runs the check, prints the report and returns the exit code (0 clean, 1 findings, 2 bad input)."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def run(
     trace: str | Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """`settings` are the key=value strings of --set, or a mapping."""
+    """Run `whorl doctor` and return its exit code; `settings` are the key=value strings of --set, or a mapping."""
     try:
         overrides = settings if isinstance(settings, Mapping) else parse_overrides(settings or ())
         report = check(path, framework=framework, settings=overrides, train=train, device=device, log=log, trace=trace)
@@ -44,7 +44,7 @@ def run(
 
 
 def render(report: Report, title: str) -> list[Line]:
-    """The report as styled lines: what was read, the path, then the findings."""
+    """Return the report as styled lines: the inputs, the rotary paths, then the findings."""
     lines: list[Line] = [_heading(f"whorl doctor: {title}")]
     if report.paths:
         lines += [
@@ -57,7 +57,7 @@ def render(report: Report, title: str) -> list[Line]:
     for path in report.paths:
         lines += _render_path(path)
     if report.ran:
-        lines += [EMPTY, _heading("Ran, by the trace")]
+        lines += [EMPTY, _heading("Rotary operators in the trace")]
         lines += [_row(f"{count} x", name) for name, count in report.ran.items()]
     lines += [EMPTY, _summary(report)]
     for finding in report.findings:

@@ -1,5 +1,6 @@
-"""Reading what a user has: config.json, YAML / JSON / TOML of launch flags, shell scripts and argument lists,
-requirements files, logs. Everything becomes one model config and a list of `Setting`s that remember their origin.
+"""Read a user's files: config.json, launch settings in YAML, JSON or TOML, scripts, requirements files and logs.
+
+The result is one model config and a list of `Setting`s that remember the file and line they come from.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whorl.doctor.arguments import read_arguments
-from whorl.doctor.settings import BadInput, Kind, Setting, parse_value, setting_of
+from whorl.doctor.settings import BadInput, Kind, Setting, make_setting, parse_value
 
 MODEL_KEYS: Final = ("model_type", "architectures")
 # Other JSON files of a Hugging Face folder; none of them holds launch settings.
@@ -34,7 +35,7 @@ LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are 
 
 @dataclass(kw_only=True, slots=True)
 class Inputs:
-    """What was read, in reading order."""
+    """The model config, the settings and the logs, in reading order; `read` lists the names of the files."""
 
     model: dict[str, Any] | None = None
     model_where: str = "no config.json"
@@ -44,9 +45,12 @@ class Inputs:
 
 
 def read_inputs(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Inputs:
-    """Read a file or every readable file of a folder, then apply `overrides` (what --set gave)."""
+    """Read a file, or every readable file of a folder, then apply `overrides` (the values of --set).
+
+    Raises BadInput when nothing can be read.
+    """
     inputs = Inputs()
-    for file in _files(Path(path)) if path is not None else ():
+    for file in _readable_files(Path(path)) if path is not None else ():
         _read_file(file, inputs)
     if path is not None and inputs.model is None and not inputs.settings and not inputs.logs:
         raise BadInput(
@@ -58,43 +62,43 @@ def read_inputs(path: str | Path | None, overrides: Mapping[str, Any] | None = N
 
 
 def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
-    """`key=value` strings as given to --set."""
+    """Parse the `key=value` strings of --set; raises BadInput for a malformed one."""
     overrides = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not re.fullmatch(r"[\w.+-]+", key.strip()):
             raise BadInput(f"--set {pair!r}: write key=value, for example --set position_embedding_type=mrope")
-        # A version is text: 0.10 is not 0.1.
+        # A version stays text: parsed as a number, 0.10 would become 0.1.
         overrides[key.strip()] = value.strip() if key.strip() in PACKAGES else parse_value(value.strip())
     return overrides
 
 
-def _files(path: Path) -> list[Path]:
+def _readable_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise BadInput(
             f"{path}: no such file or folder. Give a model folder, a config.json or a file of launch flags; "
-            "a Hugging Face id is not looked up"
+            "a Hugging Face model id is not downloaded"
         )
-    found = [file for file in sorted(path.iterdir()) if file.suffix in READ_SUFFIXES and file.is_file()]
-    found = [file for file in found if not NOT_SETTINGS.fullmatch(file.name) and file.stat().st_size < LONG_FILE]
-    # merges.txt and the like are text too: a .txt must hold a flag or a pinned version to count.
-    found = [file for file in found if file.suffix != ".txt" or _is_requirements(file) or _has_flags(file)]
-    if not found:
-        raise BadInput(f"{path}: holds nothing to read. Looked for config.json and {', '.join(READ_SUFFIXES)}")
-    return found
+    files = [file for file in sorted(path.iterdir()) if file.suffix in READ_SUFFIXES and file.is_file()]
+    files = [file for file in files if not NOT_SETTINGS.fullmatch(file.name) and file.stat().st_size < LONG_FILE]
+    # A tokenizer's merges.txt is text too: a .txt counts only with flags or a traceback, or as a requirements file.
+    files = [file for file in files if file.suffix != ".txt" or _is_requirements(file) or _has_flags(file)]
+    if not files:
+        raise BadInput(f"{path}: holds nothing to read. Expected config.json or files of {', '.join(READ_SUFFIXES)}")
+    return files
 
 
 def _read_file(file: Path, inputs: Inputs) -> None:
-    text = _text(file)
+    text = _read_file_text(file)
     inputs.read.append(file.name)
     if file.suffix == ".json" or (not file.suffix and text.lstrip().startswith("{")):
-        _take_mapping(_parsed(json.loads, text, file), file, inputs)
+        _add_mapping(_parse(json.loads, text, file), file, inputs)
     elif file.suffix in (".yaml", ".yml"):
-        _take_mapping(_parsed(_load_yaml, text, file), file, inputs)
+        _add_mapping(_parse(_load_yaml, text, file), file, inputs)
     elif file.suffix == ".toml":
-        _take_mapping(_parsed(tomllib.loads, text, file), file, inputs)
+        _add_mapping(_parse(tomllib.loads, text, file), file, inputs)
     elif TRACEBACK in text or file.suffix == ".log":
         inputs.logs.append((file.name, text))
     elif _is_requirements(file):
@@ -104,11 +108,11 @@ def _read_file(file: Path, inputs: Inputs) -> None:
 
 
 def read_text(file: str | Path) -> str:
-    """A log's text, of standard input for "-"; BadInput where it cannot be read."""
-    return sys.stdin.read() if str(file) == "-" else _text(Path(file))
+    """Return the text of a log, or standard input for "-"; raises BadInput when it cannot be read."""
+    return sys.stdin.read() if str(file) == "-" else _read_file_text(Path(file))
 
 
-def _text(file: Path) -> str:
+def _read_file_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -117,7 +121,7 @@ def _text(file: Path) -> str:
         raise BadInput(f"{file}: is not UTF-8 text. Give a config, launch flags or a log, not weights") from error
 
 
-def _parsed(parse: Any, text: str, file: Path) -> Any:
+def _parse(parse: Any, text: str, file: Path) -> Any:
     try:
         return parse(text)
     except ValueError as error:
@@ -137,14 +141,14 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _take_mapping(data: Any, file: Path, inputs: Inputs) -> None:
+def _add_mapping(data: Any, file: Path, inputs: Inputs) -> None:
     if _is_argument_list(data):
         inputs.settings += read_arguments(shlex.join(data), file.name, values_may_wrap=True)
     elif not isinstance(data, dict):
         raise BadInput(f"{file}: holds a {type(data).__name__}; expected a mapping of settings or a list of arguments")
     elif file.suffix in (".json", "") and any(key in data for key in MODEL_KEYS):
         if inputs.model is not None:
-            raise BadInput(f"{file}: a second model config beside {inputs.model_where}. Keep one in the folder")
+            raise BadInput(f"{file}: is a second model config beside {inputs.model_where}. Keep only one in the folder")
         inputs.model, inputs.model_where = data, file.name
     else:
         inputs.settings += _flatten(data, file.name)
@@ -162,7 +166,7 @@ def _flatten(data: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[
             yield from _flatten(value, where, f"{path}.")
         elif _is_argument_list(value):
             yield from read_arguments(shlex.join(value), where, values_may_wrap=True)
-        yield setting_of(path, value, "environment" if str(name).isupper() else "config", where)
+        yield make_setting(path, value, "environment" if str(name).isupper() else "config", where)
 
 
 def _is_requirements(file: Path) -> bool:
@@ -186,23 +190,23 @@ def _read_requirements(text: str, where: str) -> list[Setting]:
 
 
 def _override(key: str, value: Any, inputs: Inputs) -> None:
-    """--set changes the model config where it has that key, and always counts as a launch setting."""
+    """Apply one --set: it changes the model config where that has the key, and always counts as a launch setting."""
     if inputs.model is not None:
-        changed = _replaced(inputs.model, key.split("."), value)
+        changed = _replace_key(inputs.model, key.split("."), value)
         inputs.model = changed | {key: value} if changed == inputs.model and key in ROPE_KEYS else changed
     kind: Kind = "environment" if key.isupper() else "set"
-    inputs.settings.append(setting_of(key, value, kind, "--set"))
+    inputs.settings.append(make_setting(key, value, kind, "--set"))
 
 
-def _replaced(node: dict[str, Any], parts: list[str], value: Any) -> dict[str, Any]:
-    """A copy of `node` with `value` wherever the dotted path ends; a path may start at any depth of the text model."""
+def _replace_key(node: dict[str, Any], parts: list[str], value: Any) -> dict[str, Any]:
+    """Return a copy of `node` with `value` at the dotted path, which may start at any depth of the text model."""
     new = {}
     for name, child in node.items():
         if name == parts[0] and len(parts) == 1:
             new[name] = value
         elif isinstance(child, dict) and (name == parts[0] or name not in OTHER_TOWERS):
-            rest = parts[1:] if name == parts[0] else parts
-            new[name] = _replaced(child, rest or parts, value)
+            remaining = parts[1:] if name == parts[0] else parts
+            new[name] = _replace_key(child, remaining or parts, value)
         else:
             new[name] = child
     return new

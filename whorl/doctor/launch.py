@@ -1,4 +1,4 @@
-"""`Launch`: one launch as the checks see it: framework, device, model facts, and settings with their precedence."""
+"""`Launch` is what the checks read: framework, device, the model's config, and settings with their precedence."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ DEVICES: Final = ("cuda", "npu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One framework's view of the inputs. verl has two: see `parts`."""
+    """A launch of one framework. A verl launch has two parts, the actor and the rollout: see `parts`."""
 
     framework: str
     framework_because: str
@@ -33,66 +33,72 @@ class Launch:
     scope: str = ""
 
     def find(self, key: str) -> Setting | None:
-        """The setting that takes effect. Megatron's model reads its config before its arguments; others the reverse."""
+        """Return the setting that takes effect, or None.
+
+        --set comes first. Megatron's model prefers its config to its arguments, other frameworks their arguments.
+        """
         order = ("argument", "config") if self.framework in MEGATRON_FAMILY else ("config", "argument")
         for kind in ("set", *reversed(order)):
-            found = [s for s in self.all(key) if s.kind == kind]
-            if found:
-                return found[-1]
+            settings = [s for s in self.find_all(key) if s.kind == kind]
+            if settings:
+                return settings[-1]
         return None
 
-    def all(self, key: str) -> list[Setting]:
-        """Every place that sets `key`, in reading order."""
+    def find_all(self, key: str) -> list[Setting]:
+        """Return every setting of `key`, in reading order."""
         return [s for s in self.inputs.settings if s.key == key and s.kind not in ("version", "environment")]
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value that takes effect."""
         setting = self.find(key)
         return default if setting is None else setting.value
 
     def on(self, key: str) -> bool:
+        """Return whether the switch `key` is set to true."""
         return self.get(key) is True
 
     def number(self, key: str) -> int | None:
-        """A whole number, or None where it is not set or still holds a shell variable."""
+        """Return the value as an int; None where it is not set or is not one (an unresolved shell variable)."""
         value = self.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def real(self, key: str) -> float | None:
-        """A number, also where YAML kept it as text (1e6); None where it is not set or not a number."""
+        """Return the value as a float, also where YAML keeps it as text (1e6); None where it is not a number."""
         try:
             return float(self.get(key))
         except (TypeError, ValueError):
             return None
 
     def where(self, key: str) -> str:
-        """Where `key` is set, as the user wrote it."""
+        """Return the file, line and path that set `key`, as the user wrote them."""
         setting = self.find(key)
         return "not set" if setting is None else f"{setting.where} ({setting.path})"
 
     def removal(self, key: str) -> str:
-        """How to be rid of a switch, in the words of whoever set it: a path of Hydra's or YAML's, or a flag."""
+        """Return the instruction that removes a switch, spelt as it was set: a Hydra or YAML path, or a flag."""
         setting = self.find(key)
         if setting is not None and "." in setting.path:
             return f"remove {setting.path}"
         return f"remove --{key.replace('_', '-')}"
 
     def environment(self, name: str) -> Setting | None:
-        found = [s for s in self.inputs.settings if s.kind == "environment" and s.key == name]
-        return found[-1] if found else None
+        """Return the setting of an environment variable, or None."""
+        settings = [s for s in self.inputs.settings if s.kind == "environment" and s.key == name]
+        return settings[-1] if settings else None
 
     def package(self, name: str) -> Setting | None:
-        """What names a package and its version."""
-        found = [s for s in self.inputs.settings if s.key == name and s.kind != "environment"]
-        return found[-1] if found else None
+        """Return the setting that names a package and its version, or None."""
+        settings = [s for s in self.inputs.settings if s.key == name and s.kind != "environment"]
+        return settings[-1] if settings else None
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """A package's version as numbers, from a requirements file, the settings or --set; None if unknown."""
+        """Return a package's version as numbers, from a requirements file, the settings or --set; None if unknown."""
         setting = self.package(package)
         numbers = re.search(r"\d+(\.\d+)*", str(setting.value)) if setting else None
         return tuple(int(part) for part in numbers.group().split(".")) if numbers else None
 
     def has(self, package: str) -> bool | None:
-        """Whether a package is in use; None where nothing lists the packages."""
+        """Return whether a package is installed; None where no file lists the packages."""
         if self.package(package) is not None:
             return True
         return False if any(s.kind == "version" for s in self.inputs.settings) else None
@@ -104,7 +110,7 @@ class Launch:
 
     @property
     def model_sections(self) -> tuple[int, ...] | None:
-        """The sections of config.json, or those its model_type implies."""
+        """The sections of config.json, or those that its model_type implies."""
         written = rope_entries(self.text).get("mrope_section")
         return as_sections(written) or (self.rope.sections if self.rope else None)
 
@@ -139,15 +145,15 @@ class Launch:
 
     @property
     def uses_mindspeed_llm(self) -> bool:
-        """MindSpeed-LLM has rotary flags of its own, and multi-latent attention reads them, not Megatron's."""
+        """Whether MindSpeed-LLM runs. It has its own rotary flags, and its MLA reads them instead of Megatron's."""
         if not self.uses_mindspeed:
             return False
-        own = ("rope_scaling_type", "rope_scaling_mscale", "rope_scaling_mscale_all_dim")
+        llm_flags = ("rope_scaling_type", "rope_scaling_mscale", "rope_scaling_mscale_all_dim")
         named = str(self.get("spec")).startswith("mindspeed_llm.") or self.get("tokenizer_type") == "PretrainedFromHF"
-        return named or bool(self.has("mindspeed_llm")) or any(self.find(key) is not None for key in own)
+        return named or bool(self.has("mindspeed_llm")) or any(self.find(key) is not None for key in llm_flags)
 
     def parts(self) -> tuple["Launch", ...]:
-        """What runs on its own: for verl the actor and the rollout, else the launch itself."""
+        """Return the launches to check one by one: for verl the actor and the rollout, else the launch itself."""
         if self.framework != "verl":
             return (self,)
         actor = self._part("actor", "hf", train=True)
@@ -157,13 +163,13 @@ class Launch:
         return (actor, self._part("rollout", "vllm", train=False))
 
     def _part(self, scope: str, framework: str, *, train: bool) -> "Launch":
-        mine = [s for s in self.inputs.settings if not _of_another_role(s.path, scope)]
-        inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=mine)
+        settings = [s for s in self.inputs.settings if not _belongs_to_other_role(s.path, scope)]
+        inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=settings)
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
 
 
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a model config that describes the language model, over what stands around it."""
+    """Return the config of the language model, with the keys of the outer config where it has none of its own."""
     if model is None:
         return None
     for name in ("thinker_config", "text_config", "llm_config", "language_config"):
@@ -174,23 +180,23 @@ def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def rope_entries(text: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config's own rope dictionary, whichever of the two spellings it uses."""
+    """Return the config's rope dictionary: rope_parameters, or rope_scaling in older configs."""
     entries = (text or {}).get("rope_parameters") or (text or {}).get("rope_scaling")
     return entries if isinstance(entries, Mapping) else {}
 
 
 def as_sections(value: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers as a tuple; None for anything else."""
-    whole = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
-    return tuple(value) if whole else None
+    """Return a list of ints as a tuple; None for anything else."""
+    is_ints = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
+    return tuple(value) if is_ints else None
 
 
-# Groups of verl's settings that describe other models than the one trained: their ranks and lengths are their own.
+# Groups of verl's settings that describe other models than the trained one, with other ranks and lengths.
 VERL_OTHER_MODELS: Final = ("critic", "reward_model", "reward", "distillation", "teacher")
 VERL_ROLES: Final = ("actor", "rollout", "ref")
 
 
-def _of_another_role(path: str, scope: str) -> bool:
+def _belongs_to_other_role(path: str, scope: str) -> bool:
     parts = path.lstrip("+~").split(".")
     if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
         return True

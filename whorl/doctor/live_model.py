@@ -1,6 +1,6 @@
-"""`guard`: the checks that need a live model: its branch, rotary class, switches, and the first position ids.
+"""`guard` runs the checks that need a live model: its branch, rotary class, switches, and first position ids.
 
-Everything is read by attribute name, so it works on any nn.Module and imports neither torch nor Megatron.
+Every fact is read by attribute name, so `guard` works on any nn.Module and imports neither torch nor Megatron.
 """
 
 import inspect
@@ -17,16 +17,16 @@ LOW_PRECISION: Final = ("torch.bfloat16", "torch.float16")
 
 
 class GuardError(RuntimeError):
-    """A live model will fail or go wrong; `.report` holds the findings."""
+    """`guard` raises it when a live model will fail or compute wrong results; `.report` holds the findings."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        super().__init__("; ".join(_sentence(finding) for finding in report.findings if finding.severity == "error"))
+        super().__init__("; ".join(_message(finding) for finding in report.findings if finding.severity == "error"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Live:
-    """One module that owns a rotary object, and what decides how it is called."""
+class RotaryOwner:
+    """A module that owns a rotary object, with the config and launch arguments that decide how the object is called."""
 
     name: str
     module: Any
@@ -41,8 +41,8 @@ class Live:
     @property
     def sections(self) -> list[int] | None:
         for owner in (self.module, self.config, self.rotary):
-            if (found := getattr(owner, "mrope_section", None)) is not None:
-                return list(found)
+            if (sections := getattr(owner, "mrope_section", None)) is not None:
+                return list(sections)
         return None
 
     @property
@@ -51,60 +51,71 @@ class Live:
         return "Multimodal" in name or name.startswith("MRotary")
 
     def switch(self, name: str) -> bool:
+        """Return whether the config or the launch arguments turn the switch on."""
         return any(getattr(owner, name, False) is True for owner in (self.config, self.args))
 
 
-LiveCheck = Callable[[Live], Iterator[Finding]]
+BuildCheck = Callable[[RotaryOwner], Iterator[Finding]]
 
 
 def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "raise") -> Report:
-    """Examine a built model now and its position ids at the first forward.
+    """Check the rotary embedding of a built model now, and its position ids at the first forward.
 
-    Errors raise `GuardError` (or warn, with action="warn"), warnings warn; the report of the build is returned. `args`
-    is the launcher's namespace, where switches such as use_fused_rotary_pos_emb live. The hooks remove themselves.
+    model: any nn.Module; args: the launcher's namespace, which holds switches such as use_fused_rotary_pos_emb; action:
+    "raise" or "warn". Returns the Report of the built model. Findings of severity "error" raise GuardError (with
+    action="warn" they only warn), findings of severity "warning" warn. The forward hooks remove themselves after the
+    first call. Raises ValueError for another action.
+
+    Example: guard(model, args=args)
     """
     if action not in ("raise", "warn"):
         raise ValueError(f"guard: action must be 'raise' or 'warn', got {action!r}")
     owners = list(rotary_owners(model, args))
-    findings = [finding for live in owners for check in BUILD_CHECKS for finding in check(live)]
-    findings += list(_low_precision(model))
+    findings = [finding for owner in owners for check in BUILD_CHECKS for finding in check(owner)]
+    findings += list(_check_precision(model))
     report = _report(model, findings)
-    _act(report, action)
-    for live in owners:
-        _watch_first_forward(live, action)
+    _raise_or_warn(report, action)
+    for owner in owners:
+        _watch_first_forward(owner, action)
     return report
 
 
-def rotary_owners(model: Any, args: Any) -> Iterator[Live]:
-    """Modules with a rotary object, under any of the names frameworks give it."""
+def rotary_owners(model: Any, args: Any) -> Iterator[RotaryOwner]:
+    """Yield every module that has a rotary object under one of the attribute names that frameworks use."""
     for name, module in model.named_modules():
         for attribute in ("rotary_pos_emb", "rotary_emb"):
             rotary = getattr(module, attribute, None)
             if rotary is not None and callable(rotary):
-                yield Live(
-                    name=name or type(module).__name__, module=module, rotary=rotary, config=_config(module), args=args
+                yield RotaryOwner(
+                    name=name or type(module).__name__,
+                    module=module,
+                    rotary=rotary,
+                    config=_language_config(module),
+                    args=args,
                 )
 
 
-def _config(module: Any) -> Any:
+def _language_config(module: Any) -> Any:
     config = getattr(module, "config", None)
     return getattr(config, "language_transformer_config", config)
 
 
-def _finding(code: str, severity: Severity, live: Live, found: str, expected: str, why: str, *fix: str) -> Finding:
-    return Finding(code=code, severity=severity, where=live.name, found=found, expected=expected, why=why, fix=fix)
+def _finding(
+    code: str, severity: Severity, owner: RotaryOwner, actual: str, expected: str, why: str, *fix: str
+) -> Finding:
+    return Finding(code=code, severity=severity, where=owner.name, found=actual, expected=expected, why=why, fix=fix)
 
 
-def _mrope_fix(live: Live) -> tuple[str, ...]:
-    sections = live.sections or list(BRIDGE_SECTIONS)
-    return mrope_settings(sections, mindspeed=live.switch("use_fused_rotary_pos_emb"))
+def _mrope_fix(owner: RotaryOwner) -> tuple[str, ...]:
+    sections = owner.sections or list(BRIDGE_SECTIONS)
+    return mrope_settings(sections, mindspeed=owner.switch("use_fused_rotary_pos_emb"))
 
 
-def branch_and_class(live: Live) -> Iterator[Finding]:
-    kind = type(live.rotary).__name__
-    if live.branch is None or live.is_mrope_class == (live.branch == "mrope"):
+def check_branch_and_class(owner: RotaryOwner) -> Iterator[Finding]:
+    kind = type(owner.rotary).__name__
+    if owner.branch is None or owner.is_mrope_class == (owner.branch == "mrope"):
         return
-    if live.is_mrope_class:
+    if owner.is_mrope_class:
         why = (
             "The rope branch calls get_rotary_seq_len and passes a sequence length; this class takes position_ids and "
             "mrope_section."
@@ -112,18 +123,18 @@ def branch_and_class(live: Live) -> Iterator[Finding]:
         yield _finding(
             "rope-branch-mismatch",
             "error",
-            live,
-            f"position_embedding_type={live.branch!r} with {kind}",
+            owner,
+            f"position_embedding_type={owner.branch!r} with {kind}",
             "'mrope'",
             why,
-            *_mrope_fix(live),
+            *_mrope_fix(owner),
         )
     elif "Rotary" in kind:
         why = "The mrope branch passes position_ids of three axes; this class takes a sequence length."
         yield _finding(
             "rope-branch-mismatch",
             "error",
-            live,
+            owner,
             f"position_embedding_type='mrope' with {kind}",
             "a multimodal rotary class",
             why,
@@ -131,78 +142,85 @@ def branch_and_class(live: Live) -> Iterator[Finding]:
         )
 
 
-def config_and_module(live: Live) -> Iterator[Finding]:
-    wanted = getattr(live.config, "position_embedding_type", None)
-    if wanted is None or live.branch is None or wanted == live.branch:
+def check_config_and_module(owner: RotaryOwner) -> Iterator[Finding]:
+    config_branch = getattr(owner.config, "position_embedding_type", None)
+    if config_branch is None or owner.branch is None or config_branch == owner.branch:
         return
-    why = "One of the two was changed after construction; code that reads the other takes another branch."
+    why = "One of the two was changed after construction; code that reads the other one takes a different branch."
     yield _finding(
         "config-overrides-argument",
         "warning",
-        live,
-        f"config says {wanted!r}, the module {live.branch!r}",
-        "one value",
+        owner,
+        f"the config has {config_branch!r}, the module has {owner.branch!r}",
+        "the same value in both",
         why,
         "set position_embedding_type before the model is built",
     )
 
 
-def _fused_switches(live: Live) -> Iterator[Finding]:
-    if live.branch is None or live.branch == "rope":
+def _check_fused_switches(owner: RotaryOwner) -> Iterator[Finding]:
+    if owner.branch is None or owner.branch == "rope":
         return
-    if live.switch("use_fused_rotary_pos_emb"):
-        why = "MindSpeed's fused operator serves the rope branch alone."
+    if owner.switch("use_fused_rotary_pos_emb"):
+        why = "MindSpeed's fused operator supports only the rope branch."
         yield _finding(
             "fused-rope-needs-rope",
             "error",
-            live,
-            f"use_fused_rotary_pos_emb with {live.branch!r}",
+            owner,
+            f"use_fused_rotary_pos_emb with {owner.branch!r}",
             "the switch off",
             why,
             "remove --use-fused-rotary-pos-emb",
         )
-    is_bridge = type(live.rotary).__name__.startswith("Qwen3VL")
-    if live.branch == "mrope" and is_bridge and live.switch("apply_rope_fusion"):
-        why = "Bridge's apply_rotary_pos_emb_absolute asserts that it is off."
+    is_bridge = type(owner.rotary).__name__.startswith("Qwen3VL")
+    if owner.branch == "mrope" and is_bridge and owner.switch("apply_rope_fusion"):
+        why = "Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
         yield _finding(
-            "rope-fusion-with-mrope", "error", live, "apply_rope_fusion=True", "False", why, "apply_rope_fusion=False"
+            "rope-fusion-with-mrope", "error", owner, "apply_rope_fusion=True", "False", why, "apply_rope_fusion=False"
         )
 
 
-def _section_sum(live: Live) -> Iterator[Finding]:
-    frequencies = getattr(live.rotary, "inv_freq", None)
-    if live.branch != "mrope" or live.sections is None or frequencies is None:
+def _check_section_sum(owner: RotaryOwner) -> Iterator[Finding]:
+    frequencies = getattr(owner.rotary, "inv_freq", None)
+    if owner.branch != "mrope" or owner.sections is None or frequencies is None:
         return
     pairs = int(frequencies.shape[-1])
-    if sum(live.sections) != pairs:
-        why = "Every rotary pair belongs to one axis."
+    if sum(owner.sections) != pairs:
+        why = "Every rotary pair belongs to exactly one axis."
         yield _finding(
             "mrope-section-sum",
             "error",
-            live,
-            f"mrope_section {live.sections} sums to {sum(live.sections)}",
+            owner,
+            f"mrope_section {owner.sections} sums to {sum(owner.sections)}",
             f"{pairs}",
             why,
             "take mrope_section from the model's config.json",
         )
 
 
-BUILD_CHECKS: Final[tuple[LiveCheck, ...]] = (branch_and_class, config_and_module, _fused_switches, _section_sum)
+BUILD_CHECKS: Final[tuple[BuildCheck, ...]] = (
+    check_branch_and_class,
+    check_config_and_module,
+    _check_fused_switches,
+    _check_section_sum,
+)
 
 
-def _low_precision(model: Any) -> Iterator[Finding]:
+def _check_precision(model: Any) -> Iterator[Finding]:
     for name, module in model.named_modules():
         dtype = str(getattr(getattr(module, "inv_freq", None), "dtype", ""))
         if dtype in LOW_PRECISION:
-            live = Live(name=name or type(module).__name__, module=module, rotary=module, config=None, args=None)
+            owner = RotaryOwner(
+                name=name or type(module).__name__, module=module, rotary=module, config=None, args=None
+            )
             why = (
-                "Angles computed from it are off by up to 2.0 in cos at 128k positions; model.to(bfloat16) casts it "
-                "silently."
+                "At 128k positions the cos of an angle computed from it is off by up to 2.0; model.to(bfloat16) casts "
+                "inv_freq silently."
             )
             yield _finding(
                 "low-precision-angles",
                 "warning",
-                live,
+                owner,
                 f"inv_freq is {dtype}",
                 "torch.float32",
                 why,
@@ -210,64 +228,65 @@ def _low_precision(model: Any) -> Iterator[Finding]:
             )
 
 
-def _watch_first_forward(live: Live, action: Literal["raise", "warn"]) -> None:
-    is_module = hasattr(live.rotary, "register_forward_pre_hook")
-    if not is_module or not (live.is_mrope_class or live.branch == "mrope"):
+def _watch_first_forward(owner: RotaryOwner, action: Literal["raise", "warn"]) -> None:
+    is_module = hasattr(owner.rotary, "register_forward_pre_hook")
+    if not is_module or not (owner.is_mrope_class or owner.branch == "mrope"):
         return
 
     def examine(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
-        given = _arguments(module, positional, keywords)
-        _act(_report(module, list(_first_call(live, given))), action)
+        arguments = _arguments(module, positional, keywords)
+        _raise_or_warn(_report(module, list(_check_first_call(owner, arguments))), action)
 
-    handle = live.rotary.register_forward_pre_hook(examine, with_kwargs=True)
+    handle = owner.rotary.register_forward_pre_hook(examine, with_kwargs=True)
 
 
 def _arguments(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name. The call may not fit the signature: that is one of the mistakes to find."""
+    """Map argument names to values. The call may not fit the signature: that is one of the mistakes to report."""
     names = list(inspect.signature(module.forward).parameters)
     return dict(zip(names, positional, strict=False)) | keywords
 
 
-def _first_call(live: Live, given: dict[str, Any]) -> Iterator[Finding]:
-    positions = given.get("position_ids", given.get("positions"))
+def _check_first_call(owner: RotaryOwner, arguments: dict[str, Any]) -> Iterator[Finding]:
+    positions = arguments.get("position_ids", arguments.get("positions"))
     shape = getattr(positions, "shape", None)
     if positions is None:
         return
     if shape is None:
         why = (
-            "This is the call of the rope branch. Megatron Bridge 0.5 and newer get this far because "
-            "get_rotary_seq_len exists there."
+            "The rope branch made this call. Megatron Bridge 0.5 and newer get this far because their class has a "
+            "get_rotary_seq_len."
         )
         yield _finding(
             "rope-branch-mismatch",
             "error",
-            live,
+            owner,
             f"called with a sequence length ({positions})",
             "position_ids",
             why,
-            *_mrope_fix(live),
+            *_mrope_fix(owner),
         )
         return
     # Megatron's classes take position_ids first; vLLM's and transformers' accept plain positions as well.
-    if next(iter(given)) == "position_ids":
-        yield from position_shape(live, tuple(shape))
-    yield from position_values(live, positions)
-    yield from packed_twice(live, given.get("packed_seq_params"))
-    yield from _fused_batch(live, tuple(shape), given.get("packed_seq_params"))
+    if next(iter(arguments)) == "position_ids":
+        yield from check_position_shape(owner, tuple(shape))
+    yield from check_position_values(owner, positions)
+    yield from check_sliced_once(owner, arguments.get("packed_seq_params"))
+    yield from _check_fused_batch(owner, tuple(shape), arguments.get("packed_seq_params"))
 
 
-def position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
-    axes = len(live.sections or (0, 0, 0))
+def check_position_shape(owner: RotaryOwner, shape: tuple[int, ...]) -> Iterator[Finding]:
+    axes = len(owner.sections or (0, 0, 0))
     if len(shape) == 3 and shape[0] == axes:
         return
     why = (
-        "MRoPE rotates by temporal, height and width positions; in THD the axes stay first and the packed tokens last."
+        "MRoPE rotates by temporal, height and width positions; in THD the axes stay the first dimension and the "
+        "packed tokens the last."
     )
     yield _finding(
         "position-ids-shape",
         "error",
-        live,
+        owner,
         f"position_ids of shape {list(shape)}",
         f"[{axes}, B, S], or [{axes}, 1, T] when packed",
         why,
@@ -275,47 +294,47 @@ def position_shape(live: Live, shape: tuple[int, ...]) -> Iterator[Finding]:
     )
 
 
-def position_values(live: Live, positions: Any) -> Iterator[Finding]:
+def check_position_values(owner: RotaryOwner, positions: Any) -> Iterator[Finding]:
     on_npu = str(getattr(positions, "device", "")).startswith("npu")
     if on_npu and not positions.is_contiguous():
-        why = "npu_mrope's callers copy positions first; a slice of a larger buffer is a strided view."
+        why = "Every known caller of npu_mrope makes positions contiguous first; a slice of a larger buffer is strided."
         yield _finding(
             "positions-not-contiguous",
             "warning",
-            live,
+            owner,
             "position_ids are a strided view",
             "position_ids.contiguous()",
             why,
             "call .contiguous() before npu_mrope",
         )
-    table = getattr(live.rotary, "cos_sin_cache", None)
+    table = getattr(owner.rotary, "cos_sin_cache", None)
     if table is not None and positions.numel() and int(positions.max()) >= table.shape[0]:
-        found = f"position {int(positions.max())} with a table of {table.shape[0]} rows"
-        why = "It is read out of bounds, or crashes the engine (vllm-project/vllm#47407)."
+        actual = f"position {int(positions.max())} with a table of {table.shape[0]} rows"
+        why = "The table is read out of bounds, or the engine crashes (vllm-project/vllm#47407)."
         yield _finding(
             "table-too-short",
             "error",
-            live,
-            found,
+            owner,
+            actual,
             f"at most {table.shape[0] - 1}",
             why,
-            "a longer table, or shorter inputs",
+            "build a longer table, or send shorter inputs",
         )
 
 
-def packed_twice(live: Live, packed: Any) -> Iterator[Finding]:
-    group = getattr(live.rotary, "cp_group", None)
+def check_sliced_once(owner: RotaryOwner, packed: Any) -> Iterator[Finding]:
+    group = getattr(owner.rotary, "cp_group", None)
     ranks = group.size() if group is not None else 1
-    if packed is None or ranks == 1 or getattr(live.rotary, "is_thd_format", None) is not False:
+    if packed is None or ranks == 1 or getattr(owner.rotary, "is_thd_format", None) is not False:
         return
     why = (
-        "Bridge slices positions for context parallelism once when it packs and sets is_thd_format, so that the class "
-        "does not slice again."
+        "Bridge slices positions for context parallelism when it packs sequences, and sets is_thd_format so that the "
+        "rotary class does not slice them a second time."
     )
     yield _finding(
         "packed-positions",
         "warning",
-        live,
+        owner,
         f"packed sequences over {ranks} ranks with is_thd_format=False",
         "is_thd_format=True",
         why,
@@ -323,14 +342,15 @@ def packed_twice(live: Live, packed: Any) -> Iterator[Finding]:
     )
 
 
-def _fused_batch(live: Live, shape: tuple[int, ...], packed: Any) -> Iterator[Finding]:
-    if packed is not None or len(shape) != 3 or shape[1] == 1 or not live.switch("apply_rope_fusion"):
+def _check_fused_batch(owner: RotaryOwner, shape: tuple[int, ...], packed: Any) -> Iterator[Finding]:
+    if packed is not None or len(shape) != 3 or shape[1] == 1 or not owner.switch("apply_rope_fusion"):
         return
     why = (
-        "TransformerEngine's kernel takes MRoPE with a batch of 1; Megatron Core warns and runs unfused at every call."
+        "TransformerEngine's kernel supports MRoPE only with a batch of 1; Megatron Core warns and runs unfused at "
+        "every call."
     )
-    found = f"apply_rope_fusion=True with a batch of {shape[1]}"
-    yield _finding("mrope-batch-unfused", "warning", live, found, "False, or THD", why, "apply_rope_fusion=False")
+    actual = f"apply_rope_fusion=True with a batch of {shape[1]}"
+    yield _finding("mrope-batch-unfused", "warning", owner, actual, "False, or THD", why, "apply_rope_fusion=False")
 
 
 def check_npu_mrope(
@@ -344,7 +364,13 @@ def check_npu_mrope(
     rotary_mode: str = "half",
     cache_mode: str = "default",
 ) -> str | None:
-    """The documented limit that these arguments of npu_mrope break, or None. Takes tensors of any device."""
+    """Return the documented limit that a call of torch_npu.npu_mrope with these arguments breaks, or None.
+
+    positions: [T] or [axes, T]; query: [T, heads * head_size]; key: [T, kv_heads * head_size]; cos_sin_cache:
+    [rows, rotary_dim]; tensors may be on any device, since only shapes and dtypes are read. Raises nothing.
+
+    Example: check_npu_mrope(positions, q, k, table, 128, mrope_section=[24, 20, 20], cache_mode="interleave")
+    """
     return mrope_limit(
         query_shape=tuple(query.shape),
         key_shape=tuple(key.shape),
@@ -362,7 +388,7 @@ def check_npu_mrope(
 def _report(model: Any, findings: list[Finding]) -> Report:
     return Report(
         framework="live model",
-        framework_because="given",
+        framework_because="passed to guard",
         device="any",
         device_because="not needed",
         train=bool(getattr(model, "training", False)),
@@ -371,15 +397,16 @@ def _report(model: Any, findings: list[Finding]) -> Report:
     )
 
 
-def _act(report: Report, action: Literal["raise", "warn"]) -> None:
+def _raise_or_warn(report: Report, action: Literal["raise", "warn"]) -> None:
     if action == "raise" and any(finding.severity == "error" for finding in report.findings):
         raise GuardError(report)
     for finding in report.findings:
         if finding.severity != "note":
-            warnings.warn(_sentence(finding), stacklevel=3)
+            warnings.warn(_message(finding), stacklevel=3)
 
 
-def _sentence(finding: Finding) -> str:
+def _message(finding: Finding) -> str:
     return (
-        f"{finding.code} at {finding.where}: {finding.found}; expected {finding.expected}. Set {', '.join(finding.fix)}"
+        f"{finding.code} at {finding.where}: {finding.found}; expected {finding.expected}. "
+        f"Fix: {', '.join(finding.fix)}"
     )

@@ -1,4 +1,4 @@
-"""What a launch would ask of a vendor's operator, against the limits that whorl.contracts documents."""
+"""Check the call that a launch makes of a vendor's operator against the limits that whorl.contracts documents."""
 
 from collections.abc import Callable
 from typing import Final
@@ -17,7 +17,7 @@ def _heads(launch: Launch) -> int:
 
 
 def _mrope(launch: Launch) -> str | None:
-    # As plain RoPE: sections have checks of their own.
+    # The call is checked as plain RoPE, because whorl.doctor.checks.sections checks the sections.
     assert launch.rope is not None
     head, dtype = launch.rope.head_dim, _dtype(launch)
     return contracts.mrope_limit(
@@ -55,7 +55,7 @@ def _apply_rotary(launch: Launch) -> str | None:
     assert launch.rope is not None
     head, dtype = launch.rope.head_dim, _dtype(launch)
     if launch.rope.rotary_dim != head:
-        return None  # partial-rotary says so
+        return None  # the check partial-rotary reports it
     return contracts.apply_rotary_pos_emb_limit(
         query_shape=(1, 1, _heads(launch), head),
         key_shape=(1, 1, 1, head),
@@ -66,6 +66,7 @@ def _apply_rotary(launch: Launch) -> str | None:
     )
 
 
+# By operator: returns the documented limit that the launch breaks, or None.
 LIMITS: Final[dict[str, Callable[[Launch], str | None]]] = {
     "npu_mrope": _mrope,
     "npu_rotary_mul": _rotary_mul,

@@ -1,4 +1,4 @@
-"""Which rotary operator will run: one function per framework, each ending in a `RotaryPath`."""
+"""Predict which rotary operator will run: one function per framework, each returns a `RotaryPath`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,20 +11,20 @@ from whorl.doctor.settings import BadInput
 
 
 class Operator(NamedTuple):
-    """Whose code an operator is and how it is called."""
+    """The library that an operator belongs to, and how it is called."""
 
     backend: str
     call: str
 
 
-# By the name that contracts and traces share.
+# By the operator's name, which contracts and traces use too.
 OPERATORS: Final = {
-    "torch": Operator("torch", "x*cos + rotate(x)*sin in plain torch (cat, neg, mul), q and k apart"),
+    "torch": Operator("torch", "x*cos + rotate(x)*sin in plain torch (cat, neg, mul), q and k separately"),
     "inductor": Operator("triton", "x*cos + rotate(x)*sin in plain torch, compiled by Inductor into one kernel"),
     "torch_complex": Operator("torch", "torch.view_as_complex(x) * freqs, float32"),
-    "te_fused_rope": Operator("transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb, q and k apart"),
+    "te_fused_rope": Operator("transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb, q and k separately"),
     "te_fused_rope_thd": Operator(
-        "transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb_thd, q and k apart"
+        "transformer_engine", "TransformerEngine fused_apply_rotary_pos_emb_thd, q and k separately"
     ),
     "mla_fused_rope": Operator("triton", "Megatron Core fused_apply_mla_rope_for_q and _for_kv (Triton, YaRN only)"),
     "vllm_rotary_embedding": Operator("vllm", "torch.ops._C.rotary_embedding(positions, q, k, ...), in place"),
@@ -34,9 +34,7 @@ OPERATORS: Final = {
     ),
     "whorl": Operator("whorl", "whorl::rope or whorl::mrope, q and k in one launch"),
     "npu_mrope": Operator("torch_npu", "torch_npu.npu_mrope(positions, q, k, cos_sin_cache, head_size, ...)"),
-    "npu_rotary_mul": Operator(
-        "torch_npu", "torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode), once for q and once for k"
-    ),
+    "npu_rotary_mul": Operator("torch_npu", "torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode), q and k separately"),
     "npu_interleave_rope": Operator("torch_npu", "torch_npu.npu_interleave_rope(x, cos, sin)"),
     "npu_apply_rotary_pos_emb": Operator(
         "torch_npu", "torch_npu.npu_apply_rotary_pos_emb(q, k, cos, sin, layout, rotary_mode), in place"
@@ -45,46 +43,44 @@ OPERATORS: Final = {
         "torch_npu", "torch_npu._npu_rotary_embedding(positions, q, k, ...) of ATB, in place"
     ),
     "npu_rotary_position_embedding": Operator(
-        "mindspeed", "mindspeed.ops.npu_rotary_position_embedding(x, cos, sin, mode), q and k apart"
+        "mindspeed", "mindspeed.ops.npu_rotary_position_embedding(x, cos, sin, mode), q and k separately"
     ),
 }
-VLLM_ASCEND_MROPE_SECTIONS: Final = (16, 24, 24)  # the one section vllm-ascend hands to npu_mrope
+VLLM_ASCEND_MROPE_SECTIONS: Final = (16, 24, 24)  # the only sections that vllm-ascend passes to npu_mrope
 ATB_UNTIL: Final = (0, 11)  # vllm-ascend 0.10 calls ATB by default
 Reasons = tuple[tuple[str, str], ...]
 
 
 def predict(launch: Launch) -> RotaryPath:
-    """The rotary path of one part of a launch."""
+    """Return the rotary path of one part of a launch; raises BadInput for an unknown rotary_operator."""
     forced = launch.get("rotary_operator")
     if forced is None:
         return PATHS[launch.framework](launch)
     if forced not in OPERATORS:
         raise BadInput(f"rotary_operator={forced!r}: choose one of {', '.join(OPERATORS)}")
-    return _path(
-        launch, "your own attention code", str(forced), f"rotary_operator is set in {launch.where('rotary_operator')}"
-    )
+    because = f"rotary_operator is set in {launch.where('rotary_operator')}"
+    return _path(launch, "your own attention code", str(forced), because)
 
 
-def branch_of(launch: Launch) -> tuple[str, str]:
-    """Megatron's position_embedding_type and why it has that value."""
+def megatron_branch(launch: Launch) -> tuple[str, str]:
+    """Return Megatron's position_embedding_type and why it has that value."""
     setting = launch.find("position_embedding_type")
     if setting is not None:
         return str(setting.value), f"position_embedding_type={setting.value} in {setting.where}"
     if launch.on("use_rotary_position_embeddings"):
         return "rope", f"use_rotary_position_embeddings in {launch.where('use_rotary_position_embeddings')}"
-    wanted = "mrope" if launch.is_mrope else "rope"
-    return wanted, f"position_embedding_type is not set; taken to be {wanted}, as the model needs"
+    branch = "mrope" if launch.is_mrope else "rope"
+    return branch, f"position_embedding_type is not set; assumed to be {branch}, which the model needs"
 
 
 def is_packed(launch: Launch) -> bool:
-    """Sequences packed into THD rather than a padded batch."""
-    return any(
-        launch.on(key) for key in ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")
-    ) or (launch.get("qkv_format") == "thd")
+    """Return whether sequences are packed into THD instead of a padded batch."""
+    switches = ("packed_sequence", "use_packed_sequence", "sequence_packing", "use_remove_padding")
+    return any(launch.on(key) for key in switches) or launch.get("qkv_format") == "thd"
 
 
 def has_triton_ascend(launch: Launch) -> bool:
-    """vllm-ascend uses its Triton kernels where triton-ascend is installed; taken as installed if nothing says."""
+    """Return whether vllm-ascend uses its Triton kernels: yes, unless a file lists packages without triton-ascend."""
     return launch.has("triton_ascend") is not False
 
 
@@ -106,9 +102,9 @@ def _path(launch: Launch, branch: str, operator: str, because: str, passed_over:
 
 
 def _megatron(launch: Launch) -> RotaryPath:
-    branch, because = branch_of(launch)
+    branch, because = megatron_branch(launch)
     if launch.is_mrope and branch != "mrope" and launch.uses_bridge:
-        because += "; never reached, GPTModel._preprocess fails before the decoder"
+        because += "; the decoder is never reached, because GPTModel._preprocess fails first"
     if launch.is_mla:
         return _megatron_mla(launch)
     if launch.device == "npu":
@@ -119,13 +115,13 @@ def _megatron(launch: Launch) -> RotaryPath:
     fused = "te_fused_rope_thd" if is_packed(launch) else "te_fused_rope"
     refusal = _te_refusal(launch, branch)
     if refusal is None:
-        passed = (("torch", "runs only where apply_rope_fusion is off or cannot serve"),)
+        passed = (("torch", "runs only where apply_rope_fusion is off or not supported"),)
         return _path(launch, branch, fused, f"{because}; apply_rope_fusion is on", passed)
     return _path(launch, branch, "torch", because, ((fused, refusal),))
 
 
 def _megatron_mla(launch: Launch) -> RotaryPath:
-    branch, because = "multi-latent attention", "MLA rotates in its own attention; GPTModel's branches are skipped"
+    branch, because = "multi-latent attention", "MLA rotates inside its attention; GPTModel's branches are skipped"
     on_npu = launch.device == "npu"
     fused = "npu_rotary_position_embedding" if on_npu else "mla_fused_rope"
     switch = "use_fused_rotary_pos_emb" if on_npu else "apply_rope_fusion"
@@ -134,15 +130,15 @@ def _megatron_mla(launch: Launch) -> RotaryPath:
     return _path(launch, branch, "torch", because, ((fused, f"{switch} is off"),))
 
 
-def fusion_on(launch: Launch, branch: str) -> bool:
-    """apply_rope_fusion in effect. Megatron-LM's own arguments turn it on by default, for the rope branch alone."""
+def is_fusion_on(launch: Launch, branch: str) -> bool:
+    """Return whether apply_rope_fusion is on. Megatron-LM turns it on by default, only for the rope branch."""
     value = launch.get("apply_rope_fusion")
-    by_default = launch.framework != "bridge" and branch == "rope" and bool(launch.all("position_embedding_type"))
+    by_default = launch.framework != "bridge" and branch == "rope" and bool(launch.find_all("position_embedding_type"))
     return by_default if value is None else value is True
 
 
 def _te_refusal(launch: Launch, branch: str) -> str | None:
-    if not fusion_on(launch, branch):
+    if not is_fusion_on(launch, branch):
         return f"apply_rope_fusion is off ({launch.where('apply_rope_fusion')})"
     if branch == "mrope" and not is_packed(launch) and (launch.number("micro_batch_size") or 1) > 1:
         return "MRoPE in BSHD with a batch above 1 falls back to the unfused code"
@@ -159,8 +155,8 @@ def _mindspeed_branch(launch: Launch, branch: str, because: str) -> RotaryPath:
     if branch == "rope":
         return _path(launch, branch, "torch", because, ((fused, "use_fused_rotary_pos_emb is off"), te))
     passed = (
-        (fused, f"MindSpeed's fused RoPE serves the rope branch, not {branch}"),
-        ("npu_mrope", "no switch turns it on: it is attached where q and k are rotated, and it has no gradient"),
+        (fused, f"MindSpeed's fused RoPE supports the rope branch, not {branch}"),
+        ("npu_mrope", "no switch turns it on: an adapter has to call it, and it has no gradient"),
         te,
     )
     return _path(launch, branch, "torch", because, passed)
@@ -170,7 +166,7 @@ def _mindspeed_mm(launch: Launch) -> RotaryPath:
     because = "MindSpeed-MM's FSDP models merge the position axes in Python and rotate with npu_rotary_mul"
     if launch.device != "npu":
         passed = (("npu_rotary_mul", "no NPU"),)
-        return _path(launch, "model file", "torch", "the same model file uses plain torch without an NPU", passed)
+        return _path(launch, "model file", "torch", "without an NPU the same model file uses plain torch", passed)
     passed = (("npu_mrope", "it has no gradient; MindSpeed-MM does not call it in training"),)
     return _path(launch, "model file", "npu_rotary_mul", because, passed)
 
@@ -181,19 +177,19 @@ def _hf(launch: Launch) -> RotaryPath:
         passed = (("torch", "replaced by the patch"),)
         return _path(launch, "model file", fused, "verl's npu_patch replaces apply_rotary_pos_emb", passed)
     because = "transformers computes cos and sin in float32, casts them to the model's dtype and rotates in torch"
-    passed = ((fused, "transformers calls no fused rotary operator by itself; an adapter must install one"),)
+    passed = ((fused, "transformers calls no fused rotary operator itself; an adapter must install one"),)
     return _path(launch, "model file", "torch", because, passed)
 
 
 def _torchtitan(launch: Launch) -> RotaryPath:
     if launch.style == "half" and (launch.text or {}).get("model_type") != "llama":
-        passed = (("torch_complex", "ComplexRoPE serves adjacent pairs"),)
+        passed = (("torch_complex", "ComplexRoPE is for adjacent pairs"),)
         because = "half style: torchtitan uses a cos/sin cache of width 2*dim"
         return _path(launch, "CosSinRoPE", "torch", because, passed)
     because = "adjacent pairs: torchtitan multiplies complex numbers"
     if launch.style == "half":
-        because += "; it keeps Llama in Meta's order, its checkpoint adapter permutes q and k"
-    return _path(launch, "ComplexRoPE", "torch_complex", because, (("torch", "CosSinRoPE serves half style"),))
+        because += "; it keeps Llama in Meta's channel order, and its checkpoint adapter permutes q and k"
+    return _path(launch, "ComplexRoPE", "torch_complex", because, (("torch", "CosSinRoPE is for half style"),))
 
 
 def _vllm(launch: Launch) -> RotaryPath:
@@ -223,7 +219,7 @@ VLLM_ASCEND_REPLACES: Final = ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", 
 
 
 def vllm_class(launch: Launch) -> str:
-    """The class vLLM's get_rope picks, as far as the config decides it."""
+    """Return the class that vLLM's get_rope picks, as far as the config decides it."""
     kind = launch.rope.rope_type if launch.rope else "default"
     if launch.rope and launch.rope.is_dual_chunk:
         return "DualChunkRotaryEmbedding"
@@ -235,8 +231,8 @@ def vllm_class(launch: Launch) -> str:
 def _vllm_ascend(launch: Launch) -> RotaryPath:
     version, branch = launch.version("vllm_ascend"), vllm_class(launch)
     if launch.is_mla:
-        because = "MLA gets cos and sin through its metadata (npu_kv_rmsnorm_rope_cache for the key)"
-        passed = (("npu_mrope", "serves RotaryEmbedding and MRotaryEmbedding, not MLA"),)
+        because = "MLA gets cos and sin through the attention metadata (npu_kv_rmsnorm_rope_cache rotates the key)"
+        passed = (("npu_mrope", "is called for RotaryEmbedding and MRotaryEmbedding, not for MLA"),)
         return _path(launch, "MLA", "npu_interleave_rope", because, passed)
     if _is_310p(launch):
         return _vllm_ascend_310p(launch, branch)
@@ -246,13 +242,15 @@ def _vllm_ascend(launch: Launch) -> RotaryPath:
         because = f"vllm-ascend {'.'.join(map(str, version))} calls ATB for every RotaryEmbedding"
         return _path(launch, branch, "_npu_rotary_embedding", because, (("npu_mrope", "not called by this version"),))
     if branch not in VLLM_ASCEND_REPLACES:
-        passed = (("triton_rope", f"serves {', '.join(VLLM_ASCEND_REPLACES)}"),)
+        passed = (("triton_rope", f"is called for {', '.join(VLLM_ASCEND_REPLACES)}"),)
         return _path(launch, branch, "torch", f"vllm-ascend does not replace {branch}: its native forward runs", passed)
     if has_triton_ascend(launch):
         passed = (("npu_mrope", "used only without triton-ascend"),)
-        return _path(launch, branch, "triton_rope", "triton-ascend is installed, or nothing says otherwise", passed)
+        because = "triton-ascend is installed, or assumed to be where no file lists packages"
+        return _path(launch, branch, "triton_rope", because, passed)
     passed = (("triton_rope", "triton-ascend is not among the packages"),)
-    return _path(launch, branch, "npu_mrope", "no triton-ascend: npu_mrope with mrope_section=[0, 0, 0]", passed)
+    because = "without triton-ascend npu_mrope runs, with mrope_section=[0, 0, 0]"
+    return _path(launch, branch, "npu_mrope", because, passed)
 
 
 def _is_310p(launch: Launch) -> bool:
@@ -264,7 +262,7 @@ def _vllm_ascend_310p(launch: Launch, branch: str) -> RotaryPath:
     rotary = launch.rope.rotary_dim if launch.rope else 128
     fused = "npu_apply_rotary_pos_emb"
     if launch.is_mrope or rotary not in (64, 128):
-        passed = ((fused, "takes plain RoPE with rotary size 64 or 128"),)
+        passed = ((fused, "supports plain RoPE with rotary size 64 or 128"),)
         return _path(launch, branch, "torch", f"Atlas 310P with rotary size {rotary}: plain torch", passed)
     because = "Atlas 310P: cos and sin are sliced once per step and every layer applies them"
     return _path(launch, branch, fused, because, (("triton_rope", "not used on Atlas 310P"),))
@@ -276,16 +274,16 @@ def _vllm_ascend_mrope(launch: Launch) -> RotaryPath:
         passed = (("npu_mrope", "Triton is preferred for interleaved sections"),)
         return _path(launch, branch, "triton_mrope", "interleaved sections and triton-ascend", passed)
     if launch.sections == VLLM_ASCEND_MROPE_SECTIONS:
-        passed = (("triton_mrope", "used for interleaved sections alone, where triton-ascend is installed"),)
+        passed = (("triton_mrope", "used only for interleaved sections, where triton-ascend is installed"),)
         return _path(launch, branch, "npu_mrope", f"mrope_section is {sections}", passed)
-    gate = f"vllm-ascend calls it for mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} alone"
+    gate = f"vllm-ascend calls it only for mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)}"
     return _path(launch, branch, "torch", f"mrope_section is {sections}", (("npu_mrope", gate),))
 
 
 def predict_tower(launch: Launch) -> RotaryPath | None:
-    """The path of a vision tower, where whorl's own engine runs it."""
-    found = own_engine.tower(launch) if launch.framework == "whorl" else None
-    return None if found is None else replace(_path(launch, *found), style="half", layout=None)
+    """Return the rotary path of the vision tower where whorl's own engine runs it, else None."""
+    tower = own_engine.predict_tower(launch) if launch.framework == "whorl" else None
+    return None if tower is None else replace(_path(launch, *tower), style="half", layout=None)
 
 
 PATHS: Final[dict[str, Callable[[Launch], RotaryPath]]] = {
@@ -296,5 +294,5 @@ PATHS: Final[dict[str, Callable[[Launch], RotaryPath]]] = {
     "vllm": _vllm,
     "hf": _hf,
     "torchtitan": _torchtitan,
-    "whorl": lambda launch: _path(launch, *own_engine.text(launch)),
+    "whorl": lambda launch: _path(launch, *own_engine.predict_text(launch)),
 }

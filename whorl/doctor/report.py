@@ -1,16 +1,20 @@
-"""What the doctor says: the rotary path that will run, and findings. Plain data, ready for JSON."""
+"""The doctor's report: the rotary paths that will run, and the findings. Plain data that converts to JSON."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
-Steps = str | tuple[str, ...]  # what to do: one thing, or several
+Steps = str | tuple[str, ...]  # one step of a fix, or several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that goes wrong, or is worth knowing (severity "note")."""
+    """One problem of a launch, or a fact worth knowing (severity "note").
+
+    code: the name in docs/doctor.md; where: file:line or the path; found and expected: the actual and the right value;
+    why: what goes wrong; fix: the steps that correct it.
+    """
 
     code: str
     severity: Severity
@@ -26,7 +30,11 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryPath:
-    """One place where q and k are rotated. `operator` is the name that contracts, traces and checks share."""
+    """One place where q and k are rotated, and the operator that does it.
+
+    `operator` is the name that contracts, traces and checks use; `passed_over` lists the operators not chosen, with
+    the reasons; `layout` is that of the MRoPE sections, None for plain RoPE.
+    """
 
     role: Literal["train", "infer"]
     runs_in: str
@@ -41,13 +49,16 @@ class RotaryPath:
     passed_over: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in self.__slots__}
-        return row | {"passed_over": [{"operator": name, "reason": reason} for name, reason in self.passed_over]}
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return fields | {"passed_over": [{"operator": name, "reason": reason} for name, reason in self.passed_over]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The answer to one `check`: paths first, then findings, errors before warnings before notes."""
+    """The result of one `check`: rotary paths, then findings (errors, warnings, notes).
+
+    `read` are the files that were read; `ran` counts the rotary operators of a trace.
+    """
 
     framework: str
     framework_because: str
@@ -62,7 +73,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Errors and warnings fail; notes do not."""
+        """Whether there is an error or a warning; notes do not count."""
         return any(finding.severity != "note" for finding in self.findings)
 
     @property
@@ -70,7 +81,7 @@ class Report:
         return 1 if self.failed else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Stable JSON: `schema` rises when a key changes its meaning or goes."""
+        """Return the report as JSON data; `schema` rises when a key changes its meaning or is removed."""
         return {
             "schema": 1,
             "framework": {"name": self.framework, "because": self.framework_because},
@@ -85,10 +96,10 @@ class Report:
         }
 
 
-def steps(fix: Steps) -> tuple[str, ...]:
+def as_steps(fix: Steps) -> tuple[str, ...]:
     return (fix,) if isinstance(fix, str) else fix
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Errors, warnings, notes; within each the order in which the checks are listed."""
+    """Sort findings into errors, warnings and notes; within each the order of the checks is kept."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))

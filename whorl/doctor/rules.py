@@ -1,19 +1,19 @@
-"""The list of checks. A check is one function with a `@rule`: it yields a `Problem` for each thing it finds."""
+"""The list of checks. A check is a function with the decorator `@rule` that yields a `Problem` for each fault."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from whorl.doctor.launch import Launch
-from whorl.doctor.report import Finding, RotaryPath, Severity, Steps, steps
+from whorl.doctor.report import Finding, RotaryPath, Severity, Steps, as_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a check found; the rule adds its code, and its severity where the problem names none.
+    """One fault that a check reports; the rule adds its code, and its severity where the problem has none.
 
-    Its place is `where`, or where the launch sets `setting`; a problem without either is one of the path. Without `fix`
-    the thing to do is what is `expected`.
+    The fault's location is `where`, or the place that sets `setting`, or, without either, the rotary path. Without
+    `fix` the step that corrects it is the text of `expected`.
     """
 
     where: str | None = None
@@ -24,7 +24,7 @@ class Problem:
     fix: Steps | None = None
     severity: Severity | None = None
 
-    def place(self, launch: Launch, path: RotaryPath) -> str:
+    def location(self, launch: Launch, path: RotaryPath) -> str:
         if self.where is not None:
             return self.where
         return f"{path.runs_in}, {path.branch}" if self.setting is None else launch.where(self.setting)
@@ -35,6 +35,8 @@ CheckFunction = Callable[[Launch, RotaryPath], Iterator[Problem]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
+    """A check function with the code and the usual severity of its findings."""
+
     code: str
     severity: Severity
     function: CheckFunction
@@ -44,11 +46,11 @@ class Rule:
             yield Finding(
                 code=self.code,
                 severity=problem.severity or self.severity,
-                where=problem.place(launch, path),
+                where=problem.location(launch, path),
                 found=problem.found,
                 expected=problem.expected,
                 why=problem.why,
-                fix=steps(problem.expected if problem.fix is None else problem.fix),
+                fix=as_steps(problem.expected if problem.fix is None else problem.fix),
             )
 
 

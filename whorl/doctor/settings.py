@@ -1,10 +1,10 @@
-"""One setting of a launch: its name, its value, and where it stands."""
+"""A `Setting` is one value of a launch: its name, its value, and the place that sets it."""
 
 import json
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-# One key for one idea; the spelling a user wrote stays in Setting.path.
+# Different spellings of one setting share a key; the user's spelling stays in Setting.path.
 KEY_ALIASES: Final = {
     "rope_fusion": "apply_rope_fusion",
     "tensor_model_parallel_size": "tensor_parallel",
@@ -34,7 +34,7 @@ Kind = Literal["config", "argument", "environment", "version", "set"]
 
 
 class BadInput(ValueError):
-    """The question cannot be answered as asked; the message says what to write instead."""
+    """An input cannot be read or an option is invalid; the message says what to write instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Setting:
 
 
 def parse_value(text: str) -> Any:
-    """A flag's text as a number, truth value, list or mapping where it is one; else the text."""
+    """Return a flag's text as a number, bool, None, list or mapping where it is one, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.lower() in ("none", "null"):
@@ -62,7 +62,8 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def setting_of(path: str, value: Any, kind: Kind, where: str) -> Setting:
+def make_setting(path: str, value: Any, kind: Kind, where: str) -> Setting:
+    """Build a Setting whose key is the last part of `path`, with aliases and --no-... flags resolved."""
     last = path.rsplit(".", 1)[-1].lstrip("+")
     key = last if kind == "environment" else last.replace("-", "_")
     if kind == "argument" and value is False and key.startswith("no_"):

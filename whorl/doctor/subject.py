@@ -1,43 +1,44 @@
-"""A live model under test: what every case of the checklist asks."""
+"""The live model that a checklist examines, with the facts that its cases share."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whorl.doctor.live_model import Live
-from whorl.doctor.rotation import Call, Watched, rope_config
+from whorl.doctor.live_model import RotaryOwner
+from whorl.doctor.rotation import Call, ForwardRecord, rope_config
 
 Outcome = Literal["pass", "fail", "does not apply"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The model under test, its language model's rotary object, and what one forward of the batch did."""
+    """The model under test, the owner of its language model's rotary object, and the record of one forward."""
 
     model: Any
     batch: Any
-    live: Live
+    owner: RotaryOwner
     switch: Any
-    seen: Watched
+    record: ForwardRecord
 
     @property
     def is_mrope(self) -> bool:
-        return self.sections is not None or self.live.branch == "mrope"
+        return self.sections is not None or self.owner.branch == "mrope"
 
     @property
     def sections(self) -> list[int] | None:
-        if self.live.sections:
-            return self.live.sections
-        rope = rope_config(self.live)
+        if self.owner.sections:
+            return self.owner.sections
+        rope = rope_config(self.owner)
         return list(rope.sections) if rope is not None and rope.sections else None
 
     @property
     def calls(self) -> list[Call]:
-        return [call for call in self.seen.calls if call.takes_angles or call.takes_cos_sin]
+        return [call for call in self.record.calls if call.takes_angles or call.takes_cos_sin]
 
     @property
     def positions(self) -> Any:
-        given = self.seen.rotary[0] if self.seen.rotary else {}
-        return given.get("position_ids", given.get("positions", given.get("max_seq_len")))
+        """What the first call of the rotary object got: position ids, positions, or a sequence length."""
+        arguments = self.record.rotary[0] if self.record.rotary else {}
+        return arguments.get("position_ids", arguments.get("positions", arguments.get("max_seq_len")))
 
 
 Answer = tuple[Outcome, str]

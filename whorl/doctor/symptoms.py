@@ -1,4 +1,4 @@
-"""What frameworks say when a rotary path fails: the texts, what each stands for, and what to do."""
+"""The messages that frameworks print when a rotary path fails, each with its cause and its fix."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
@@ -9,11 +9,11 @@ from whorl.doctor.report import Severity, Steps
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """The text of an exception and its cause. `code` is that of the check which finds it before the launch.
+    """The message of a failure, its cause and its fix. `code` is that of the check that reports it before the launch.
 
-    `text` is searched in the exception's name and message. An exception that anything can raise also needs `raised_in`,
-    searched in the frame that raised it ("file in function: code"). `is_printed` marks a text that a library's logger
-    writes on a line of its own, without an exception.
+    `text` is a pattern that is searched in the exception's name and message. An exception that any code can raise also
+    needs `raised_in`, a pattern that is searched in the frame that raised it ("file in function: code"). `is_printed`
+    marks a text that a library's logger writes on a separate line, without an exception.
     """
 
     code: str
@@ -27,24 +27,26 @@ class Symptom:
     is_printed: bool = False
 
 
-# Where q and k meet cos and sin.
+# Frames in which q and k are multiplied by cos and sin.
 _ROTATION = (
     r" in (?:\w+\.)*_?(?:npu_)?apply_\w*(?:rotary|rope)\w*:| in (?:\w+\.)*_?rotate_\w+:|\bcos_?\b.*\bsin_?\b.*|\* cos\b"
 )
-# Where rows of a table of cos and sin are looked up. A function that builds positions is no such place.
+# Frames in which rows of a cos/sin table are looked up. A function that builds positions is not one of them.
 _LOOKUP = (
     r"^(?!.* in \S*(?:get_rope_index|input_positions)).*"
     r"(?:cos_sin_cache|cos_sin\[|(?:cos|sin)_cached?\b|freqs_cis|rope_cache|\b(?:cos|sin)\[\s*position)"
 )
 
 
-def printed(code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error") -> Symptom:
-    """A text on a line of its own, without an exception."""
+def printed_symptom(
+    code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error"
+) -> Symptom:
+    """Return the Symptom of a text that is logged on a separate line, without an exception."""
     return Symptom(code, text, cause=cause, expected=expected, fix=fix, severity=severity, is_printed=True)
 
 
-def past_the_table(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
-    """What is raised where rows of the table are looked up."""
+def table_lookup_symptom(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
+    """Return the Symptom of an exception raised where rows of the cos/sin table are looked up."""
     expected = "every position below the number of table rows"
     return Symptom(
         "table-too-short", text, cause=cause, expected=expected, fix=fix, severity=severity, raised_in=_LOOKUP
@@ -56,9 +58,9 @@ SYMPTOMS: Final = (
     Symptom(
         "rope-branch-mismatch",
         r"MultimodalRotaryEmbedding' object has no attribute 'get_rotary_seq_len'",
-        cause="An MRoPE object was sent into GPTModel's rope branch: wherever get_rotary_seq_len is called, "
+        cause="An MRoPE object runs in GPTModel's rope branch: only that branch calls get_rotary_seq_len, so "
         "position_embedding_type was 'rope'. This is Megatron Bridge before 0.5, whose class has no such method; "
-        "adding one only moves the failure to the call that follows.",
+        "adding one only moves the failure to the next call.",
         expected="position_embedding_type=mrope",
         fix=_MROPE_FIX,
     ),
@@ -66,24 +68,24 @@ SYMPTOMS: Final = (
         "rope-branch-mismatch",
         r"MultimodalRotaryEmbedding\S*forward\(\) (got an unexpected keyword argument 'packed_seq'|missing "
         r".*'?mrope_section)",
-        cause="An MRoPE object was called as the rope branch calls plain RoPE, with a sequence length. This is the "
-        "form the mistake takes from Megatron Bridge 0.5 on, where get_rotary_seq_len exists as a shim.",
+        cause="The rope branch called an MRoPE object with a sequence length, as it calls plain RoPE. The mistake "
+        "fails here from Megatron Bridge 0.5 on, where get_rotary_seq_len exists as a shim.",
         expected="position_embedding_type=mrope",
         fix=_MROPE_FIX,
     ),
     Symptom(
         "fused-rope-needs-rope",
         r"--use-fused-rotary-pos-emb must enable with ?--position-embedding-type=rope",
-        cause="MindSpeed's fused RoPE was asked for outside the rope branch. Do not answer by setting the branch to "
-        "rope for an MRoPE model: that is the next error.",
+        cause="MindSpeed's fused RoPE was enabled outside the rope branch. Do not set the branch to rope for an MRoPE "
+        "model: that is the next error.",
         expected="the switch off for MRoPE models",
         fix="remove --use-fused-rotary-pos-emb",
     ),
     Symptom(
         "rope-fusion-with-mrope",
         r"apply_rope_fusion is not supported for Qwen|apply_rope_fusion must be False for Qwen",
-        cause="Bridge's apply_rotary_pos_emb_absolute refuses apply_rope_fusion for MRoPE: its angles differ from "
-        "token to token, TransformerEngine's kernel takes one table for all.",
+        cause="Bridge's apply_rotary_pos_emb_absolute refuses apply_rope_fusion for MRoPE, whose angles differ from "
+        "token to token, while TransformerEngine's kernel takes one table for all sequences.",
         expected="apply_rope_fusion=False",
         fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
@@ -92,14 +94,14 @@ SYMPTOMS: Final = (
         r"^AssertionError",
         raised_in=r" in apply_rotary_pos_emb_absolute: (?:assert not config\.apply_rope_fusion.*)?$",
         cause="apply_rotary_pos_emb_absolute of Bridge (before its wording of April 2026) or of MindSpeed-MM's mcore "
-        "models refuses apply_rope_fusion for MRoPE, with an assertion that says nothing.",
+        "models refuses apply_rope_fusion for MRoPE, with an assertion that has no message.",
         expected="apply_rope_fusion=False",
         fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
-    printed(
+    printed_symptom(
         "mrope-batch-unfused",
         r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
-        cause="TransformerEngine's kernel takes MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
+        cause="TransformerEngine's kernel supports MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
         "code.",
         expected="apply_rope_fusion=False, or packed sequences",
         fix=("apply_rope_fusion=False", "or pack sequences (THD)"),
@@ -120,27 +122,27 @@ SYMPTOMS: Final = (
         expected="sections that sum to rotary_dim / 2",
         fix=("take mrope_section from the model's config.json", "check head_dim and partial_rotary_factor"),
     ),
-    printed(
+    printed_symptom(
         "partial-rotary",
         r"Wrong rotaryCoeff",
-        cause="ATB's _npu_rotary_embedding got a head of which only a part rotates (vllm-project/vllm-ascend#7252).",
+        cause="ATB's _npu_rotary_embedding got heads of which only a part rotates (vllm-project/vllm-ascend#7252).",
         expected="rotary size equal to head size, or a caller that slices",
         fix=(
             "slice q and k to the rotary size before the call",
-            "or a newer vllm-ascend, which uses npu_mrope or Triton",
+            "or install a newer vllm-ascend, which uses npu_mrope or Triton",
         ),
     ),
     Symptom(
         "partial-rotary",
         r"Fused rotary embedding is not supported in partial rope",
         cause="MindSpeed-LLM refuses --use-fused-rotary-pos-emb together with --use-partial-rope.",
-        expected="one of them",
+        expected="only one of the two switches",
         fix="remove --use-fused-rotary-pos-emb",
     ),
     Symptom(
         "rotary-mode-spelling",
         r"(?i)rotary_?mode.{0,80}\binterleaved\b",
-        cause="torch_npu 2.13 accepts rotary_mode 'half' and 'interleave'; 'interleaved' stands in the web page only.",
+        cause="torch_npu 2.13 accepts rotary_mode 'half' and 'interleave'; 'interleaved' is only in the web page.",
         expected="rotary_mode='interleave'",
         fix=("rotary_mode=interleave", "in vllm-ascend: install triton-ascend"),
     ),
@@ -154,7 +156,7 @@ SYMPTOMS: Final = (
     Symptom(
         "cp-group-missing",
         r"apply_rotary_pos_emb\w*\(\) got an unexpected keyword argument 'cp_group'",
-        cause="MindSpeed master replaced Megatron Core's apply_rotary_pos_emb by one without cp_group.",
+        cause="MindSpeed master replaces Megatron Core's apply_rotary_pos_emb by a function without cp_group.",
         expected="MindSpeed's branch core_r0.16.0 with Megatron Core 0.16",
         fix="install MindSpeed from branch core_r0.16.0",
     ),
@@ -162,34 +164,34 @@ SYMPTOMS: Final = (
         "cp-group-missing",
         r"cp_group must be provided (for THD format RoPE|to get positional embedding)",
         cause="Packed or context-parallel RoPE was applied without its process group.",
-        expected="cp_group handed through to apply_rotary_pos_emb",
+        expected="cp_group passed on to apply_rotary_pos_emb",
         fix="pass cp_group, or upgrade the code that calls Megatron Core to 0.16",
     ),
     Symptom(
         "no-gradient",
         r"derivative for '?(npu::)?npu_(apply_rotary_pos_emb|interleave_rope)\w*'? is not implemented",
-        cause="An inference operator was used in a training forward; its backward does not exist.",
+        cause="A training forward ran an operator that is only for inference and has no backward.",
         expected="npu_rotary_mul, plain torch or whorl.ops",
         fix="rotate with npu_rotary_mul or whorl.ops.rope in training",
     ),
-    printed(
+    printed_symptom(
         "no-gradient",
         r"npu::npu_mrope: an autograd kernel was not registered",
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
-        fix="whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
+        fix="use whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
     ),
-    past_the_table(
+    table_lookup_symptom(
         r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
         r"|^(?:IndexError|RuntimeError): (?:index_select\(\): |gather\(\): )?index .*out of (?:range|bounds)",
         cause="A position lies past the cos/sin table. For MRoPE the temporal axis can run ahead of the token count "
         "(vllm-project/vllm#47407).",
-        fix=("lower the sequence length or the video length", "or a longer table / rope scaling"),
+        fix=("lower the sequence length or the video length", "or build a longer table, or use rope scaling"),
     ),
-    past_the_table(
+    table_lookup_symptom(
         r"device-side assert triggered|illegal memory access",
-        cause="The device failed where rows of the cos/sin table are looked up: likely a position past its end. CUDA "
-        "reports late, so an earlier kernel may be the one.",
+        cause="The device failed where rows of the cos/sin table are looked up, probably by a position past its end. "
+        "CUDA reports errors late, so an earlier kernel may be the cause.",
         fix=("run once with CUDA_LAUNCH_BLOCKING=1 to see the call that fails", "then lower the sequence length"),
         severity="warning",
     ),
@@ -198,12 +200,12 @@ SYMPTOMS: Final = (
         r"max_model_len \(?\d+\)? is greater than the derived max_model_len",
         cause="vLLM derives the longest sequence from the rotary config and refuses more.",
         expected="max_model_len within the rotary table",
-        fix=("lower max_model_len", "or rope scaling (YaRN) through hf_overrides"),
+        fix=("lower max_model_len", "or set rope scaling (YaRN) through hf_overrides"),
     ),
     Symptom(
         "kv-heads-tp",
         r"num_query_groups \(\d+\) must be a multiple or divisor of",
-        cause="The key/value heads can neither be split evenly over the tensor-parallel ranks nor be shared evenly.",
+        cause="The key/value heads can be neither split nor replicated evenly over the tensor-parallel ranks.",
         expected="a tensor parallel size that divides or is divided by num_query_groups",
         fix="change tensor_model_parallel_size",
     ),
@@ -213,7 +215,7 @@ SYMPTOMS: Final = (
         r"|num_attention_heads \(\d+\) must be a multiple of tensor_model_parallel_size",
         cause="The query heads cannot be split evenly over the tensor-parallel ranks.",
         expected="a tensor parallel size that divides the number of heads",
-        fix=("change the tensor parallel size", "or spread the layers over the other ranks (pipeline parallel)"),
+        fix=("change the tensor parallel size", "or use the other ranks for pipeline parallelism"),
     ),
     Symptom(
         "rope-fusion-with-dsa",
@@ -244,12 +246,12 @@ SYMPTOMS: Final = (
         expected="TransformerEngine installed, or apply_rope_fusion=False",
         fix=("apply_rope_fusion=False (--no-rope-fusion)", "or install transformer-engine"),
     ),
-    printed(
+    printed_symptom(
         "yarn-factor-ignored",
         r"mscale=\S+ is not supported by TE's fused RoPE",
         cause="TransformerEngine's kernel cannot multiply by mscale; Megatron runs the unfused code, which does.",
-        expected="nothing: the result is right, only slower",
-        fix="apply_rope_fusion=False silences it",
+        expected="nothing to change: the result is right, only slower",
+        fix="apply_rope_fusion=False silences the message",
         severity="note",
     ),
     Symptom(
@@ -259,21 +261,21 @@ SYMPTOMS: Final = (
         expected="a float32 cos/sin table",
         fix="keep the table in float32: do not call .to(bfloat16) on the whole model",
     ),
-    printed(
+    printed_symptom(
         "operator-limit",
         r"please do not use RotaryPositionEmbedding fusion operator",
-        cause="npu_rotary_mul in BNSD with a large B*N or a head size that is not 32-byte aligned "
+        cause="npu_rotary_mul was called in BNSD with a large B*N, or with a head size that is not 32-byte aligned "
         "(modelscope/ms-swift#9329).",
         expected="BSND or SBND, or plain torch",
         fix=("transpose q and k to BSND before the call", "or use plain torch for this shape"),
     ),
-    printed(
+    printed_symptom(
         "cos-sin-shape",
         r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
-        cause="cos and sin handed to npu_apply_rotary_pos_emb are of another number of tokens than q and k "
+        cause="cos and sin passed to npu_apply_rotary_pos_emb have another number of tokens than q and k "
         "(LMCache/LMCache-Ascend#152).",
         expected="cos and sin of the same tokens as q and k",
-        fix="look cos and sin up with the positions of these very tokens",
+        fix="look up cos and sin with the positions of the same tokens",
     ),
     Symptom(
         "operator-limit",
@@ -287,16 +289,16 @@ SYMPTOMS: Final = (
         "operator-missing",
         r"module 'torch_npu' has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)\w*'"
         r"|'_OpNamespace' '(?:npu|atb)' object has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)",
-        cause="This torch_npu is older than the code that calls it: _npu_rotary_embedding came with 2.5.1 (not yet in "
+        cause="This torch_npu is older than the code that calls it: _npu_rotary_embedding is new in 2.5.1 (not in "
         "2.5.1rc1, vllm-project/vllm-ascend#379), npu_mrope later.",
-        expected="the torch_npu that the release notes of vllm-ascend name",
+        expected="the torch_npu version that the release notes of vllm-ascend name",
         fix="upgrade torch_npu and CANN together",
     ),
     Symptom(
         "rotary-interface",
         r"(?<!Multimodal)RotaryEmbedding\.forward\w*\(\) (?:takes|missing|got an unexpected)"
         r"|RotaryEmbedding' object has no attribute '(?:cos|sin|cos_cached|sin_cached|cos_sin_cache)'",
-        cause="The rotary class and the code that calls it come from packages that do not belong together "
+        cause="The rotary class and the code that calls it come from incompatible package versions "
         "(vllm-project/vllm-ascend#3521, #5111, #5385).",
         expected="vllm and vllm-ascend of one release",
         fix="install the vllm version that this vllm-ascend names",
@@ -307,17 +309,17 @@ SYMPTOMS: Final = (
         raised_in=r"rope_scaling|rope_parameters| in _init_rope:|rope_utils\.py",
         cause="The code that failed reads another spelling of the rope dictionary than config.json uses: 'type' became "
         "'rope_type' in transformers 4.43, rope_scaling became rope_parameters in 5.",
-        expected="both spellings in config.json, or code of the same age",
+        expected="both spellings in config.json, or code of the same transformers version",
         fix=(
             'write both "type" and "rope_type" into rope_scaling',
-            "or the transformers version the code was made for",
+            "or install the transformers version that the code was written for",
         ),
     ),
     Symptom(
         "rope-config-spelling",
         r"`rope_scaling` must be a dictionary with (?:with )?two fields|[Uu]nknown RoPE scaling type",
         cause="The code that failed knows fewer rope types than config.json names: transformers before 4.43 knows "
-        "'linear' and 'dynamic' alone.",
+        "only 'linear' and 'dynamic'.",
         expected="code that knows this rope type",
         fix="upgrade transformers, or the library that holds this model's code",
     ),
@@ -335,16 +337,15 @@ SYMPTOMS: Final = (
         r"dimension 0",
         raised_in=r"position_ids_expanded|seq_expanded",
         cause="Position ids have another number of axes than the three that the rotary class expands: a fourth one for "
-        "text positions was not taken off (modelscope/ms-swift#5742).",
+        "text positions was not removed (modelscope/ms-swift#5742).",
         expected="position_ids [3, B, S]",
-        fix="pass position_ids[1:] to the rotary embedding, or a transformers that does",
+        fix="pass position_ids[1:] to the rotary embedding, or install a transformers that does so",
     ),
     Symptom(
         "position-ids-shape",
         r"^RuntimeError: shape '\[\d+, -1, \d+\]' is invalid for input of size \d+",
         raised_in=r"rotary_embedding\S* in forward\w*:",
-        cause="Plain RoPE got positions of three axes and counts every one of them as tokens "
-        "(vllm-project/vllm#52973).",
+        cause="Plain RoPE got positions of three axes and counts each axis as tokens (vllm-project/vllm#52973).",
         expected="positions [T] for RotaryEmbedding; [3, T] is for MRotaryEmbedding",
         fix="give the draft model the model's rotary class, or positions of one axis",
     ),
@@ -354,7 +355,7 @@ SYMPTOMS: Final = (
         r"StopIteration)",
         raised_in=r" in (?:get_rope_index|_?get_\w*input_positions\w*):",
         cause="Positions are built from input_ids, attention_mask and the image grids together, and these do not "
-        "belong to each other: a prompt was cut off inside an image, or a grid is missing.",
+        "fit each other: a prompt was cut off inside an image, or a grid is missing.",
         expected="as many grids as image placeholders, and a mask of the same tokens",
         fix=("do not cut prompts inside an image (raise the maximum prompt length)", "pass the grids of this batch"),
     ),
@@ -363,9 +364,9 @@ SYMPTOMS: Final = (
         r"^RuntimeError: (?:The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)"
         r"|Sizes of tensors must match except in dimension|The expanded size of the tensor)",
         raised_in=_ROTATION,
-        cause="cos and sin are not of the tokens, or of the rotary size, of q and k: positions of another length (a "
-        "cache, packing or context parallelism was left out of one of them), or a head that rotates in part.",
+        cause="cos and sin have other tokens, or another rotary size, than q and k: the positions have another length "
+        "(a cache, packing or context parallelism was applied to only one of them), or the head rotates in part.",
         expected="cos and sin with one row for each token of q and k",
-        fix=("print the shapes of q and cos at this line", "build cos and sin from the position_ids of this very call"),
+        fix=("print the shapes of q and cos at this line", "build cos and sin from the position_ids of the same call"),
     ),
 )

@@ -1,4 +1,4 @@
-"""torch profiler traces: which rotary operators really ran, and whether that is the path we predicted."""
+"""Read torch profiler traces: which rotary operators ran, and whether they are those of the predicted path."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from typing import Any, Final
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.settings import BadInput
 
-# Name of an event, the operators it is evidence of. The first match counts; one kernel serves two operators.
+# Pattern of an event's name, and the operators it proves. The first match wins; two operators may launch one kernel.
 EVIDENCE: Final = {
     r"npu_mrope|RopeWithSinCosCache": "npu_mrope",
     r"npu_interleave_rope|InterleaveRope|npu_kv_rmsnorm_rope_cache|KvRmsNormRopeCache": "npu_interleave_rope",
@@ -31,12 +31,15 @@ EVIDENCE: Final = {
     r"aten::view_as_complex": "torch_complex",
 }
 UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
-# The backward of a rotation is not a second path.
+# Events of the backward pass belong to the same path as the forward.
 BACKWARD: Final = re.compile(r"(?i)backward|grad")
 
 
 def read_trace(file: str | Path) -> dict[str, int]:
-    """Names of rotary events of a chrome trace (.json or .json.gz) with their counts; kernels and host calls apart."""
+    """Count the rotary events of a chrome trace (.json or .json.gz) by name; kernels and host calls count separately.
+
+    Raises BadInput when the file is not a chrome trace.
+    """
     events = _events(Path(file))
     counts: Counter[str] = Counter()
     for event in events:
@@ -49,23 +52,23 @@ def read_trace(file: str | Path) -> dict[str, int]:
 
 
 def operators_of(name: str) -> tuple[str, ...]:
-    """The operators an event's name is evidence of."""
+    """Return the operators that an event of this name proves to have run."""
     if name == UNFUSED:
         return ("torch",)
     return next((tuple(operators.split()) for pattern, operators in EVIDENCE.items() if re.search(pattern, name)), ())
 
 
 def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> list[Finding]:
-    """What the trace says about the predicted paths; nothing where they agree."""
+    """Return a finding for each predicted path that the trace contradicts; none where they agree."""
     forward = {name for name in ran if not BACKWARD.search(name)}
     paths = list(paths)
     if not forward:
         return [_nothing_ran(where)]
-    seen = {operator for name in forward for operator in operators_of(name)}
-    if "inductor" in seen:
-        seen.add("torch")  # the same code, compiled by the user
-    missing = [path for path in paths if path.operator not in seen]
-    # verl traces show the actor or the rollout, so one agreeing path is agreement.
+    operators = {operator for name in forward for operator in operators_of(name)}
+    if "inductor" in operators:
+        operators.add("torch")  # Inductor compiles the plain torch code
+    missing = [path for path in paths if path.operator not in operators]
+    # A trace of verl shows the actor or the rollout, so one path that agrees is enough.
     if not paths or len(missing) < len(paths):
         return []
     return [_disagrees(path, ran, where) for path in missing]
@@ -77,9 +80,9 @@ def _nothing_ran(where: str) -> Finding:
         severity="warning",
         where=where,
         found="no rotary operator among the events",
-        expected="a rotary operator, or neg, cat and mul in a row",
-        why="The trace may cover other steps, hold no host events (record with activities CPU and device), or the "
-        "rotation is fused into another kernel.",
+        expected="a rotary operator, or aten::neg, aten::cat and aten::mul in a row",
+        why="The trace may cover no forward step, it may hold no host events (record with activities CPU and device), "
+        "or the rotation is fused into another kernel.",
         fix=("profile one whole forward step with CPU and device activities",),
     )
 
@@ -91,9 +94,9 @@ def _disagrees(path: RotaryPath, ran: dict[str, int], where: str) -> Finding:
         where=where,
         found=", ".join(f"{name} x{count}" for name, count in ran.items()),
         expected=f"{path.operator} ({path.runs_in}, {path.branch})",
-        why=f"By its settings this launch takes {path.operator}: {path.because}. The trace shows another path, so a "
+        why=f"By its settings this launch runs {path.operator}: {path.because}. The trace shows another path, so a "
         "setting does not reach the model, or another library replaced the call.",
-        fix=("print the settings where the model is built", "put whorl.doctor.guard(model) after it"),
+        fix=("print the settings where the model is built", "call whorl.doctor.guard(model) after it"),
     )
 
 
@@ -115,7 +118,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 def _unfused_rotations(events: list[dict[str, Any]]) -> int:
-    """How often a thread calls neg, cat and mul in a row: rotate_half and its product with sin."""
+    """Count how often a thread calls neg, cat and mul in a row: rotate_half and its product with sin."""
     threads: dict[Any, list[tuple[float, str]]] = {}
     for event in events:
         if event.get("ph") == "X" and str(event.get("name", "")).startswith("aten::"):

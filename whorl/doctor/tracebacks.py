@@ -1,7 +1,7 @@
-"""Tracebacks in a log: which exceptions were raised, and in which frames.
+"""Parse the tracebacks of a log: which exceptions were raised, and in which frames.
 
-A log mixes ranks, timestamps and everything that was printed. An exception is judged by its own text and its own
-frames alone; a config print or an argument dump beside it says nothing about its cause.
+A log mixes the output of ranks, timestamps and prints. An exception is judged only by its own text and its own frames:
+a printed config or list of arguments beside it is no evidence of its cause.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Final
 
 ANSI: Final = re.compile(r"(?:\x1b|\^\[)\[[0-9;]*[A-Za-z]")
 BOX: Final = "\u2502\u2503"  # the vertical bars of rich's boxes
-# Of a line's start: whose line it is. Lines of one traceback carry the same ones.
+# Prefixes of a line that name the rank or process that wrote it. All lines of one traceback have the same ones.
 OWNER: Final = re.compile(
     r"\[(?:rank|default)\d+\]:?"
     r"|\((?=[^()]*\b(?:pid|rank|ip)=)[^()]*\)"
     r"|(?:worker|node|rank)[-_ ]?\d+:"
     r"|\d{1,5}:(?=\s)"
 )
-# Of a line's start: what a logger or a shell puts there and changes from line to line.
+# Prefixes that a logger or a shell writes and that change from line to line.
 DECORATION: Final = re.compile(
     r"[\[\u3010]?\d{4}[-/]\d\d[-/]\d\d[ T_-]\d\d:\d\d:\d\d(?:[.,]\d+)*(?:Z|[+-]\d\d:?\d\d)?[\]\u3011]?"
     r"|\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?"
@@ -40,13 +40,15 @@ MARKS: Final = re.compile(r"[\s~^]+$|\[Previous line repeated ")
 NAME: Final = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Warning|Interrupt|Exit|Timeout|Iteration|Unsupported)"
 EXCEPTION: Final = re.compile(rf"(?P<name>{NAME})(?:\([\w.]+\))?(?::\s?(?P<message>.*))?$")
 LIBRARY: Final = re.compile(r"[/\\](?:torch|torch_npu)[/\\]|[/\\](?:contextlib|functools|runpy)\.py$|^<frozen ")
-MOST_PREFIXES: Final = 12  # of one line: timestamp, level, source, rank and the like
-LONGEST_MESSAGE: Final = 16  # lines; what follows is taken for other output
-LONGEST_GAP: Final = 60  # lines without a frame after which a traceback is taken for cut off
+MOST_PREFIXES: Final = 12  # of one line: timestamp, level, source file, rank
+LONGEST_MESSAGE: Final = 16  # lines; the lines after them count as other output
+LONGEST_GAP: Final = 60  # lines without a frame, after which a traceback counts as cut off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
+    """One frame of a traceback, with its source line where the log shows it."""
+
     file: str
     line: int
     function: str
@@ -58,7 +60,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One exception: `text` is its name and message, `lines` the lines of the log on which they stand."""
+    """One exception: `text` is its name and message, `lines` are the line numbers of that text in the log."""
 
     text: str
     lines: tuple[int, ...]
@@ -66,14 +68,14 @@ class Failure:
 
     @property
     def origin(self) -> Frame | None:
-        """The frame that raised: the innermost one that is not inside torch."""
-        own = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
-        return own[-1] if own else None
+        """The frame that raised: the innermost one outside torch and the standard library."""
+        frames = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
+        return frames[-1] if frames else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A line of the log without its decoration. `is_code` marks source lines quoted by a traceback."""
+    """A line of the log without its prefixes. `is_code` marks source lines that a traceback quotes."""
 
     number: int
     text: str
@@ -82,7 +84,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one rank or process is in the middle of printing."""
+    """The traceback that one rank or process is in the middle of printing."""
 
     frames: list[Frame] = field(default_factory=list)
     last_seen: int = 0
@@ -91,6 +93,7 @@ class _Stream:
     decorated: bool = False
 
     def finish(self) -> Iterator[Failure]:
+        """Yield the exception whose message has been read, if there is one, and start anew."""
         if self.message:
             lines, texts = zip(*self.message, strict=True)
             yield Failure(text="\n".join(texts), lines=lines, frames=tuple(self.frames))
@@ -98,14 +101,14 @@ class _Stream:
 
 
 def read_failures(text: str) -> tuple[list[Failure], list[Line]]:
-    """The exceptions of a log in the order in which they end, and its lines without their decoration."""
+    """Return the exceptions of a log, sorted by line, and its lines without their prefixes."""
     streams: dict[str, _Stream] = {}
     failures: list[Failure] = []
     lines: list[Line] = []
     for number, raw in enumerate(text.splitlines(), 1):
-        owner, decorated, body = _undecorated(raw)
+        owner, decorated, body = _strip_prefixes(raw)
         stream = streams.setdefault(owner, _Stream())
-        ended, is_code = _take(stream, number, body, decorated)
+        ended, is_code = _read_line(stream, number, body, decorated)
         failures += ended
         lines.append(Line(number=number, text=body, is_code=is_code))
     for stream in streams.values():
@@ -113,25 +116,25 @@ def read_failures(text: str) -> tuple[list[Failure], list[Line]]:
     return sorted(failures, key=lambda failure: failure.lines), lines
 
 
-def _undecorated(raw: str) -> tuple[str, bool, str]:
-    """Whose line it is, whether a logger wrote it, and the line itself."""
+def _strip_prefixes(raw: str) -> tuple[str, bool, str]:
+    """Return the rank or process that wrote the line, whether a logger wrote it, and the line without its prefixes."""
     line = ANSI.sub("", raw).rstrip().rstrip(BOX).rstrip()
     owner, decorated, start = "", False, 0
     for _ in range(MOST_PREFIXES):
         at = len(line) - len(line[start:].lstrip())
-        if found := OWNER.match(line, at):
-            owner += found.group()
-        elif found := DECORATION.match(line, at):
+        if match := OWNER.match(line, at):
+            owner += match.group()
+        elif match := DECORATION.match(line, at):
             decorated = True
         else:
             break
-        start = found.end()
+        start = match.end()
     body = line[start:]
     return owner, decorated, body.removeprefix(" ") if start else body
 
 
-def _take(stream: _Stream, number: int, body: str, decorated: bool) -> tuple[list[Failure], bool]:
-    """One line of a stream: the exceptions it ends, and whether it is quoted source code."""
+def _read_line(stream: _Stream, number: int, body: str, decorated: bool) -> tuple[list[Failure], bool]:
+    """Add one line to a stream; return the exceptions that it ends, and whether it is quoted source code."""
     bare = body.strip()
     frame = FRAME.match(bare) or OTHER_FRAME.match(bare)
     if HEADER.search(bare) or CHAIN.search(bare) or frame:
@@ -145,32 +148,33 @@ def _take(stream: _Stream, number: int, body: str, decorated: bool) -> tuple[lis
     if MARKS.match(bare):
         return [], True
     if stream.frames and not stream.message and (marked := MARKED_CODE.match(bare)):
-        _quote(stream, marked["code"], int(marked["line"]))
+        _set_source_line(stream, marked["code"], int(marked["line"]))
         return [], True
-    if found := EXCEPTION.match(bare):
-        return _exception(stream, number, bare, decorated, is_bare=found["message"] is None), False
+    if exception := EXCEPTION.match(bare):
+        return _start_exception(stream, number, bare, decorated, is_bare=exception["message"] is None), False
     if stream.message:
-        return _continue(stream, number, bare, decorated), False
+        return _continue_message(stream, number, bare, decorated), False
     if stream.wants_code and bare:
-        _quote(stream, bare, None)
+        _set_source_line(stream, bare, None)
         return [], True
     return [], False
 
 
-def _frame(found: re.Match[str]) -> Frame:
-    return Frame(file=found["file"], line=int(found["line"] or 0), function=(found["function"] or "").strip())
+def _frame(match: re.Match[str]) -> Frame:
+    return Frame(file=match["file"], line=int(match["line"] or 0), function=(match["function"] or "").strip())
 
 
-def _quote(stream: _Stream, code: str, line: int | None) -> None:
+def _set_source_line(stream: _Stream, code: str, line: int | None) -> None:
+    """Attach a quoted source line to the last frame."""
     last = stream.frames[-1]
     stream.frames[-1] = Frame(file=last.file, line=line or last.line, function=last.function, code=code.strip())
     stream.wants_code = False
 
 
-def _exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> list[Failure]:
-    """A name without a message counts only at the end of a traceback: alone it is a word of other output."""
+def _start_exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> list[Failure]:
+    """Read the first line of an exception. A name without a message counts only at the end of a traceback."""
     if stream.message and stream.frames and decorated == stream.decorated:
-        stream.message.append((number, bare))  # the message goes on: it quotes another process's error
+        stream.message.append((number, bare))  # the message goes on and quotes another process's error
         return []
     ended = list(stream.finish())
     if number - stream.last_seen > LONGEST_GAP:
@@ -180,8 +184,8 @@ def _exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_b
     return ended
 
 
-def _continue(stream: _Stream, number: int, bare: str, decorated: bool) -> list[Failure]:
-    """A line after an exception's first: part of its message, unless another writer begins."""
+def _continue_message(stream: _Stream, number: int, bare: str, decorated: bool) -> list[Failure]:
+    """Add a line to an exception's message, unless the line comes from another writer."""
     if not bare or decorated != stream.decorated or len(stream.message) == LONGEST_MESSAGE:
         return list(stream.finish())
     stream.message.append((number, bare))

@@ -1,4 +1,4 @@
-"""The families of checks, in the order in which their findings are printed. A new file must be listed here."""
+"""The files of checks, in the order in which their findings are printed. A new file must be listed here."""
 
 from whorl.doctor.checks import branch, model, operator, parallel, quantised, sections, table, yarn
 

@@ -1,45 +1,49 @@
-"""Megatron, Bridge and MindSpeed: which branch of GPTModel runs, and the fusion switches that go with it."""
+"""Checks of Megatron, Bridge and MindSpeed: the branch of GPTModel that runs, and the fusion switches it allows."""
 
 from collections.abc import Iterator
 
 from whorl.doctor.launch import Launch
-from whorl.doctor.paths import branch_of, fusion_on, is_packed
+from whorl.doctor.paths import is_fusion_on, is_packed, megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
 BRIDGE_SHIM = (0, 5)  # Megatron Bridge 0.5.0 gave the MRoPE class a get_rotary_seq_len
-BRIDGE_SECTIONS = (24, 20, 20)  # what Bridge's Qwen3-VL uses where nothing sets mrope_section
+BRIDGE_SECTIONS = (24, 20, 20)  # the default mrope_section of Bridge's Qwen3-VL
 
 
-def _where(launch: Launch) -> str:
-    return launch.where("position_embedding_type") if launch.find("position_embedding_type") else branch_of(launch)[1]
+def _branch_location(launch: Launch) -> str:
+    return (
+        launch.where("position_embedding_type")
+        if launch.find("position_embedding_type")
+        else megatron_branch(launch)[1]
+    )
 
 
 @rule("rope-branch-mismatch")
 def mrope_model_in_rope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not launch.uses_megatron or launch.is_mla or not launch.is_mrope or branch == "mrope":
         return
     sections = list(launch.model_sections or launch.sections or BRIDGE_SECTIONS)
     yield Problem(
-        where=_where(launch),
+        where=_branch_location(launch),
         found=f"position_embedding_type={branch} for a model whose mrope_section is {sections}",
         expected="position_embedding_type=mrope",
-        why=_what_happens(launch),
+        why=_describe_failure(launch),
         fix=mrope_settings(sections, mindspeed=launch.uses_mindspeed),
     )
 
 
 def mrope_settings(sections: list[int], *, mindspeed: bool) -> tuple[str, ...]:
-    """The settings that put an MRoPE model into its branch."""
+    """Return the settings that make GPTModel take the mrope branch."""
     fix = ("position_embedding_type=mrope", f"mrope_section={sections}", "apply_rope_fusion=False")
     return (*fix, "use_fused_rotary_pos_emb off (remove --use-fused-rotary-pos-emb)") if mindspeed else fix
 
 
-def _what_happens(launch: Launch) -> str:
+def _describe_failure(launch: Launch) -> str:
     if not launch.uses_bridge:
         return (
-            "GPTModel's rope branch asks its rotary object for a sequence length and never reads position_ids: with "
+            "GPTModel's rope branch calls its rotary object with a sequence length and never reads position_ids: with "
             "Megatron's own RotaryEmbedding every token silently gets one position instead of three, and an MRoPE "
             "object fails because it takes position_ids and mrope_section."
         )
@@ -52,33 +56,33 @@ def _what_happens(launch: Launch) -> str:
         "sequence length, while its forward takes position_ids, mrope_section and packed_seq_params"
     )
     version = launch.version("megatron_bridge")
-    here = (
+    this_version = (
         f"; here it is {'.'.join(map(str, version))}, so the {'latter' if version >= BRIDGE_SHIM else 'former'}"
         if version
         else ""
     )
     return (
         "Bridge rebuilds rotary_pos_emb as the MRoPE class, but GPTModel._preprocess takes the branch from the "
-        f"config: {old}; {new}{here}. Neither is a missing operator or CANN package, and adding get_rotary_seq_len "
-        "yourself does not help."
+        f"config: {old}; {new}{this_version}. Neither is a missing operator or CANN package, and "
+        "adding get_rotary_seq_len yourself does not help."
     )
 
 
-def _core_mrope(launch: Launch, branch: str) -> bool:
-    """Whether the launch asks for Megatron Core's own MRoPE. A bare config.json does not."""
-    asked = launch.find("position_embedding_type") is not None
-    return launch.uses_megatron and not launch.uses_bridge and asked and branch == "mrope"
+def _uses_core_mrope(launch: Launch, branch: str) -> bool:
+    """Return whether the launch settings select Megatron Core's own MRoPE. A config.json alone does not."""
+    is_set = launch.find("position_embedding_type") is not None
+    return launch.uses_megatron and not launch.uses_bridge and is_set and branch == "mrope"
 
 
 @rule("mrope-without-sections")
 def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
-    if not _core_mrope(launch, branch) or launch.get("mrope_section") is not None:
+    branch, _ = megatron_branch(launch)
+    if not _uses_core_mrope(launch, branch) or launch.get("mrope_section") is not None:
         return
     sections = launch.model_sections
     yield Problem(
-        where=_where(launch),
-        found="the mrope branch and no mrope_section",
+        where=_branch_location(launch),
+        found="the mrope branch without mrope_section",
         expected="three numbers that sum to half the rotary size",
         why="Megatron Core's GPTModel asserts mrope_section; it does not read it from config.json.",
         fix=f"--mrope-section {' '.join(map(str, sections))}"
@@ -89,20 +93,20 @@ def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[
 
 @rule("rope-branch-mismatch")
 def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     if not launch.uses_megatron or launch.rope is None or launch.is_mrope or branch != "mrope":
         return
     yield Problem(
-        where=_where(launch),
+        where=_branch_location(launch),
         found="position_embedding_type=mrope for a model without mrope_section in its config",
         expected="position_embedding_type=rope",
-        why="The mrope branch wants position_ids of three axes and sections; this model has one axis.",
+        why="The mrope branch needs position_ids of three axes and mrope_section; this model has one axis.",
     )
 
 
 @rule("fused-rope-needs-rope")
 def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, because = branch_of(launch)
+    branch, because = megatron_branch(launch)
     if not launch.uses_megatron or not launch.on("use_fused_rotary_pos_emb") or branch == "rope":
         return
     yield Problem(
@@ -110,30 +114,30 @@ def mindspeed_switch_outside_rope(launch: Launch, path: RotaryPath) -> Iterator[
         found=f"use_fused_rotary_pos_emb with {because}",
         expected="position_embedding_type=rope, or the switch off",
         why="MindSpeed raises AssertionError while it validates arguments: its fused operator rotates by one table "
-        "made from a sequence length and knows nothing of position axes.",
+        "computed from a sequence length and does not support position axes.",
         fix=launch.removal("use_fused_rotary_pos_emb"),
     )
 
 
 @rule("rope-fusion-with-mrope")
 def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     on_mindspeed_mm = launch.framework == "mindspeed-mm" and launch.is_mrope
     in_branch = launch.uses_megatron and branch == "mrope"
     if not (in_branch or on_mindspeed_mm) or not launch.on("apply_rope_fusion"):
         return
     refuses = launch.uses_bridge or on_mindspeed_mm
     if not refuses and not is_packed(launch):
-        return  # Megatron Core fuses a batch of 1; mrope-batch-unfused says what it does with more
-    owner = (
+        return  # Megatron Core fuses a batch of 1; the check mrope-batch-unfused covers larger batches
+    function = (
         "MindSpeed-MM's mcore models use an apply_rotary_pos_emb_absolute that"
         if on_mindspeed_mm
-        else ("Bridge's apply_rotary_pos_emb_absolute")
+        else "Bridge's apply_rotary_pos_emb_absolute"
     )
-    asserts = f"{owner} asserts that apply_rope_fusion is off."
+    asserts = f"{function} asserts that apply_rope_fusion is off."
     offsets = (
         "Megatron Core's unfused THD code gives every packed sequence its own rows of the merged frequencies; the "
-        "fused call passes them on without those offsets."
+        "fused call passes the frequencies on without the sequences' offsets."
     )
     yield Problem(
         setting="apply_rope_fusion",
@@ -147,25 +151,25 @@ def fusion_switch_with_mrope(launch: Launch, path: RotaryPath) -> Iterator[Probl
 
 @rule("mrope-batch-unfused", "warning")
 def fused_mrope_in_a_batch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
+    branch, _ = megatron_branch(launch)
     batch = launch.number("micro_batch_size") or 1
     if not launch.uses_megatron or launch.uses_bridge or branch != "mrope" or is_packed(launch) or batch == 1:
         return
-    if not fusion_on(launch, branch):
+    if not is_fusion_on(launch, branch):
         return
     yield Problem(
         setting="micro_batch_size",
         found=f"apply_rope_fusion=True, MRoPE, BSHD and micro_batch_size={batch}",
         expected="THD (packed sequences), micro_batch_size=1, or apply_rope_fusion=False",
-        why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning announces an error for "
-        "later.",
+        why="Megatron Core 0.16.1 warns and runs the unfused code at every call; the warning says that a later version "
+        "will raise an error.",
         fix=("apply_rope_fusion=False", "or pack sequences (THD)"),
     )
 
 
 @rule("config-overrides-argument", "warning")
 def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    settings = launch.all("position_embedding_type")
+    settings = launch.find_all("position_embedding_type")
     config = [s for s in settings if s.kind == "config"]
     argument = [s for s in settings if s.kind == "argument"]
     if not launch.uses_megatron or not config or not argument or config[-1].value == argument[-1].value:
@@ -173,7 +177,7 @@ def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]
     yield Problem(
         where=f"{config[-1].where} ({config[-1].path})",
         found=f"position_embedding_type={config[-1].value} in the config, {argument[-1].value} in {argument[-1].where}",
-        expected="one value",
+        expected="the same value in both",
         why="GPTModel takes position_embedding_type from its config object and uses the argument only where the "
         "config has no such field: the argument is ignored.",
         fix=f"set {config[-1].path} to {argument[-1].value}, or remove it",
@@ -182,15 +186,15 @@ def config_hides_argument(launch: Launch, path: RotaryPath) -> Iterator[Problem]
 
 @rule("mrope-layout-mismatch", "warning")
 def core_mrope_is_chunked(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    branch, _ = branch_of(launch)
-    if not _core_mrope(launch, branch) or launch.layout in (None, "chunked"):
+    branch, _ = megatron_branch(launch)
+    if not _uses_core_mrope(launch, branch) or launch.layout in (None, "chunked"):
         return
     yield Problem(
-        where=_where(launch),
+        where=_branch_location(launch),
         found=f"a model with {launch.layout} sections on Megatron Core's MultimodalRotaryEmbedding",
         expected="a rotary class that merges the axes as the model does",
-        why="Megatron Core's class lays the axes out in contiguous bands (chunked). Nothing fails; image positions "
-        "are wrong.",
+        why="Megatron Core's class gives each axis one contiguous band of channels (chunked). Nothing fails, but image "
+        "positions are wrong.",
         fix="use Megatron Bridge's model class, or whorl.adapters.megatron",
     )
 
@@ -203,8 +207,8 @@ def thd_fusion_drops_interleaved(launch: Launch, path: RotaryPath) -> Iterator[P
         setting="rotary_interleaved",
         found="rotary_interleaved=True, apply_rope_fusion=True and packed sequences",
         expected="apply_rope_fusion=False",
-        why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as "
-        "halves.",
+        why="Megatron Core's fused THD call does not pass rotary_interleaved on, so adjacent pairs are rotated as if "
+        "they were halves.",
     )
 
 
@@ -249,8 +253,8 @@ def mindspeed_older_than_core(launch: Launch, path: RotaryPath) -> Iterator[Prob
         where=mindspeed.where,
         found=f"MindSpeed master with Megatron Core {'.'.join(map(str, core))}",
         expected="MindSpeed's branch core_r0.16.0",
-        why="apply_rotary_pos_emb as patched by MindSpeed master takes no cp_group, which Megatron Core 0.16 passes: "
-        "TypeError.",
+        why="MindSpeed master replaces apply_rotary_pos_emb by a function without cp_group, which Megatron Core 0.16 "
+        "passes: the call raises TypeError.",
         fix="install MindSpeed from branch core_r0.16.0",
     )
 
@@ -264,6 +268,6 @@ def old_bridge_cannot_pack(launch: Launch, path: RotaryPath) -> Iterator[Problem
         where=bridge.where,
         found=f"packed sequences with Megatron Bridge {'.'.join(map(str, version))}",
         expected="Megatron Bridge 0.4 or newer",
-        why="The rotary classes of Bridge 0.3 take no packed sequences.",
-        fix=("upgrade megatron-bridge", "or do not pack"),
+        why="The rotary classes of Bridge 0.3 do not support packed sequences.",
+        fix=("upgrade megatron-bridge", "or do not pack sequences"),
     )

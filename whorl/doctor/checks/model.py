@@ -1,4 +1,4 @@
-"""The model's own config: what cannot be read, and the style of the sparse-attention indexer."""
+"""Checks of the model's config.json: what cannot be read, and the style of the sparse-attention indexer."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,40 +13,43 @@ from whorl.rope_config import RopeConfig
 
 @rule("rope-config-invalid")
 def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    yield from _not_read(
+    yield from _report_refused_config(
         launch,
         readable=True,
         expected="a rotary configuration that can be computed",
-        why="The frequencies of this config are not defined, so no framework can run it as it stands.",
+        why="The frequencies of this config are not defined, so no framework can run it.",
         fix="correct the named key in config.json",
     )
 
 
 @rule("rope-config-unread", "note")
 def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    yield from _not_read(
+    yield from _report_refused_config(
         launch,
         readable=False,
         expected="a language model's config.json",
-        why="Without the model's rotary sizes only the launch settings are judged.",
+        why="Without the model's rotary sizes only the launch settings are checked.",
         fix="give the missing keys with --set, for example --set head_dim=128",
     )
 
 
-def _not_read(launch: Launch, *, readable: bool, expected: str, why: str, fix: str) -> Iterator[Problem]:
-    """The reason why no RopeConfig came of the config, where the rest of it is `readable`, or is not."""
-    if launch.rope_problem is None or _explained(launch) or _readable_without_rope(launch) != readable:
+def _report_refused_config(launch: Launch, *, readable: bool, expected: str, why: str, fix: str) -> Iterator[Problem]:
+    """Report why RopeConfig refused the config, if its other keys are readable (or are not, per `readable`)."""
+    if launch.rope_problem is None or _is_explained_by_sections(launch) or _readable_without_rope(launch) != readable:
         return
     yield Problem(where=launch.inputs.model_where, found=launch.rope_problem, expected=expected, why=why, fix=fix)
 
 
 def _readable_without_rope(launch: Launch) -> bool:
-    """Whether the rest of the config is understood: then its rope dictionary is at fault, else the doctor."""
+    """Return whether the other keys of the config are readable.
+
+    If so, the rope dictionary is invalid; if not, the doctor does not know this kind of config.
+    """
     if rope_entries(launch.text).get("rope_type") == "axial":
-        return False  # a vision tower by itself
+        return False  # the config of a vision tower alone
     plain = {**(launch.text or {}), "rope_parameters": None, "rope_scaling": None}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said once, where the launch was read
+        warnings.simplefilter("ignore")  # build_launch has already recorded these warnings
         try:
             RopeConfig.from_hf(plain, layer_type="full_attention")
         except ValueError:
@@ -54,8 +57,8 @@ def _readable_without_rope(launch: Launch) -> bool:
     return True
 
 
-def _explained(launch: Launch) -> bool:
-    """Whether a check of the sections already says why they were refused."""
+def _is_explained_by_sections(launch: Launch) -> bool:
+    """Return whether a check of the sections already reports why RopeConfig refused them."""
     sections = launch.sections
     if sections is None or launch.rope is None:
         return False
@@ -70,7 +73,7 @@ def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
             where=launch.inputs.model_where,
             found=message,
             expected="keys that the rope type uses",
-            why="A misspelt key is skipped without an error by most frameworks.",
+            why="Most frameworks ignore a misspelt key without an error.",
             fix="check the spelling of these keys",
         )
 
@@ -83,27 +86,27 @@ def family_not_known(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         where=launch.inputs.model_where,
         found=launch.unknown_family,
         expected="a model_type whose rotation is known",
-        why="Which channels pair up, and in which direction they turn, is the model's code and not in its config.",
-        fix="compare one rotated query with the model's own code; what follows here assumes Llama's rotation",
+        why="The model's code, not its config, decides which channels pair up and in which direction they rotate.",
+        fix="compare one rotated query with the model's own code; the other findings assume Llama's rotation",
     )
 
 
 @rule("indexer-style")
-def indexer_rotates_otherwise(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    launched = launch.find("indexer_rope_interleave")
+def indexer_style_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    setting = launch.find("indexer_rope_interleave")
     text = launch.text or {}
-    value = launched.value if launched else text.get("indexer_rope_interleave")
+    value = setting.value if setting else text.get("indexer_rope_interleave")
     if not isinstance(value, bool) or not text.get("index_head_dim"):
         return
     expected = _indexer_style({key: val for key, val in text.items() if key != "indexer_rope_interleave"})
     if expected is None or (expected == "pairs") == value:
         return
     yield Problem(
-        where=launch.where("indexer_rope_interleave") if launched else launch.inputs.model_where,
+        where=launch.where("indexer_rope_interleave") if setting else launch.inputs.model_where,
         found=f"indexer_rope_interleave={value} for {text.get('model_type')}",
         expected=f"{expected == 'pairs'}: this model's indexer rotates in {expected} style",
         why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer rotates "
-        "pairs. The wrong choice picks wrong tokens, and only past index_topk (2048) of them.",
+        "pairs. The wrong style selects wrong tokens, which shows only beyond index_topk (2048) tokens.",
         fix=f"indexer_rope_interleave={expected == 'pairs'}",
     )
 

@@ -1,4 +1,4 @@
-"""Vendor operators on the path: gradients, aliasing, state, spelling, and the limits of whorl.contracts."""
+"""Checks of the vendor's operator on the path: gradient, in-place writes, state, spelling, documented limits."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -24,7 +24,7 @@ def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Prob
         expected="an operator with a backward: npu_rotary_mul, plain torch, or whorl.ops",
         why=f"torch_npu registers no derivative for {path.operator}: "
         + (
-            "the gradient of q and k is dropped with a warning at most."
+            "the gradient of q and k is dropped, with a warning at most."
             if silent
             else "backward raises 'not implemented'."
         ),
@@ -39,7 +39,7 @@ def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Prob
 def mutation_hidden_from_compile(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     contract = CONTRACTS.get(path.operator)
     compiled = [key for key in COMPILE_KEYS if launch.on(key)]
-    compiled += [s.key for s in launch.all("enable") if s.path == "compile.enable" and s.value is True]
+    compiled += [s.key for s in launch.find_all("enable") if s.path == "compile.enable" and s.value is True]
     if contract is None or not contract.in_place or not compiled:
         return
     yield Problem(
@@ -55,7 +55,7 @@ def mutation_hidden_from_compile(launch: Launch, path: RotaryPath) -> Iterator[P
 
 
 def rotary_tables(launch: Launch) -> list[str]:
-    """What gives this launch more than one cos/sin table."""
+    """Return the reasons why this launch has more than one cos/sin table."""
     text = launch.text or {}
     nested = [name for name, value in rope_entries(text).items() if isinstance(value, dict)]
     reasons = [f"rope_parameters per layer type: {', '.join(nested)}"] if len(nested) > 1 else []
@@ -68,14 +68,14 @@ def rotary_tables(launch: Launch) -> list[str]:
 
 
 @rule("static-cos-sin")
-def first_table_wins(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+def operator_keeps_first_table(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     tables = rotary_tables(launch)
     hoisted = path.operator == "npu_apply_rotary_pos_emb" and launch.framework == "vllm"
     if not tables or not (path.operator == "_npu_rotary_embedding" or hoisted):
         return
     yield Problem(
         found=f"{path.operator} and more than one rotary table ({'; '.join(tables)})",
-        expected="an operator that is handed its table at every call",
+        expected="an operator that takes its table as an argument of every call",
         why="vllm-ascend keeps one pair of cos and sin per process, recorded by the first layer."
         if hoisted
         else "ATB fills process-wide cos and sin at the first call and never refreshes them: every later table is "
@@ -93,10 +93,10 @@ def operator_rotates_whole_heads(launch: Launch, path: RotaryPath) -> Iterator[P
     yield Problem(
         found=f"{path.operator} with rotary size {rope.rotary_dim} of head size {rope.head_dim}",
         expected="a caller that slices the rotary channels off first",
-        why="ATB fails with 'Wrong rotaryCoeff'; npu_apply_rotary_pos_emb takes heads that rotate whole (64 or 128).",
+        why="ATB fails with 'Wrong rotaryCoeff'; npu_apply_rotary_pos_emb rotates whole heads (64 or 128).",
         fix=(
             "slice q and k to the rotary size, rotate, concatenate",
-            "or npu_mrope / npu_rotary_mul, which pass the rest through",
+            "or use npu_mrope or npu_rotary_mul, which leave the other channels as they are",
         ),
     )
 
@@ -108,7 +108,7 @@ def mindspeed_partial_fused(launch: Launch, path: RotaryPath) -> Iterator[Proble
     yield Problem(
         setting="use_partial_rope",
         found="use_partial_rope with use_fused_rotary_pos_emb",
-        expected="one of them",
+        expected="only one of the two switches",
         why="MindSpeed-LLM raises AssertionError: fused rotary embedding is not supported in partial rope.",
         fix=launch.removal("use_fused_rotary_pos_emb"),
     )
@@ -119,23 +119,23 @@ def rotary_percent_disagrees(launch: Launch, path: RotaryPath) -> Iterator[Probl
     rope, percent = launch.rope, launch.real("rotary_percent")
     if not launch.uses_megatron or rope is None or launch.is_mla or (percent is None and launch.uses_bridge):
         return
-    if not launch.all("position_embedding_type") and percent is None:
+    if not launch.find_all("position_embedding_type") and percent is None:
         return
     head = launch.number("kv_channels") or rope.head_dim
     rotated = int(head * (1.0 if percent is None else percent))
     if rotated == rope.rotary_dim:
         return
-    twice = head == rope.rotary_dim != rope.head_dim
+    is_applied_twice = head == rope.rotary_dim != rope.head_dim
     yield Problem(
         setting="rotary_percent",
         found=f"rotary_percent={1.0 if percent is None else percent} of {head} channels rotates {rotated}",
         expected=f"{rope.rotary_dim} of {rope.head_dim} channels, as config.json says",
         why="The partial factor is applied twice: a fused kernel then reads past its table (verl-project/verl#6603)."
-        if twice
+        if is_applied_twice
         else "Megatron takes the rotated share from rotary_percent, not from config.json.",
         fix=(
             f"rotary_percent={rope.rotary_dim / rope.head_dim:g}",
-            *((f"kv_channels={rope.head_dim}",) if twice else ()),
+            *((f"kv_channels={rope.head_dim}",) if is_applied_twice else ()),
         ),
     )
 
@@ -148,8 +148,8 @@ def positions_are_a_view(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         setting="positions_contiguous",
         found="npu_mrope gets positions that are a strided view",
         expected="positions.contiguous()",
-        why="A slice or transpose of [3, max_tokens] is not contiguous. Every caller we know copies it first; "
-        "MindSpeed-MM's verl plugin patches vllm-ascend for exactly this.",
+        why="A slice or transpose of [3, max_tokens] is not contiguous. Every known caller copies it first; "
+        "MindSpeed-MM's verl plugin patches vllm-ascend to do so.",
         fix="torch_npu.npu_mrope(positions.contiguous(), ...)",
     )
 
@@ -161,24 +161,25 @@ def rollout_needs_the_plugin(launch: Launch, path: RotaryPath) -> Iterator[Probl
     yield Problem(
         found="a verl rollout that calls npu_mrope with three-axis positions",
         expected="positions.contiguous() in vllm_ascend/ops/rotary_embedding.py",
-        why="Callers of npu_mrope hand it a contiguous copy; MindSpeed-MM's verl plugin patches vllm-ascend to do so.",
+        why="Callers of npu_mrope pass it a contiguous copy; MindSpeed-MM's verl plugin patches vllm-ascend to do so.",
         fix="look for positions.contiguous() in your vllm-ascend, or install the plugin",
     )
 
 
 @rule("rotary-mode-spelling")
 def interleaved_is_not_a_mode(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    own = launch.find("rotary_mode") is not None or launch.find("rotary_operator") is not None
-    by_vllm = launch.framework == "vllm" and path.operator == "npu_mrope" and not own
-    by_vllm = by_vllm and not launch.is_mrope and path.style == "pairs"
-    if launch.get("rotary_mode") != "interleaved" and not by_vllm:
+    is_user_code = launch.find("rotary_mode") is not None or launch.find("rotary_operator") is not None
+    is_from_vllm = launch.framework == "vllm" and path.operator == "npu_mrope" and not is_user_code
+    is_from_vllm = is_from_vllm and not launch.is_mrope and path.style == "pairs"
+    if launch.get("rotary_mode") != "interleaved" and not is_from_vllm:
         return
     yield Problem(
         setting="rotary_mode" if launch.find("rotary_mode") else None,
-        found="rotary_mode='interleaved'" + (", which vllm-ascend passes for GPT-J style models" if by_vllm else ""),
+        found="rotary_mode='interleaved'"
+        + (", which vllm-ascend passes for GPT-J style models" if is_from_vllm else ""),
         expected="rotary_mode='interleave'",
-        why="torch_npu 2.13 accepts 'half' and 'interleave' alone; the web page of npu_mrope says 'interleaved'.",
-        fix="install triton-ascend" if by_vllm else "rotary_mode=interleave",
+        why="torch_npu 2.13 accepts only 'half' and 'interleave'; the web page of npu_mrope says 'interleaved'.",
+        fix="install triton-ascend" if is_from_vllm else "rotary_mode=interleave",
     )
 
 
@@ -190,8 +191,8 @@ def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         found="vllm-ascend's npu_mrope call for a model that pairs neighbouring channels",
         expected="rotary_mode='interleave'",
         why=f"For mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} vllm-ascend passes rotary_mode='half' whatever the "
-        "model says: silently wrong (vllm-project/vllm-ascend#12765).",
-        fix="run the native forward for this model until it is fixed",
+        "model needs, so the result is silently wrong (vllm-project/vllm-ascend#12765).",
+        fix="run vLLM's native forward for this model until vllm-ascend is fixed",
     )
 
 
@@ -206,7 +207,7 @@ def torch_npu_too_old(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         where=package.where,
         found=f"{path.operator} on torch_npu {package.value}",
         expected="torch_npu 2.5.1 or newer",
-        why="The operator came with torch_npu 2.5.1; 2.4 and 2.5.1rc1 have no such attribute (Ascend/pytorch#60, "
+        why="The operator is new in torch_npu 2.5.1; 2.4 and 2.5.1rc1 have no such attribute (Ascend/pytorch#60, "
         "vllm-project/vllm-ascend#379).",
         fix="upgrade torch_npu and CANN together",
     )
@@ -218,9 +219,9 @@ def cache_mode_too_new(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     old_npu, old_cann = npu is not None and npu < (2, 10), cann is not None and cann < (9,)
     if path.operator != "npu_mrope" or path.layout != "interleaved" or not (old_npu or old_cann):
         return
-    found = f"torch_npu {'.'.join(map(str, npu or ()))}" if old_npu else f"CANN {'.'.join(map(str, cann or ()))}"
+    version = f"torch_npu {'.'.join(map(str, npu or ()))}" if old_npu else f"CANN {'.'.join(map(str, cann or ()))}"
     yield Problem(
-        found=f"interleaved sections through npu_mrope on {found}",
+        found=f"interleaved sections through npu_mrope on {version}",
         expected="torch_npu 2.10 or newer and CANN 9.0 or newer",
         why=f"torch_npu 2.9: {SUPPORTED_TORCH_NPU['2.9']}. cache_mode='interleave' also needs CANN's V2 kernel.",
         fix=("upgrade torch_npu and CANN", "or merge the axes first and use npu_rotary_mul"),
@@ -235,8 +236,8 @@ def triton_pads_the_rotary_size(launch: Launch, path: RotaryPath) -> Iterator[Pr
     yield Problem(
         found=f"vllm-ascend's Triton rotary kernel with rotary size {size}",
         expected="a power of two, or a vllm-ascend with #15688",
-        why="The kernel finds sin at the padded width, so for sizes that are not a power of two it reads the wrong "
-        "numbers (vllm-project/vllm-ascend#12723).",
+        why="The kernel reads sin at an offset of the padded width, so for sizes that are not a power of two it reads "
+        "the wrong numbers (vllm-project/vllm-ascend#12723).",
         fix=("update vllm-ascend", "or uninstall triton-ascend, so that npu_mrope runs"),
     )
 

@@ -1,4 +1,4 @@
-"""Heads over ranks, and the collectives under them."""
+"""Checks of tensor parallelism: how heads split over ranks, and the collectives' algorithm."""
 
 from collections.abc import Iterator
 
@@ -15,24 +15,24 @@ def heads_do_not_split(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if ranks is None or not isinstance(heads, int) or not isinstance(groups, int):
         return
     if launch.is_mla:
-        groups = 1  # one latent key for all heads, which every rank keeps
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
-    if ranks in fitting:
+        groups = 1  # one latent key for all heads, replicated on every rank
+    valid_sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if ranks in valid_sizes:
         return
     yield Problem(
         setting="tensor_parallel",
         found=f"{heads} query heads over {ranks} ranks"
         if launch.is_mla
         else f"{heads} query and {groups} key/value heads over {ranks} ranks",
-        expected=f"one of {fitting}",
+        expected=f"one of {valid_sizes}",
         why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly "
-        "or each be kept by the same number of ranks. Otherwise the framework refuses to start.",
-        fix=f"tensor parallel size {max(n for n in fitting if n <= ranks)}",
+        "or each be replicated on the same number of ranks. Otherwise the framework refuses to start.",
+        fix=f"tensor parallel size {max(n for n in valid_sizes if n <= ranks)}",
     )
 
 
 @rule("hccl-algorithm", "warning")
-def fullmesh_garbles(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+def fullmesh_reported_wrong(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     algorithm = launch.environment("HCCL_ALGO")
     if algorithm is None or "fullmesh" not in str(algorithm.value).lower():
         return
@@ -40,6 +40,6 @@ def fullmesh_garbles(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         where=f"{algorithm.where} (HCCL_ALGO)",
         found=f"HCCL_ALGO={algorithm.value}",
         expected="HCCL_ALGO=level0:ring",
-        why="Garbled output is reported for tensor-parallel all-reduce with fullmesh, correct output with ring.",
+        why="Users report garbled output of tensor-parallel all-reduce with fullmesh, and correct output with ring.",
         fix="export HCCL_ALGO=level0:ring",
     )

@@ -1,4 +1,4 @@
-"""MRoPE sections: their sum, their reach, and what npu_mrope makes of them."""
+"""Checks of the MRoPE sections: their sum, their range, and how npu_mrope reads them."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from whorl.doctor.rules import Problem, rule
 DOCUMENTED = ", ".join(str(list(sections)) for sections in FUSED_MROPE_SECTIONS)
 
 
-def _where(launch: Launch) -> str:
+def _sections_location(launch: Launch) -> str:
     return (
         launch.where("mrope_section")
         if launch.find("mrope_section")
@@ -19,7 +19,10 @@ def _where(launch: Launch) -> str:
 
 
 def is_interleaved(launch: Launch) -> bool:
-    """Whether the axes alternate. The config's word counts where RopeConfig could not be built with its sections."""
+    """Return whether the axes alternate between channels.
+
+    The config's mrope_interleaved decides where RopeConfig refused the sections.
+    """
     if launch.layout is not None:
         return launch.layout == "interleaved"
     return bool(rope_entries(launch.text).get("mrope_interleaved")) or launch.get("cache_mode") == "interleave"
@@ -31,10 +34,10 @@ def sections_do_not_sum(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if sections is None or rope is None or sum(sections) == rope.rotary_dim // 2:
         return
     yield Problem(
-        where=_where(launch),
+        where=_sections_location(launch),
         found=f"mrope_section {list(sections)} sums to {sum(sections)}",
         expected=f"{rope.rotary_dim // 2}, half the rotary size {rope.rotary_dim} (head size {rope.head_dim})",
-        why="Each of the rotary pairs belongs to one axis. vLLM asserts the sum; other code leaves pairs out or "
+        why="Each rotary pair belongs to one axis. vLLM asserts the sum; other code leaves pairs out or "
         "reads past the table.",
         fix=("take mrope_section from the model's own config.json", "check head_dim and partial_rotary_factor"),
     )
@@ -42,12 +45,12 @@ def sections_do_not_sum(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
 
 @rule("mrope-section-differs")
 def launch_differs_from_model(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    model, given = launch.model_sections, launch.find("mrope_section")
-    if model is None or given is None or launch.sections == model:
+    model, setting = launch.model_sections, launch.find("mrope_section")
+    if model is None or setting is None or launch.sections == model:
         return
     yield Problem(
         setting="mrope_section",
-        found=f"mrope_section {given.value} at launch, {list(model)} in {launch.inputs.model_where}",
+        found=f"mrope_section {setting.value} at launch, {list(model)} in {launch.inputs.model_where}",
         expected=str(list(model)),
         why="The weights were trained with the sections of config.json. Other sections run without an error and give "
         "image tokens the wrong positions.",
@@ -56,7 +59,7 @@ def launch_differs_from_model(launch: Launch, path: RotaryPath) -> Iterator[Prob
 
 
 @rule("mrope-interleaved-range")
-def interleaving_runs_out(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+def interleaved_sections_too_long(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     sections = launch.sections
     if sections is None or not is_interleaved(launch):
         return
@@ -65,7 +68,7 @@ def interleaving_runs_out(launch: Launch, path: RotaryPath) -> Iterator[Problem]
     if reason is None or wrong_sum:
         return
     yield Problem(
-        where=_where(launch),
+        where=_sections_location(launch),
         found=f"interleaved mrope_section {list(sections)}: {reason}",
         expected="sections whose last H channel 3h-2 and last W channel 3w-1 exist",
         why="Interleaved sections put H at 1::3 and W at 2::3. Channels past the end are lost without an error and "
@@ -83,10 +86,10 @@ def section_not_documented(launch: Launch, path: RotaryPath) -> Iterator[Problem
     if path.operator != "npu_mrope" or sections is None or sections in FUSED_MROPE_SECTIONS:
         return
     yield Problem(
-        where=_where(launch),
+        where=_sections_location(launch),
         found=f"npu_mrope with mrope_section {list(sections)}",
         expected=f"one of {DOCUMENTED}",
-        why="npu_mrope documents these sections alone. With Qwen3.5's [11, 11, 10] users report wrong grounding "
+        why="npu_mrope documents only these sections. With Qwen3.5's [11, 11, 10] users report wrong grounding "
         "(sgl-project/sglang#36959), and the native code lost no throughput there.",
         fix=(
             "use the unfused or Triton path for this model",
@@ -107,10 +110,10 @@ def section_runs_unfused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     ):
         return
     yield Problem(
-        where=_where(launch),
+        where=_sections_location(launch),
         found=f"mrope_section {list(launch.sections or ())} runs unfused",
-        expected="nothing: the result is right, only slower",
-        why=f"{gate}; its Triton kernel serves interleaved sections where triton-ascend is installed.",
+        expected="nothing to change: the result is right, only slower",
+        why=f"{gate}; its Triton kernel runs interleaved sections where triton-ascend is installed.",
         fix="install triton-ascend, if the sections are interleaved",
     )
 
@@ -122,15 +125,16 @@ def section_needs_triton(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         return
     if sections in FUSED_MROPE_SECTIONS:
         return
-    named = launch.has("triton_ascend") is True
+    is_installed = launch.has("triton_ascend") is True
     yield Problem(
-        where=_where(launch),
-        found=f"mrope_section {list(sections)}: npu_mrope does not serve it, vllm-ascend's Triton kernel does"
-        + ("" if named else ", if triton-ascend is installed"),
-        expected="nothing: the result is right" + ("" if named else ", only slower without triton-ascend"),
-        why=f"npu_mrope documents {DOCUMENTED} alone, and vllm-ascend calls it for [16, 24, 24]. Interleaved sections "
+        where=_sections_location(launch),
+        found=f"mrope_section {list(sections)}: npu_mrope does not support it, vllm-ascend's Triton kernel does"
+        + ("" if is_installed else ", if triton-ascend is installed"),
+        expected="nothing to change: the result is right"
+        + ("" if is_installed else ", only slower without triton-ascend"),
+        why=f"npu_mrope documents only {DOCUMENTED}, and vllm-ascend calls it for [16, 24, 24]. Interleaved sections "
         "go to Triton where triton-ascend is installed, else to plain torch.",
-        fix="see with --trace that triton_mrope runs" if named else "install triton-ascend",
+        fix="check with --trace that triton_mrope runs" if is_installed else "install triton-ascend",
     )
 
 
@@ -143,7 +147,7 @@ def vendor_formula_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
         return
     _, h, w = sections
     yield Problem(
-        where=_where(launch),
+        where=_sections_location(launch),
         found=f"npu_mrope, cache_mode=interleave, mrope_section {list(sections)}",
         expected=f"W at 2::3 below 3w = {3 * w}, as transformers does",
         why=f"The vendor's published formula stops W at 3h = {3 * h}, transformers at 3w = {3 * w}. For these "
@@ -155,8 +159,8 @@ def vendor_formula_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
 @rule("rotary-mode-cache-mode-mixed")
 def rotary_mode_for_cache_mode(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     mode, cache = launch.get("rotary_mode"), launch.get("cache_mode")
-    paired = str(mode).startswith("interleave")
-    if launch.rope is None or mode is None or paired == (launch.style == "pairs"):
+    is_paired = str(mode).startswith("interleave")
+    if launch.rope is None or mode is None or is_paired == (launch.style == "pairs"):
         return
     expected_cache = "interleave" if is_interleaved(launch) else "default"
     yield Problem(
@@ -199,6 +203,6 @@ def rotary_interleaved_for_mrope(launch: Launch, path: RotaryPath) -> Iterator[P
         found="rotary_interleaved=True for an MRoPE model of half style",
         expected="rotary_interleaved=False",
         why="rotary_interleaved pairs neighbouring channels; the interleaving of MRoPE is about axes and is not set "
-        "here. Megatron Core's MultimodalRotaryEmbedding fails on a view when both are asked for.",
+        "here. Megatron Core's MultimodalRotaryEmbedding fails on a view when both are set.",
         fix="rotary_interleaved=False (remove --rotary-interleaved)",
     )

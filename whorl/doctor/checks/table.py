@@ -1,11 +1,11 @@
-"""Frequencies and tables: scaling that is lost on the way, lengths past the table, low precision, other bases."""
+"""Checks of frequencies and tables: lost scaling, lengths past the table, low precision, a different base."""
 
 from collections.abc import Iterator
 from typing import Final
 
 from whorl.doctor.checks.yarn import YARN
 from whorl.doctor.launch import Launch
-from whorl.doctor.paths import branch_of
+from whorl.doctor.paths import megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
@@ -23,8 +23,8 @@ def cos_above_one(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     yield Problem(
         found=f"{path.operator} with cos and sin times the attention factor {rope.attention_factor:.4g}",
         expected="cos and sin within [-1, 1]",
-        why="The operator documents values in [-1, 1]. A factor folded into cos and sin lies outside; one left out "
-        "changes the softmax temperature.",
+        why="The operator documents values in [-1, 1]. A factor folded into cos and sin leaves this range; a factor "
+        "left out changes the softmax temperature.",
         fix=(
             "multiply the softmax scale by the factor squared instead of cos and sin",
             "or compare with plain torch on your device",
@@ -50,19 +50,19 @@ def torchtitan_scales_softmax(launch: Launch, path: RotaryPath) -> Iterator[Prob
 @rule("rope-scaling-ignored")
 def scaling_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     rope = launch.rope
-    launched = launch.find("position_embedding_type") is not None and not launch.uses_bridge
-    if not launch.uses_megatron or rope is None or not launched or launch.on("use_checkpoint_args"):
+    is_set = launch.find("position_embedding_type") is not None and not launch.uses_bridge
+    if not launch.uses_megatron or rope is None or not is_set or launch.on("use_checkpoint_args"):
         return
     flags = {"llama3": ("use_rope_scaling",), "linear": ("rotary_seq_len_interpolation_factor",)}
-    wanted = flags.get(rope.rope_type, ())
-    if not wanted or launch.get(wanted[0]) not in (None, False) or launch.get("rope_scaling_type") is not None:
+    keys = flags.get(rope.rope_type, ())
+    if not keys or launch.get(keys[0]) not in (None, False) or launch.get("rope_scaling_type") is not None:
         return
-    flag = f"--{wanted[0].replace('_', '-')}"
+    flag = f"--{keys[0].replace('_', '-')}"
     yield Problem(
-        where=branch_of(launch)[1],
+        where=megatron_branch(launch)[1],
         found=f"rope_type {rope.rope_type} (factor {rope.factor:g}) in {launch.inputs.model_where}, {flag} not set",
         expected=flag,
-        why="Megatron builds its frequencies from launch settings alone, so the scaling of config.json is not applied.",
+        why="Megatron computes frequencies only from launch settings, so the scaling of config.json is not applied.",
         fix=f"{flag} --rope-scaling-factor {rope.factor:g}"
         if rope.rope_type == "llama3"
         else f"{flag} {rope.factor:g}",
@@ -78,7 +78,7 @@ def base_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         setting="rotary_base",
         found=f"rotary_base={base:g} at launch, rope_theta {rope.base:g} in {launch.inputs.model_where}",
         expected=f"{rope.base:g}",
-        why="Another base is another set of frequencies. Nothing fails; the model attends to the wrong distances.",
+        why="Another base gives other frequencies. Nothing fails, but the model attends to the wrong distances.",
         fix=f"rotary_base={rope.base:g}",
     )
 
@@ -86,27 +86,28 @@ def base_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
 @rule("table-too-short")
 def longer_than_the_table(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     length, rope = launch.number("sequence_length"), launch.rope
-    rows, named = _table_rows(launch)
+    rows, source = _table_rows(launch)
     if length is None or rows is None or length <= rows or (rope is not None and rope.rope_type == "dynamic"):
         return
     yield Problem(
         setting="sequence_length",
-        found=f"a sequence length of {length} with {rows} positions ({named})",
+        found=f"a sequence length of {length} with {rows} positions ({source})",
         expected=f"at most {rows}",
         why=_why_too_long(launch),
         fix=f"max_position_embeddings={length}"
         if launch.uses_megatron
-        else (f"a length of at most {rows}", "or rope scaling (YaRN) for longer texts"),
+        else (f"a length of at most {rows}", "or rope scaling (YaRN) for longer sequences"),
         severity="warning" if launch.framework == "hf" else None,
     )
 
 
 def _table_rows(launch: Launch) -> tuple[int | None, str]:
+    """Return the number of positions of the cos/sin table, and the place that sets it."""
     if launch.uses_megatron:
         return launch.number("max_position_embeddings"), launch.where("max_position_embeddings")
     if launch.rope is None:
         return None, ""
-    # Dual chunk folds positions, so its table is shorter than the texts it serves.
+    # Dual chunk attention folds positions, so its table is shorter than the sequences it supports.
     rows = launch.rope.max_position if launch.rope.is_dual_chunk else launch.rope.table_rows
     return rows, f"max_position_embeddings of {launch.inputs.model_where}"
 
@@ -115,7 +116,7 @@ def _why_too_long(launch: Launch) -> str:
     if launch.uses_megatron:
         return "Megatron asserts max_position_embeddings >= seq_length."
     if launch.framework == "hf":
-        return "transformers computes cos and sin for any position, but past this length the model was never trained."
+        return "transformers computes cos and sin for any position, but the model was not trained past this length."
     return (
         "vLLM derives the longest sequence from the rotary config and refuses more; a position past the table crashes "
         "the engine (vllm-project/vllm#47407)."
@@ -128,12 +129,12 @@ def angles_in_low_precision(launch: Launch, path: RotaryPath) -> Iterator[Proble
         setting = launch.find(key)
         if setting is None or str(setting.value).lower() not in LOW:
             continue
-        buffers = " It casts every buffer, inv_freq among them." if key == "buffer_dtype" else ""
+        buffers = " This setting casts every buffer, including inv_freq." if key == "buffer_dtype" else ""
         yield Problem(
             where=f"{setting.where} ({setting.path})",
             found=f"{key}={setting.value}",
             expected="float32 for inv_freq, positions and their product",
-            why="bfloat16 holds whole numbers exactly up to 256: at 128k positions the error of cos reaches 2.0, "
+            why="bfloat16 represents integers exactly only up to 256: at 128k positions the error of cos reaches 2.0, "
             f"against 0.002 when only the finished cos is cast.{buffers}",
             fix=f"{setting.path.lstrip('+-')}=fp32",
         )
