@@ -276,7 +276,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
     sets = [torch.rand(count, NUM, device=DEVICE).argsort(-1)[:, :SLOTS].int().contiguous() for _ in range(16)]
     used = statistics.mean(ids.unique().numel() for ids in sets)
     size = weight_bytes(weight) / NUM * used + x.nbytes + y.nbytes
-    pairs_per_row = SLOTS if is_up else 1
+    options = {"pairs_per_row": SLOTS if is_up else 1, "is_activated": is_up}
 
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
         chosen = sets[:1] if is_short else sets
@@ -286,7 +286,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
         if "CHUNKS" in sizes:
             return microseconds(
                 [
-                    lambda i=i: few.experts(x, weight, i, y, sizes, pairs_per_row=pairs_per_row, is_activated=is_up)
+                    lambda i=i: few.experts(x, weight, i, y, sizes, **options)
                     for i in chosen
                 ]
             )
@@ -294,7 +294,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
         launch = tiles_of_experts.launch
         return microseconds(
             [
-                lambda r=r: launch(x, weight, y, r, sizes, pairs_per_row=pairs_per_row, is_activated=is_up)
+                lambda r=r: launch(x, weight, y, r, sizes, **options)
                 for r in routings
             ]
         )

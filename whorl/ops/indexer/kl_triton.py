@@ -10,7 +10,7 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
-from ..sparse_attention.triton import end_of
+from ..sparse_attention.triton import selection_end
 from .bounds import chunks
 from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import row_strides
@@ -43,7 +43,7 @@ def _target_kernel(
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = end_of(indices_ptr, K, 1024)
+    length = selection_end(indices_ptr, K, 1024)
     main, rest = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
     for first_head in tl.range(0, H, BLOCK_H, num_stages=1):
         heads = first_head + tl.arange(0, BLOCK_H)
@@ -154,7 +154,7 @@ def _kl_kernel(
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = end_of(indices_ptr, K, 1024)
+    length = selection_end(indices_ptr, K, 1024)
     heads, channels, inside, q, weights = load_query(
         q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D
     )
