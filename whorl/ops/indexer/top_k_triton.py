@@ -184,8 +184,8 @@ def _top_k_kernel(
 
     if IS_SAMPLED:
         threshold, reached, needed, above = _sampled_threshold(
-            scores_ptr, positions_ptr, end, vector_end, start, stop, first, K, CAPACITY, HAS_POSITIONS, IS_CHOSEN, BLOCK,
-            RUN,
+            scores_ptr, positions_ptr, end, vector_end, start, stop, first, K, CAPACITY, HAS_POSITIONS, IS_CHOSEN,
+            BLOCK, RUN,
         )  # fmt: skip
     else:
         columns = tl.arange(0, BLOCK)

@@ -8,7 +8,7 @@ from . import int8_torch_npu
 from .int8_linear import check_int8, int8_product
 from .packed_experts import draw_routing, expert_flops, num_used_experts
 from .packed_linear import draw_weight, triton_reason
-from .run_routed_experts import activate, check_routing, run_routed_experts
+from .routed import activate, check_routing, run_routed_experts
 
 NAMES = ("gate_up", "gate_up_scales", "down", "down_scales")
 

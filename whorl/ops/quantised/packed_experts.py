@@ -10,7 +10,7 @@ from .._op import Values, narrow, operator, widen
 from . import packed_torch_npu
 from .layout import values
 from .packed_linear import block_sizes, check_weight, draw_weight, multiply_in_chunks, triton_reason
-from .run_routed_experts import activate, check_routing, run_routed_experts
+from .routed import activate, check_routing, run_routed_experts
 
 
 def _check(

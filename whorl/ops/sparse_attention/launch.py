@@ -22,7 +22,7 @@ REDUCE_WARPS = 1
 REDUCED = 128  # tokens whose entries the reduction reads at once
 
 
-@dataclass(frozen=True, kw_only=True, entries=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
     heads: int
     keys: int
@@ -173,7 +173,7 @@ class _Backward:
                 self._second_pass(first, num_tokens, p, ds)
         else:
             self.dq.zero_()
-        return self.dq, self.dkv.destination(self.kv.dtype).view(self.kv.shape)
+        return self.dq, self.dkv.to(self.kv.dtype).view(self.kv.shape)
 
     def _tokens_at_a_time(self) -> int:
         """Return how many tokens fit the scratch memory, rounded down to whole waves of the first pass."""
