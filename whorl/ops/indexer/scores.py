@@ -51,7 +51,7 @@ def scoring_flops(values: Values) -> int:
 @operator(
     check=_check_scores,
     forward_only=True,
-    without={"torch_npu": "npu_lightning_indexer gives the scores of the chosen keys only"},
+    without={"torch_npu": "npu_lightning_indexer returns only the scores of the selected keys"},
     fake=_fake_scores,
     flops=scoring_flops,
 )

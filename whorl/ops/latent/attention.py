@@ -240,7 +240,7 @@ def _make(
             indices[row, : len(chosen)] = chosen.int()
             row += 1
     pages = draw.scale * make_pages(draw, blocks, block, dim)
-    latents, turned = split_pages(pages, value_dim) if split else (pages, None)
+    latents, rotary_channels = split_pages(pages, value_dim) if split else (pages, None)
     if coded and pages.is_meta:
         latents = make_pages(draw, blocks, block, latent_bytes(value_dim, dim - value_dim), True)
     elif coded:
@@ -251,7 +251,7 @@ def _make(
         "cache": latents,
         **lengths,
         "indices": indices.to(draw.device) if topk else None,
-        "turned_cache": turned,
+        "turned_cache": rotary_channels,
         "scale": dim**-0.5,
         "value_dim": value_dim,
     }

@@ -63,20 +63,24 @@ def alignment_reason(cache: Tensor, first: int) -> str | None:
 # ---- latents
 
 
-def pack_latents(latent: Tensor, turned: Tensor) -> Tensor:
+def pack_latents(latent: Tensor, rotary_channels: Tensor) -> Tensor:
     """Pack latents [T, N] and rotary channels [T, R] into [T, latent_bytes]."""
     groups = torch.nn.functional.pad(latent, (0, -latent.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     codes, scales = quantise(groups)
-    return torch.cat((codes.flatten(1)[:, : latent.shape[1]], as_bytes(scales), as_bytes(turned.bfloat16())), 1)
+    return torch.cat(
+        (codes.flatten(1)[:, : latent.shape[1]], as_bytes(scales), as_bytes(rotary_channels.bfloat16())), 1
+    )
 
 
 def unpack_latents(rows: Tensor, rank: int) -> Tensor:
     """Unpack [n, latent_bytes] into latents and rotary channels, [n, N + R] fp32."""
     groups = -(-rank // GROUP)
-    codes, scales, turned = rows.split((rank, SCALE_BYTES * groups, rows.shape[1] - rank - SCALE_BYTES * groups), 1)
+    codes, scales, rotary_channels = rows.split(
+        (rank, SCALE_BYTES * groups, rows.shape[1] - rank - SCALE_BYTES * groups), 1
+    )
     factors = scales.contiguous().view(torch.float32).repeat_interleave(GROUP, 1)[:, :rank]
     latent = codes.contiguous().view(CODES).float() * factors
-    return torch.cat((latent, turned.contiguous().view(torch.bfloat16).float()), 1)
+    return torch.cat((latent, rotary_channels.contiguous().view(torch.bfloat16).float()), 1)
 
 
 # ---- the indexer's keys

@@ -45,7 +45,7 @@ def _add_heads(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
-def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def compute_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Return all scores [n, S] of q [n, HI, D], weights [n, HI] and keys [S, D], all in the dtype of accumulation.
 
     Keys are multiplied KEYS at a time, the last group padded, so that a score's bits depend on its query and key alone.
@@ -105,7 +105,7 @@ def paged_indexer(
         ends = torch.arange(length - (last - first) + 1, length + 1, dtype=torch.int32, device=q.device)
         for part in chunks(last - first, max(length, q.shape[1] * KEYS)):
             rows = slice(first + part.start, first + part.stop)
-            scores = scores_of(wide[rows], factors[rows], keys)
+            scores = compute_scores(wide[rows], factors[rows], keys)
             scores = scores if scales is None else scores * scales
             out[rows] = top_k.reference(scores, topk, None, ends[part])[0]
     return out

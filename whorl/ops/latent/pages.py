@@ -98,8 +98,8 @@ def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = Fa
 
 def split_pages(pages: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Split a cache into two: latents, and rotary channels."""
-    latents, turned = pages.split((rank, pages.shape[2] - rank), -1)
-    return latents.contiguous(), turned.contiguous()
+    latents, rotary_channels = pages.split((rank, pages.shape[2] - rank), -1)
+    return latents.contiguous(), rotary_channels.contiguous()
 
 
 def make_slots(draw: Draw, count: int, slots: int, skipped: bool) -> Tensor:

@@ -120,14 +120,14 @@ def _make(
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
     width = latent_bytes(rank, rotary) if coded else rank + rotary
     pages = make_pages(draw, blocks, block, width, coded)
-    latents, rotated = split_pages(pages, rank) if split else (pages, None)
+    latents, rotary_pages = split_pages(pages, rank) if split else (pages, None)
     return {
         "kv": draw.scaled(count, rank + rotary),
         "weight": 1 + 0.1 * torch.randn(rank, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
         "cache": latents,
         "slots": make_slots(draw, count, blocks * block, skipped),
-        "turned_cache": rotated,
+        "turned_cache": rotary_pages,
         "eps": eps,
     }
 

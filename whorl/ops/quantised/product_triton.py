@@ -18,7 +18,7 @@ from whorl.device import is_interpreting
 from ..linear_triton import dot
 from .layout import CHUNK
 
-PAIRED = 32  # the columns of one word of 4-bit codes lie within so many
+PAIRED = 32  # a word of 4-bit codes holds columns from within a run of this length
 
 
 @triton.jit
