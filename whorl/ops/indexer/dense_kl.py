@@ -12,7 +12,7 @@ from .kl import (
     check_target,
     fake_kl,
     kl_flops,
-    rounded,
+    round_operand,
     row_divergence,
     triton_target_reason,
 )
@@ -97,7 +97,7 @@ def dense_indexer_kl(
     for head in range(q.shape[1]):
         queries, factors = q[:, head].to(wide), weights[:, head, None].to(wide)
         dots = queries @ keys.T
-        ddots = rounded(dscores * factors * (dots > 0), q.dtype)
+        ddots = round_operand(dscores * factors * (dots > 0), q.dtype)
         dq[:, head] = (grad_scale * ddots @ keys).to(q.dtype)
         dweights[:, head] = (grad_scale * (dots.relu() * dscores).sum(-1)).to(weights.dtype)
         dk += ddots.T @ queries

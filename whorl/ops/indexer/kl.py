@@ -123,7 +123,7 @@ def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tenso
     return loss, torch.where(counted, log_q.exp() - p, 0)
 
 
-def rounded(ddots: Tensor, dtype: torch.dtype) -> Tensor:
+def round_operand(ddots: Tensor, dtype: torch.dtype) -> Tensor:
     """Round gradients as operands of a matmul in `dtype`; they are far below 1, so fp16 takes them times 1024."""
     lift = 1024.0 if dtype == torch.float16 else 1.0
     return (ddots * lift).to(dtype).to(ddots.dtype) / lift
@@ -183,7 +183,7 @@ def indexer_kl(
         dots = torch.einsum("thd,tkd->thk", queries, keys)
         scores = torch.einsum("thk,th->tk", dots.relu(), factors)
         loss[rows], dscores = row_divergence(scores, target[rows], valid)
-        ddots = rounded(dscores.unsqueeze(1) * factors.unsqueeze(-1) * (dots > 0), q.dtype)
+        ddots = round_operand(dscores.unsqueeze(1) * factors.unsqueeze(-1) * (dots > 0), q.dtype)
         dq[rows] = (grad_scale * torch.einsum("thk,tkd->thd", ddots, keys)).to(q.dtype)
         dweights[rows] = (grad_scale * torch.einsum("thk,tk->th", dots.relu(), dscores)).to(weights.dtype)
         if k.shape[0]:

@@ -42,7 +42,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
+    """Return rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
     (y,) = _torch_npu.call(
         "npu_grouped_matmul",
         x=[rows],

@@ -146,7 +146,7 @@ def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tens
 
 
 def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Without probs the rows are not read."""
+    """Bytes moved; without probs the rows are not read."""
     return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
 
 

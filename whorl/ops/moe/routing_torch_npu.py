@@ -31,7 +31,7 @@ def run_routed_experts(
         skip2=None,
         bias=None,
         scales=weights.float().contiguous(),
-        expanded_src_to_dst_row=positions.view(ids.shape).t().reshape(-1),  # column by column
+        expanded_src_to_dst_row=positions.view(ids.shape).t().reshape(-1),  # the operator expects choice-major order
         export_for_source_row=None,
         drop_pad_mode=0,
     )

@@ -118,7 +118,7 @@ def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
         wide = gl.expand_dims(gl.expand_dims(wide, 3), 5)
         wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(wide, 6), 7), 8)
         values = (values.to(gl.float32) * wide).to(dtype)
-    values = values.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2
+    values = values.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2, as in layout.py
     return values.permute([0, 1, 2, 4, 7, 6, 3, 5]).reshape([C, R, B * 128])
 
 

@@ -56,11 +56,11 @@ def int8_experts(
     [0, E). Example: y = int8_experts(x, gate_up, s1, down, s2, *route(logits, k=8)).
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
+    def run_expert(e: int, rows: Tensor) -> Tensor:
         hidden = activate(int8_product(rows, gate_up[e], gate_up_scales[e], None))
         return int8_product(hidden, down[e], down_scales[e], None)
 
-    return run_routed_experts(x, weights, ids, expert)
+    return run_routed_experts(x, weights, ids, run_expert)
 
 
 int8_experts.impl("triton", "int8_triton:experts", accepts=triton_reason)

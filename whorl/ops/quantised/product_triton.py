@@ -81,14 +81,15 @@ def _order_int4_columns(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.
     Each thread already holds the values that the tensor cores need from it, so no data moves between threads.
     """
     low, high = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
-    parts = tl.reshape(tl.join(low, high), (ROWS, BLOCK_K // 128, 4, 4, 2, 2, 2))  # i, w, second, p % 2, p // 2
+    # Axes i, w, second, p % 2 and p // 2, as in layout.py.
+    parts = tl.reshape(tl.join(low, high), (ROWS, BLOCK_K // 128, 4, 4, 2, 2, 2))
     return tl.reshape(tl.permute(parts, (0, 1, 3, 6, 5, 2, 4)), (ROWS, BLOCK_K))
 
 
 @triton.jit
 def _order_byte_columns(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rearrange tiled bytes to [ROWS, BLOCK_K] in column order, likewise without moving data between threads."""
-    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second
+    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second, as in layout.py
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
 
 

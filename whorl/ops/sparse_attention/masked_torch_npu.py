@@ -1,4 +1,4 @@
-"""Causal attention of ordinary heads on Ascend, by npu_fusion_attention and its gradient."""
+"""Dense causal attention of ordinary heads on Ascend, by npu_fusion_attention and its gradient."""
 
 from typing import Any
 
