@@ -39,7 +39,7 @@ def _load(
     scores_ptr, positions_ptr, at, end, vector_end, start, stop, first, HAS_POSITIONS: tl.constexpr,
     IS_CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Load the scores of the columns `at`: NaN becomes minus infinity, and keys that the query does not see NaN."""
+    """Load the scores of the columns `at`: NaN becomes minus infinity, invisible keys become NaN."""
     inside = at < end
     scores = tl.load(scores_ptr + at, mask=at < vector_end, other=0.0)
     if IS_CHOSEN:  # positions_ptr: the indices of the first round's candidates, -1 for unused entries
