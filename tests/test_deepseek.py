@@ -148,8 +148,8 @@ def test_scores_depend_on_query_and_key_alone(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.randn(40, 24, generator=generator)
 
     def is_equal() -> bool:
-        whole = indexer.scores_of(q, weight, keys)
-        parts = [indexer.scores_of(q[i : i + 1], weight[i : i + 1], keys[: 300 + i])[0] for i in range(40)]
+        whole = indexer.compute_scores(q, weight, keys)
+        parts = [indexer.compute_scores(q[i : i + 1], weight[i : i + 1], keys[: 300 + i])[0] for i in range(40)]
         return all(torch.equal(whole[i, : 300 + i], part) for i, part in enumerate(parts))
 
     assert is_equal()

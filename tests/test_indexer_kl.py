@@ -385,7 +385,7 @@ def test_deterministic_gives_the_same_bits(backend: str, device: str) -> None:
 
 def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
     v = inputs()
-    message = r"q and k are of 5 queries and 31 keys, main_q and main_k of 5 and 32, expected the same"
+    message = r"q and k have 5 queries and 31 keys, main_q and main_k 5 and 32, expected the same"
     with pytest.raises(ValueError, match=message):
         our_loss(v | {"k": v["k"][:31], "indices": v["indices"].clamp_max(30)})
     dense = {n: x for n, x in v.items() if n != "indices"}

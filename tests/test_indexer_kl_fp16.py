@@ -89,7 +89,7 @@ def test_without_the_lift_they_are(way: str, backend: str, device: str, monkeypa
         monkeypatch.setattr(key_gradient_triton, "lift", lambda dtype: 1.0)
     else:
         for module in (kl, dense_kl):
-            monkeypatch.setattr(module, "rounded", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
+            monkeypatch.setattr(module, "round_operand", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
     v = made(**SMALL, device=device)
     found, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
     for a, b in zip(found[1:3], expected[1:3], strict=True):

@@ -472,7 +472,7 @@ REFUSED = [
     (lambda: linear(x3, w3.half()), "linear: weight is torch.float16"),
     (lambda: linear(x3, w3, torch.randn(4)), r"linear: bias is \[4\]"),
     (lambda: route(torch.randn(2, 8), 9), "route: k is 9, expected 1 to 8"),
-    (lambda: route(torch.randn(2, 8), 3, num_groups=3), "route: 8 experts in 3 groups"),
+    (lambda: route(torch.randn(2, 8), 3, num_groups=3), "route: num_groups is 3 and top_groups 1 for 8 experts"),
     (lambda: route(torch.randn(2, 8), 5, num_groups=2, top_groups=1), "route: k is 5, expected 1 to 4"),
     (lambda: experts(torch.randn(2, 9), *expert_arguments(2)[1:]), r"experts: gate_up is \[6, 48, 32\]"),
     (lambda: sample(torch.randn(2, 8).int(), **settings(2)), "sample: logits is"),

@@ -94,8 +94,8 @@ FAULTS = [
     Fault(
         "gate and up exchanged", EXPERTS, "experts", "    gate, up = gate.to(dtype)", "    up, gate = gate.to(dtype)"
     ),
-    Fault("slots not weighted", EXPERTS, "experts", "tl.full(part.shape, weight,", "tl.full(part.shape, 1.0,"),
-    Fault("first slot only", EXPERTS, "experts", "pair = token * K + slot", "pair = token * K"),
+    Fault("choices not weighted", EXPERTS, "experts", "tl.full(part.shape, weight,", "tl.full(part.shape, 1.0,"),
+    Fault("first choice only", EXPERTS, "experts", "pair = token * K + choice", "pair = token * K"),
     Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
     Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),

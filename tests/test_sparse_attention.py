@@ -373,7 +373,7 @@ def test_wrong_shapes_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             sparse_attention(**({"q": q, "kv": kv, "indices": indices, "scale": 1.0} | wrong))
     bits = torch.full((2, 1), -1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="bits past the last of 5 keys are set"):
+    with pytest.raises(ValueError, match="bits has bits set past the last of 5 keys"):
         masked_attention(q, kv, kv, bits, 1.0)
 
 
@@ -429,7 +429,7 @@ FAULTS = [
     Fault("dlse ignored", PLAIN, BACKWARD, "delta -= tl.load", "delta -= 0 * tl.load"),
     Fault("dq unscaled", PLAIN, BACKWARD, "delta[:, None]) * scale).to", "delta[:, None])).to"),
     Fault("a token's share lost", PLAIN, BACKWARD, "total + first + second", "total + second"),
-    Fault("next key's share", PLAIN, BACKWARD, "(place * K + slots)[:", "(place * K + slots // 2)[:"),
+    Fault("next key's share", PLAIN, BACKWARD, "(place * K + entries)[:", "(place * K + entries // 2)[:"),
     Fault("bits reversed", MASKED, "masked_attention", ">> (keys % 32)", ">> (31 - keys % 32)"),
     Fault("first word only", MASKED, "masked_attention", "to(tl.int64) * words + first // 32", "to(tl.int64) * words"),
     Fault("last word cut off", MASKED, "masked_attention", "used, places + 1, 0", "used, places, 0"),

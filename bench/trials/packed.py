@@ -276,7 +276,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
     sets = [torch.rand(count, NUM, device=DEVICE).argsort(-1)[:, :SLOTS].int().contiguous() for _ in range(16)]
     used = statistics.mean(ids.unique().numel() for ids in sets)
     size = weight_bytes(weight) / NUM * used + x.nbytes + y.nbytes
-    slots = SLOTS if is_up else 1
+    options = {"pairs_per_row": SLOTS if is_up else 1, "is_activated": is_up}
 
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
         chosen = sets[:1] if is_short else sets
@@ -285,12 +285,18 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
             sizes = sizes or tiles_of_experts.plan(count, 2)[0 if is_up else 1]
         if "CHUNKS" in sizes:
             return microseconds(
-                [lambda i=i: few.experts(x, weight, i, y, sizes, slots=slots, is_activated=is_up) for i in chosen]
+                [
+                    lambda i=i: few.experts(x, weight, i, y, sizes, **options)
+                    for i in chosen
+                ]
             )
-        routings = [tiles_of_experts.by_expert(ids, NUM) if count > 4 else (ids, ids, False) for ids in chosen]
+        routings = [tiles_of_experts.route_by_expert(ids, NUM) if count > 4 else (ids, ids, False) for ids in chosen]
         launch = tiles_of_experts.launch
         return microseconds(
-            [lambda r=r: launch(x, weight, y, r, sizes, slots=slots, is_activated=is_up) for r in routings]
+            [
+                lambda r=r: launch(x, weight, y, r, sizes, **options)
+                for r in routings
+            ]
         )
 
     plans = [*(few_plans(kind, wide, is_up, True, 1) if count <= 8 else ()), *expert_tile_plans()]

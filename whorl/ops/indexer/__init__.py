@@ -1,7 +1,7 @@
-"""The lightning indexer of DeepSeek sparse attention: scores, choice, and the loss that it is trained by.
+"""The lightning indexer of DeepSeek sparse attention: its scores, its selection of keys, and its training loss.
 
-`scores.py`, `top_k.py` and `lightning.py` choose keys; `kl.py` and `dense_kl.py` are the loss over the chosen and over
-all of them, `kl_gradients.py` straight from the main attention, `loss.py` tied to autograd.
+`scores.py`, `top_k.py` and `lightning.py` select keys; `kl.py` and `dense_kl.py` are the loss over the selected and
+over all visible keys, `kl_gradients.py` computes it directly from the main attention, `loss.py` adds autograd.
 """
 
 from . import cases, kl_cases

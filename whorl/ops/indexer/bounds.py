@@ -1,11 +1,11 @@
-"""Who sees whom: the keys of each query, as bounds on their positions; and queries a chunk at a time."""
+"""The keys that each query sees, as bounds on their positions; and iteration over chunks of queries."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-CHUNK = 2**25  # scores of one chunk: 128 MiB in fp32
+CHUNK = 2**25  # scores per chunk: 128 MiB in fp32
 
 
 def causal_bounds(
@@ -16,10 +16,12 @@ def causal_bounds(
     positions: Tensor | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """`starts` and `ends` of causal attention: query t sees the keys whose position is in [starts[t], ends[t]).
+    """Return `starts` and `ends` of causal attention: query t sees the keys with positions in [starts[t], ends[t]).
 
-    positions: [T] places of the queries in the packed stream, for a rank that holds a slice of it; by default the
-    last T of the S. cu_seqlens: [B + 1] where the packed sequences begin, the total last; by default one sequence.
+    positions: [T] positions of the queries in the packed stream, for a rank that holds a slice of it; by default the
+    last T of the S positions. cu_seqlens: [B + 1] offsets at which the packed sequences begin, followed by the total;
+    by default there is one sequence. Returns two int32 tensors [T]. Raises ValueError when positions is not [T].
+    Example: starts, ends = causal_bounds(T, S, cu_seqlens=cu_seqlens).
     """
     if cu_seqlens is not None:
         device = cu_seqlens.device
@@ -42,21 +44,23 @@ def check_bounds(
     ends: Tensor | None,
     key_positions: Tensor | None,
 ) -> None:
-    for what, x, size in (
+    for argument, x, size in (
         ("starts", starts, num_queries),
         ("ends", ends, num_queries),
         ("key_positions", key_positions, num_keys),
     ):
         if x is not None and (x.shape != (size,) or x.dtype != torch.int32):
-            raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [{size}] torch.int32")
+            raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected [{size}] torch.int32")
     if ends is None and (starts is not None or key_positions is not None):
-        raise ValueError(f"{name}: starts or key_positions without ends; causal_bounds gives both bounds")
+        raise ValueError(
+            f"{name}: starts or key_positions is given without ends; pass both bounds, as causal_bounds returns them"
+        )
 
 
 def full_bounds(
     num_queries: int, num_keys: int, starts: Tensor | None, ends: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Bounds as tensors; without `ends` causal, the last query at the last key."""
+    """Return both bounds as tensors; without `ends` they are causal, with the last query at the last key."""
     if ends is None:
         ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, dtype=torch.int32, device=device)
     return torch.zeros_like(ends) if starts is None else starts, ends
@@ -70,7 +74,7 @@ def visible_keys(
     key_positions: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """[T, S] bool."""
+    """Return the visibility mask, [T, S] bool."""
     starts, ends = full_bounds(num_queries, num_keys, starts, ends, device)
     if key_positions is None:
         key_positions = torch.arange(num_keys, device=device)
@@ -78,7 +82,7 @@ def visible_keys(
 
 
 def chunks(num_rows: int, row_size: int, budget: int = CHUNK) -> Iterator[slice]:
-    """Row ranges of at most `budget` elements each, at least one row."""
+    """Yield row ranges of at most `budget` elements each, at least one row."""
     step = max(1, budget // max(1, row_size))
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))

@@ -1,4 +1,4 @@
-"""Sizes of the indexer's scores and choice for tests and benchmarks."""
+"""Test and benchmark cases of the indexer's scores and selection."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys 
 def _make(
     draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, topk: int, packed: Sizes = (), shuffled: bool = False
 ) -> Values:
-    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
+    """Draw small integers and powers of two: sums are exact in any order, so that all dtypes select the same keys."""
     device, dtype, wider = draw.device, draw.dtype, 8 * draw.sliced
     q = torch.randint(-2, 3, (*tokens, heads, dim + wider), device=device)[..., :dim].to(dtype)
     k = torch.randint(-2, 3, (keys, dim + wider), device=device).to(dtype)[:, :dim]
@@ -50,7 +50,7 @@ def _make_lightning(draw: Draw, with_scores: bool = True, **case: Any) -> Values
 
 
 def _make_scores(draw: Draw, **case: Any) -> Values:
-    """Ordinary numbers: here rounding shows."""
+    """Draw normally distributed numbers, so that rounding errors show."""
     values = _make(draw, **case)
     del values["topk"]
     factors = {"q": draw.scale, "k": 1.0, "weights": draw.scale}
@@ -60,7 +60,7 @@ def _make_scores(draw: Draw, **case: Any) -> Values:
 
 
 def _make_top_k(draw: Draw, normal: bool = False, **case: Any) -> Values:
-    """`normal` numbers hardly tie; otherwise nearly all do."""
+    """Draw scores: normally distributed ones (`normal`) hardly ever tie, the others nearly always do."""
     values = _make(draw, **case)
     shape, wide = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * draw.sliced), draw.wide
     values.pop("weights")

@@ -1,4 +1,4 @@
-"""The same over every key that a query sees, for the warm-up stage, where attention is dense."""
+"""The indexer's loss over every visible key, for the warm-up stage, where attention is dense."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .kl import (
     check_target,
     fake_kl,
     kl_flops,
-    rounded,
+    round_operand,
     row_divergence,
     triton_target_reason,
 )
@@ -45,10 +45,11 @@ def dense_indexer_target(
     ends: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> Tensor:
-    """target[t, s] = sum over heads of exp(scale * q[t, h] . k[s, h'] - lse[t, h]); 0 where t does not see s.
+    """Sum dense attention over heads: target[t, s] = sum over h of exp(scale * q[t, h] . k[s, h'] - lse[t, h]).
 
-    q: [T, H, D]; k: [S, HK, D], head h looks at h' = h // (H / HK); lse: [T, H] fp32, natural logarithm; target: [T,
-    S] fp32. Bounds as in `index_scores`. Meant for a chunk of queries at a time. No gradient.
+    The target is 0 where t does not see s. q: [T, H, D]; k: [S, HK, D], head h uses key head h' = h // (H / HK); lse:
+    [T, H] fp32, natural logarithm; target: [T, S] fp32. Bounds are those of `index_scores`. Meant to be called with one
+    chunk of queries at a time. No gradient.
     """
     wide = wide_dtype(q)
     visible = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
@@ -82,10 +83,10 @@ def dense_indexer_kl(
     *,
     grad_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`indexer_kl` over every key a query sees: for the warm-up stage, a chunk of queries at a time.
+    """Compute `indexer_kl` over every visible key, for the warm-up stage, one chunk of queries at a time.
 
-    target: [T, S] fp32, 0 where t does not see s; the rest as in `indexer_kl`, bounds as in `index_scores`. Two
-    matrices [T, S] are all that is in memory beside the results. dk is always added in a fixed order.
+    target: [T, S] fp32, 0 where t does not see s; the other arguments are those of `indexer_kl`, bounds those of
+    `index_scores`. Besides the results only two matrices [T, S] are in memory. dk is always added in a fixed order.
     """
     wide = wide_dtype(q)
     valid = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
@@ -96,7 +97,7 @@ def dense_indexer_kl(
     for head in range(q.shape[1]):
         queries, factors = q[:, head].to(wide), weights[:, head, None].to(wide)
         dots = queries @ keys.T
-        ddots = rounded(dscores * factors * (dots > 0), q.dtype)
+        ddots = round_operand(dscores * factors * (dots > 0), q.dtype)
         dq[:, head] = (grad_scale * ddots @ keys).to(q.dtype)
         dweights[:, head] = (grad_scale * (dots.relu() * dscores).sum(-1)).to(weights.dtype)
         dk += ddots.T @ queries

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Kernels of the indexer's loss over every visible key: a chunk of queries, its scores and its target in memory."""
+"""Kernels of the indexer's loss over every visible key, for a chunk of queries with scores and target in memory."""
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def _dense_target_kernel(
     BLOCK_S: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A tile of queries and keys, head after head."""
+    """Compute a tile of queries by keys, looping over the heads."""
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     keys, exists, positions, lowest, highest = key_block(
         positions_ptr, tl.program_id(0) * BLOCK_S, S, BLOCK_S, HAS_POSITIONS
@@ -50,18 +50,18 @@ def _dense_target_kernel(
     ends = tl.load(ends_ptr + tokens, mask=tokens < T, other=-2147483648)
     total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     if (lowest < tl.max(ends, 0)) & (highest >= tl.min(starts, 0)):
-        main, rest = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
-        # What is past the end is read from the start and not stored: only a wrapped row needs no mask.
+        main_channels, rest_channels = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
+        # Rows past the end wrap around to valid memory, so that loads need no mask; their results are not stored.
         q_at = q_ptr + (tokens % T).to(tl.int64)[:, None] * q_stride_t
         k_at = k_ptr + (keys % S).to(tl.int64)[:, None] * k_stride_s
         for head in tl.range(0, H):
             q_head, k_head = q_at + head * q_stride_h, k_at + head // (H // HK) * k_stride_h
-            q = tl.load(q_head + main[None, :], mask=(main < D)[None, :], other=0.0)
-            k = tl.load(k_head + main[None, :], mask=(main < D)[None, :], other=0.0)
+            q = tl.load(q_head + main_channels[None, :], mask=(main_channels < D)[None, :], other=0.0)
+            k = tl.load(k_head + main_channels[None, :], mask=(main_channels < D)[None, :], other=0.0)
             logits = dot(q, tl.trans(k), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), WIDEN)
             if MAIN_D < D:
-                q = tl.load(q_head + rest[None, :], mask=(rest < D)[None, :], other=0.0)
-                k = tl.load(k_head + rest[None, :], mask=(rest < D)[None, :], other=0.0)
+                q = tl.load(q_head + rest_channels[None, :], mask=(rest_channels < D)[None, :], other=0.0)
+                k = tl.load(k_head + rest_channels[None, :], mask=(rest_channels < D)[None, :], other=0.0)
                 logits = dot(q, tl.trans(k), logits, WIDEN)
             lse = tl.load(lse_ptr + (tokens % T).to(tl.int64) * H + head)
             total += tl.exp(logits * scale - lse[:, None])
@@ -112,8 +112,8 @@ def target(
 
 
 def target_plan(dim: int, element_size: int) -> dict[str, int]:
-    main, rest = split_dim(dim)
-    sizes = {"MAIN_D": main, "REST_D": rest}
+    main_channels, rest_channels = split_dim(dim)
+    sizes = {"MAIN_D": main_channels, "REST_D": rest_channels}
     if is_interpreting():
         return {**sizes, "BLOCK_T": 16, "BLOCK_S": 16}
     if element_size == 4 or dim > 256:
@@ -133,7 +133,7 @@ def _rows_kernel(
     HAS_POSITIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One query: its loss, and the derivative by the scores in place of the scores, 0 where it sees nothing."""
+    """Compute one query's loss, and overwrite its scores with their gradients, 0 for keys that it does not see."""
     row = tl.program_id(0).to(tl.int64)
     first, stop = tl.load(starts_ptr + row), tl.load(ends_ptr + row)
     scores_ptr += row * S
@@ -198,7 +198,7 @@ def _dense_dq_kernel(
     LIFT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One query, every block of keys it may see."""
+    """Compute dq and dweights of one query over every block of keys that it may see."""
     token = tl.program_id(0).to(tl.int64)
     first, stop = 0, S
     if not HAS_POSITIONS:
@@ -243,13 +243,13 @@ def kl(
         return loss, dq, dk, dweights
     scores = q.new_empty(num_queries, num_keys, dtype=torch.float32)
     scores_into(scores, q, k, weights, (starts, ends, positions))
-    any_positions = starts if positions is None else positions
+    positions_or_placeholder = starts if positions is None else positions
     _rows_kernel[(num_queries,)](
         scores,
         target,
         starts,
         ends,
-        any_positions,
+        positions_or_placeholder,
         loss,
         num_keys,
         HAS_POSITIONS=positions is not None,

@@ -1,4 +1,4 @@
-"""The Hadamard transform, which spreads a head's outliers over all channels before it is rounded to fp8."""
+"""The Hadamard transform, which spreads a head's outliers over all channels before quantisation to fp8."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from .._op import Values, operator, widen
 _WITHOUT = {"torch_npu": "torch_npu has none"}
 
 
-def _check(x: Tensor, scale: float | None, name: str = "hadamard", what: str = "x") -> None:
+def _check(x: Tensor, scale: float | None, name: str = "hadamard", argument: str = "x") -> None:
     if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [..., D] floating point")
+        raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected [..., D] floating point")
     if x.shape[-1] & (x.shape[-1] - 1) or not x.shape[-1]:
-        raise ValueError(f"{name}: the last dim of {what} is {x.shape[-1]}, expected a power of two")
+        raise ValueError(f"{name}: the last dim of {argument} is {x.shape[-1]}, expected a power of two")
 
 
 def _check_backward(dy: Tensor, scale: float | None) -> None:
@@ -22,11 +22,11 @@ def _check_backward(dy: Tensor, scale: float | None) -> None:
 
 @operator(check=_check, without=_WITHOUT)
 def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
-    """y = scale * x @ H over the last dim, H the Hadamard matrix in Sylvester's order.
+    """Transform the last dim: y = scale * x @ H, with H the Hadamard matrix in Sylvester's order.
 
-    x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5: then the
-    transform is orthogonal and its own inverse, so the scores of queries and keys that both went through it do not
-    change. Sums in fp32, one rounding. Differentiable.
+    x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5, with which the
+    transform is orthogonal and its own inverse: transforming both queries and keys changes no score. Sums in fp32,
+    rounded once. Differentiable. Raises ValueError when D is not a power of two. Example: q = hadamard(q).
     """
     wide, size = widen(x), x.shape[-1]
     matrix = torch.ones(1, 1, dtype=wide.dtype, device=x.device)
@@ -37,7 +37,7 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
 
 @operator(check=_check_backward, without=_WITHOUT)
 def hadamard_backward(dy: Tensor, scale: float | None = None) -> Tensor:
-    """Gradient of `hadamard`: H is symmetric, so it is the same transform of dy."""
+    """Gradient of `hadamard`: the same transform of dy, since H is symmetric."""
     return hadamard.reference(dy, scale)
 
 

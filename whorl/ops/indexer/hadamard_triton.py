@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The Hadamard transform as one small matrix product a block of rows: the matrix is signs, made in registers."""
+"""The Hadamard transform in Triton: one small matmul per block of rows with a matrix of signs, built in registers."""
 
 import torch
 import triton
@@ -27,11 +27,11 @@ def _hadamard_kernel(
     rows, channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (rows < ROWS)[:, None] & (channels < D)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + channels[None, :], mask=mask, other=0.0)
-    # Entry (i, j) is minus one to the number of bits that i and j share.
-    shared = channels[:, None] & channels[None, :]
+    # Entry (i, j) is -1 to the power of the number of set bits of i & j.
+    common_bits = channels[:, None] & channels[None, :]
     for shift in tl.static_range(3, -1, -1):
-        shared ^= shared >> (1 << shift)
-    signs = (1 - 2 * (shared & 1)).to(tl.float32).to(x.dtype)
+        common_bits ^= common_bits >> (1 << shift)
+    signs = (1 - 2 * (common_bits & 1)).to(tl.float32).to(x.dtype)
     y = dot(x, signs, tl.zeros((BLOCK, BLOCK_D), tl.float32), WIDEN) * scale
     tl.store(y_ptr + rows.to(tl.int64)[:, None] * D + channels[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -41,7 +41,7 @@ def forward(x: Tensor, scale: float | None) -> Tensor:
     if not y.numel():
         return y
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)  # a copy only where rows are not evenly spaced
+    rows = x.reshape(-1, dim)  # copies only when the rows are not evenly spaced
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     plan = {"BLOCK": 16} if is_interpreting() else {"BLOCK": 128, "num_warps": 8 if dim > 128 else 4}
     _hadamard_kernel[(ceil_div(rows.shape[0], plan["BLOCK"]),)](
@@ -59,5 +59,5 @@ def forward(x: Tensor, scale: float | None) -> Tensor:
 
 
 def backward(dy: Tensor, scale: float | None) -> Tensor:
-    """The matrix is symmetric."""
+    """Apply the same transform, since the matrix is symmetric."""
     return forward(dy, scale)

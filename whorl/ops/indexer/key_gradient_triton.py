@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The gradient of the indexer's keys, added in a fixed order; and what all kernels of its loss are planned by."""
+"""The gradient of the indexer's keys, added in a fixed order; and code that all kernels of the loss share."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ from .scores_triton import key_block, row_strides
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """The largest power of two in dim, and one that holds the rest; both at least 16."""
+    """Return the largest power of two within dim, and one that covers the remaining channels; both at least 16."""
     main = power_of_2(dim) if power_of_2(dim) == dim or dim < 16 else power_of_2(dim) // 2
     return max(16, main), max(16, power_of_2(dim - main)) if dim > main else 16
 
 
 def lift(dtype: torch.dtype) -> float:
-    """Derivatives by the scores are far below 1: fp16 would lose them."""
+    """Return the factor of score gradients before rounding: they are far below 1, and fp16 would lose them."""
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
 def gradient_plan(tile: str, q: Tensor, *, stages: int) -> dict[str, Any]:
-    """A head's sizes, how many keys (`tile` is their name) a program multiplies at a time, and by how many threads."""
+    """Return the head sizes, the keys per tile under the name `tile`, and the launch options of a gradient kernel."""
     heads, dim = q.shape[1:]
     sizes: dict[str, Any] = {"HI": heads, "D": dim, "LIFT": lift(q.dtype), "WIDEN": is_interpreting()}
     sizes |= {"BLOCK_H": max(16, power_of_2(heads)), "BLOCK_D": max(16, power_of_2(dim))}
@@ -43,7 +43,7 @@ def load_query(
     q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One query: its heads, their channels, which of them exist, and its weights."""
+    """Load one query; return its heads, channels, the mask of those that exist, the query and its weights."""
     heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = (heads < HI)[:, None] & (channels < D)[None, :]
     q = tl.load(q_ptr + token * q_stride_t + heads[:, None] * q_stride_h + channels[None, :], mask=inside, other=0.0)
@@ -56,7 +56,7 @@ def store_query_gradients(
     dq_ptr, dweights_ptr, dq, dweights, token, heads, channels, inside, grad_scale, HI: tl.constexpr, D: tl.constexpr,
     LIFT: tl.constexpr,
 ):  # fmt: skip
-    """dq: LIFT times its sums; dweights: [keys, heads], to be summed over the keys."""
+    """Store the gradients of one query. dq is multiplied by LIFT; dweights [keys, heads] is summed over keys here."""
     dq *= grad_scale / LIFT
     dq_at = dq_ptr + (token * HI + heads)[:, None] * D + channels[None, :]
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
@@ -93,7 +93,7 @@ def _dense_dk_kernel(
     LIFT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A block of keys, held, and all queries one after the other: the sum has one order."""
+    """Compute dk of a block of keys, adding over all queries one by one, so that the order is fixed."""
     keys, exists, _, lowest, highest = key_block(positions_ptr, tl.program_id(0) * BLOCK_S, S, BLOCK_S, HAS_POSITIONS)
     heads, channels = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = (heads < HI)[:, None] & (channels < D)[None, :]
@@ -131,7 +131,7 @@ def add_dk(
     dk: Tensor,
     grad_scale: float,
 ) -> None:
-    """dk [S, D] fp32 += of these queries, whose derivatives by the scores are `dscores` [T, S]."""
+    """Add to dk [S, D] fp32 the contributions of these queries, whose score gradients are `dscores` [T, S]."""
     starts, ends, positions = bounds or (dscores, dscores, None)
     plan = gradient_plan("BLOCK_S", q, stages=2)
     _dense_dk_kernel[(ceil_div(k.shape[0], plan["BLOCK_S"]),)](

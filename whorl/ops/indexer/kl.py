@@ -1,10 +1,10 @@
-"""What the lightning indexer is trained by: the divergence of its choice from the attention of the main model.
+"""The training loss of the lightning indexer: the KL divergence between the main model's attention and its scores.
 
     target[t, s] = sum over heads of the main attention, s among the keys of t        p = target / sum of target
     loss[t]      = KL(p || softmax(scores[t]))                                         both over the same keys
 
-`indexer_kl` is over the selected keys (training), `dense_indexer_kl` over every visible one (warm-up). Each gives loss
-and gradients in one call; `kl_gradients.py` joins it with its target, `loss.py` ties them to autograd.
+`indexer_kl` is over the selected keys (training), `dense_indexer_kl` over every visible key (warm-up). Each returns the
+loss and its gradients in one call; `kl_gradients.py` combines it with its target, `loss.py` adds autograd.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .._tracing import is_readable
 from .bounds import chunks, wide_dtype
 from .scores import check_indexer, triton_reason
 
-ONE_CALL = "torch_npu computes target, loss and gradient in one call, which indexer_kl_gradients makes"
+ONE_CALL = "torch_npu computes target, loss and gradient in one call; indexer_kl_gradients uses it"
 
 
 def check_attention(name: str, q: Tensor, lse: Tensor) -> None:
@@ -38,15 +38,15 @@ def check_kl_indices(name: str, indices: Tensor, num_queries: int, num_keys: int
         )
 
 
-def check_main_key(name: str, what: str, key: Tensor, query: Tensor, *, one_head: bool) -> None:
-    """The keys of the main attention against its queries."""
+def check_main_key(name: str, argument: str, key: Tensor, query: Tensor, *, one_head: bool) -> None:
+    """Check the keys of the main attention against its queries."""
     heads, dim = query.shape[1:]
     fits = key.dim() == 3 and key.shape[2] == dim and key.dtype == query.dtype
     if one_head and not (fits and key.shape[1] == 1):
-        raise ValueError(f"{name}: {what} is {list(key.shape)} {key.dtype}, expected [S, 1, {dim}] {query.dtype}")
+        raise ValueError(f"{name}: {argument} is {list(key.shape)} {key.dtype}, expected [S, 1, {dim}] {query.dtype}")
     if not fits or heads % max(1, key.shape[1]):
         raise ValueError(
-            f"{name}: {what} is {list(key.shape)} {key.dtype}, expected [S, HK, {dim}] {query.dtype} with HK "
+            f"{name}: {argument} is {list(key.shape)} {key.dtype}, expected [S, HK, {dim}] {query.dtype} with HK "
             f"dividing {heads}"
         )
 
@@ -71,7 +71,7 @@ def _fake_target(q: Tensor, indices: Tensor, **_: object) -> Tensor:
 
 
 def gathered(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of k by index, zero where it is -1, and which are there."""
+    """Return the rows of k by index, zero where the index is -1, and the mask of valid indices."""
     valid = indices >= 0
     rows = k[indices.clamp_min(0).long()] if k.shape[0] else k.new_zeros(*indices.shape, *k.shape[1:])
     return rows.masked_fill(~valid.unsqueeze(-1), 0), valid
@@ -85,12 +85,13 @@ def _target_flops(values: Values) -> int:
     check=_check_target, forward_only=True, without={"torch_npu": ONE_CALL}, fake=_fake_target, flops=_target_flops
 )
 def indexer_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """target[t, i] = sum over heads h of exp(scale * q[t, h] . k[s] - lse[t, h]), s = indices[t, i]; 0 where s is -1.
+    """Sum the main attention over heads: target[t, i] = sum over h of exp(scale * q[t, h] . k[s] - lse[t, h]).
 
-    q: [T, H, D] and k: [S, 1, D], one key head shared by all (absorbed MLA), bf16, fp16 or fp32; indices: [T, K]
-    int32; lse: [T, H] fp32, natural logarithm, as `sparse_attention` gives it; target: [T, K] fp32. Not normalised:
-    sums of several ranks' heads may be added first, and no head is weighed on its own. Products and sums in fp32. No
-    gradient: the main model does not learn from the indexer.
+    s = indices[t, i], and the target is 0 where s is -1. q: [T, H, D] and k: [S, 1, D], one key head shared by all
+    (absorbed MLA), bf16, fp16 or fp32; indices: [T, K] int32; lse: [T, H] fp32, natural logarithm, as
+    `sparse_attention` returns it; target: [T, K] fp32. It is not normalised: the sums of several ranks' heads may be
+    added first, and no head is normalised separately. Products and sums in fp32. No gradient: the main model is not
+    trained through the indexer.
     """
     wide = wide_dtype(q)
     target = torch.empty(indices.shape, dtype=wide, device=q.device)
@@ -109,7 +110,10 @@ indexer_target.impl("triton", "kl_triton:target", accepts=triton_target_reason)
 
 
 def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """KL of each row and its derivative by the scores; a row without keys or without mass has none of either."""
+    """Return the KL divergence of each query and its gradient with respect to the scores.
+
+    Both are 0 for a query without keys or whose target sums to 0.
+    """
     mass = target.sum(-1, keepdim=True)
     p = target / torch.where(mass > 0, mass, 1)
     counted = valid & (mass > 0)
@@ -119,8 +123,8 @@ def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tenso
     return loss, torch.where(counted, log_q.exp() - p, 0)
 
 
-def rounded(ddots: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the second factor of a matrix product in `dtype`. Far below 1, so fp16 gets them 1024 times as large."""
+def round_operand(ddots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round gradients as operands of a matmul in `dtype`; they are far below 1, so fp16 takes them times 1024."""
     lift = 1024.0 if dtype == torch.float16 else 1.0
     return (ddots * lift).to(dtype).to(ddots.dtype) / lift
 
@@ -145,7 +149,7 @@ def fake_kl(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> tuple[Tensor,
 
 
 def kl_flops(values: Values) -> int:
-    """Scores, dq and dk; the scores are computed twice and counted once."""
+    """Count the operations of scores, dq and dk; the scores are computed twice but counted once."""
     return 6 * values["target"].numel() * values["q"].shape[1] * values["q"].shape[2]
 
 
@@ -160,14 +164,14 @@ def indexer_kl(
     grad_scale: float = 1.0,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """KL(target / sum || softmax(scores)) over the selected keys of each query, and its gradients, in one call.
+    """Compute KL(target / sum || softmax(scores)) over the selected keys of each query, and its gradients, in one call.
 
     q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target: [T,
-    K] fp32, not negative, of any sum. Returns loss [T] fp32 and the derivatives of grad_scale * loss.sum(): dq and
-    dweights like q and weights, dk [S, D] fp32, left wide because sums over more queries may follow. Scores, softmax
-    and sums in fp32; the derivative by a product q . k is rounded to q's dtype before it is multiplied again. A query
-    without keys, or whose target is all zero, has loss 0 and no gradient; an absent key is not read. `deterministic`
-    adds dk in a fixed order, at the price of a pass over all keys.
+    K] fp32, not negative, with any sum. Returns loss [T] fp32 and the gradients of grad_scale * loss.sum(): dq and
+    dweights like q and weights, dk [S, D] fp32, not rounded because sums over more queries may follow. Scores, softmax
+    and sums are in fp32; the gradient of a product q . k is rounded to q's dtype before the next matmul. A query
+    without keys, or whose target is all zero, has loss 0 and no gradient; absent keys are not read. `deterministic`
+    adds dk in a fixed order, at the cost of a pass over all keys.
     """
     wide = wide_dtype(q)
     loss = torch.empty(q.shape[0], dtype=wide, device=q.device)
@@ -179,12 +183,12 @@ def indexer_kl(
         dots = torch.einsum("thd,tkd->thk", queries, keys)
         scores = torch.einsum("thk,th->tk", dots.relu(), factors)
         loss[rows], dscores = row_divergence(scores, target[rows], valid)
-        ddots = rounded(dscores.unsqueeze(1) * factors.unsqueeze(-1) * (dots > 0), q.dtype)
+        ddots = round_operand(dscores.unsqueeze(1) * factors.unsqueeze(-1) * (dots > 0), q.dtype)
         dq[rows] = (grad_scale * torch.einsum("thk,tkd->thd", ddots, keys)).to(q.dtype)
         dweights[rows] = (grad_scale * torch.einsum("thk,tk->th", dots.relu(), dscores)).to(weights.dtype)
         if k.shape[0]:
-            each = torch.einsum("thk,thd->tkd", ddots, queries)
-            dk.index_add_(0, indices[rows].clamp_min(0).flatten().long(), each.flatten(0, 1))
+            key_gradients = torch.einsum("thk,thd->tkd", ddots, queries)
+            dk.index_add_(0, indices[rows].clamp_min(0).flatten().long(), key_gradients.flatten(0, 1))
     return loss, dq, grad_scale * dk, dweights
 
 

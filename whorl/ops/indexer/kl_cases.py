@@ -1,4 +1,4 @@
-"""Sizes of the indexer's targets, losses and gradients for tests and benchmarks."""
+"""Test and benchmark cases of the indexer's targets, losses and gradients."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ _CASES: list[Values] = [
     {"tokens": (6,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
     {"tokens": (3,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
 ]
-# A loss is one number a query, whose error is that of a few sums: over few queries a ratio of errors is luck.
+# A loss is one number per query with the error of a few sums: over few queries the ratio of two errors is random.
 _MORE_QUERIES = {5: (45,), 3: (43,)}
 _KL_CASES: list[Values] = [
     *({**case, "tokens": _MORE_QUERIES.get(case["tokens"][0], case["tokens"])} for case in _CASES),
@@ -40,7 +40,7 @@ _DENSE_KL_BENCH: list[Values] = [case | {"heads": 64, "dim": 128} for case in _D
 
 
 def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> Tensor:
-    """Ascending, one query with fewer than the others, and, if asked, one with none."""
+    """Draw ascending indices; one query has fewer keys than the others and, with `empty`, one has none."""
     chosen = torch.rand(tokens, keys, device=device).topk(min(k, keys)).indices.sort(-1).values.int()
     indices = torch.nn.functional.pad(chosen, (0, max(0, k - keys)), value=-1)
     if tokens > 1:
@@ -89,9 +89,8 @@ def _make_dense(
     tokens, keys, device = values["q"].shape[0], values["k"].shape[0], draw.device
     bounds: Values = {"starts": None, "ends": None, "key_positions": None}
     if empty or shuffled:
-        ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(
-            1, keys // max(1, tokens)
-        )  # the first: none
+        step = max(1, keys // max(1, tokens))
+        ends = torch.arange(tokens, dtype=torch.int32, device=device) * step  # the first query sees no key
         bounds |= {"starts": torch.zeros_like(ends), "ends": ends}
     if shuffled:
         bounds["key_positions"] = torch.randperm(keys, device=device).int()
@@ -133,41 +132,41 @@ dense_indexer_kl.inputs(cases=_DENSE_CASES, bench=_DENSE_KL_BENCH)(make_dense_kl
 
 
 def _main_case(draw: Draw, case: Values, heads: int, dim: int) -> Values:
-    """What the attention's tensors are made by: ordinary numbers, whatever the indexer's are."""
-    own = ("grad_scale", "deterministic")
-    kept = {name: value for name, value in case.items() if name not in own}
-    return {"draw": replace(draw, scale=1.0), **kept, "heads": heads, "dim": dim}
+    """Return the case of the attention's tensors: numbers of ordinary size, whatever the scale of the indexer's."""
+    loss_options = ("grad_scale", "deterministic")
+    sizes = {name: value for name, value in case.items() if name not in loss_options}
+    return {"draw": replace(draw, scale=1.0), **sizes, "heads": heads, "dim": dim}
 
 
-def _beside(values: Values, main: Values) -> Values:
-    """The attention is sharp and the indexer is not, so that the loss is no small rest of large terms."""
+def _with_main_attention(values: Values, main: Values) -> Values:
+    """Add the attention's tensors; it is sharper than the indexer, so that the loss has no large cancelling terms."""
     del values["target"]
     named = {"main_q": 4 * main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}
     return values | named
 
 
 def _make_gradients(draw: Draw, main_heads: int = 2, main_dim: int = 24, causal: bool = False, **case: Any) -> Values:
-    values = _beside(make_kl(draw, **case), make_target(**_main_case(draw, case, main_heads, main_dim)))
+    values = _with_main_attention(make_kl(draw, **case), make_target(**_main_case(draw, case, main_heads, main_dim)))
     if causal:
         values["indices"] = _causal_choice(values["indices"], values["k"].shape[0])
     return values | {"causal": causal}
 
 
 def _causal_choice(indices: Tensor, num_keys: int) -> Tensor:
-    """The first keys of each query, as many as there are places and keys that it sees."""
-    own = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
+    """Select the first keys of each query, as many as fit and as it sees."""
+    query_keys = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
     first = torch.arange(indices.shape[1], device=indices.device).expand(indices.shape)
-    return torch.where(first <= own, first, -1).int()
+    return torch.where(first <= query_keys, first, -1).int()
 
 
 def _make_dense_gradients(
     draw: Draw, main_heads: int = 2, main_dim: int = 24, key_heads: int = 1, **case: Any
 ) -> Values:
     main = make_dense_target(**_main_case(draw, case, main_heads, main_dim), key_heads=key_heads)
-    return _beside(make_dense_kl(draw, **case), main)
+    return _with_main_attention(make_dense_kl(draw, **case), main)
 
 
-# The halves have the awkward cases; these have queries and keys enough for errors to be compared.
+# The edge cases are those of the two halves; these have enough queries and keys for errors to be compared.
 _JOINED: list[Values] = [
     {"tokens": (17,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "grad_scale": 0.25},
     {"tokens": (8,), "keys": 60, "heads": 3, "dim": 24, "k": 33, "sliced": True},

@@ -1,7 +1,7 @@
-"""The indexer's loss and gradients straight from the main attention: `kl.py`'s two halves as one operator.
+"""The indexer's loss and gradients directly from the main attention: the two halves of `kl.py` as one operator.
 
-No [T, K] or [T, S] target is asked for, so a device that computes target, loss and gradients in one kernel may. Where
-ranks add their targets up in between, the halves are called one after the other.
+The [T, K] or [T, S] target is not part of the interface, so that a device may compute target, loss and gradients in one
+kernel. When ranks add up their targets in between, the two halves are called separately.
 """
 
 from typing import Any
@@ -23,32 +23,32 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 def check_sizes(name: str, q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor) -> None:
     if q.shape[:1] + k.shape[:1] != main_q.shape[:1] + main_k.shape[:1]:
         raise ValueError(
-            f"{name}: q and k are of {len(q)} queries and {len(k)} keys, main_q and main_k of {len(main_q)} and "
+            f"{name}: q and k have {len(q)} queries and {len(k)} keys, main_q and main_k {len(main_q)} and "
             f"{len(main_k)}, expected the same"
         )
 
 
 def is_causal_choice(indices: Tensor, num_keys: int) -> Tensor:
-    """[1] bool: whether every row has a key and none past the query's own, the last query at the last key."""
-    own = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
-    return ((indices <= own).all() & (indices[:, :1] >= 0).all())[None]
+    """Return [1] bool: whether every query has a key and none after its own, with the last query at the last key."""
+    query_keys = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
+    return ((indices <= query_keys).all() & (indices[:, :1] >= 0).all())[None]
 
 
-def _check_tensors(name: str, given: Values, *, one_head: bool) -> None:
-    """The indexer's and the attention's, each on its own and against each other."""
-    q, k, main_q, main_k = (given[n] for n in ("q", "k", "main_q", "main_k"))
-    check_indexer(name, q, k, given["weights"])
+def _check_tensors(name: str, tensors: Values, *, one_head: bool) -> None:
+    """Check the indexer's and the attention's tensors, separately and against each other."""
+    q, k, main_q, main_k = (tensors[n] for n in ("q", "k", "main_q", "main_k"))
+    check_indexer(name, q, k, tensors["weights"])
     check_sizes(name, q, k, main_q, main_k)
-    check_attention(name, main_q, given["main_lse"])
+    check_attention(name, main_q, tensors["main_lse"])
     check_main_key(name, "main_k", main_k, main_q, one_head=one_head)
 
 
-def _check(indices: Tensor, causal: bool, **given: Any) -> None:
-    name, (num_queries, num_keys) = "indexer_kl_gradients", (given["q"].shape[0], given["k"].shape[0])
-    _check_tensors(name, given, one_head=True)
+def _check(indices: Tensor, causal: bool, **tensors: Any) -> None:
+    name, (num_queries, num_keys) = "indexer_kl_gradients", (tensors["q"].shape[0], tensors["k"].shape[0])
+    _check_tensors(name, tensors, one_head=True)
     check_kl_indices(name, indices, num_queries, num_keys)
     if causal and is_readable(indices) and indices.numel() and not bool(is_causal_choice(indices, num_keys)):
-        raise ValueError(f"{name}: causal is True, but a row of indices is empty or has a key past the query's own")
+        raise ValueError(f"{name}: causal is True, but a row of indices is empty or has a key after the query's own")
 
 
 def _fake(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> Results:
@@ -81,31 +81,37 @@ def indexer_kl_gradients(
     causal: bool = False,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`indexer_kl` of `indexer_target`: the loss, summed over queries, and its gradients, in one call.
+    """Compute `indexer_kl` of `indexer_target`: the loss, summed over queries, and its gradients, in one call.
 
-    q [T, HI, D], k [S, D], weights [T, HI], indices [T, K]: the indexer's; main_q [T, H, D'], main_k [S, 1, D'],
-    main_lse [T, H], scale: the attention's. Returns loss [1] fp32 and the derivatives of grad_scale * loss: dq and
-    dweights like q and weights, dk [S, D] fp32. causal: the caller's word that every row lists a key and none past its
-    own, the last query at the last key; believed without a look off the CPU, where looking would wait for the device.
-    Ascend's fused kernel, which drops later keys and does not say what an empty row gives, runs on that word only.
+    q [T, HI, D], k [S, D], weights [T, HI], indices [T, K] are the indexer's; main_q [T, H, D'], main_k [S, 1, D'],
+    main_lse [T, H] and scale are the attention's. Returns loss [1] fp32 and the gradients of grad_scale * loss: dq and
+    dweights like q and weights, dk [S, D] fp32. causal: the caller promises that every row lists a key and none after
+    the query's own, with the last query at the last key; it is checked only on the CPU, as a check would wait for other
+    devices. Ascend's fused kernel, which ignores later keys and does not document empty rows, runs only when causal is
+    True. `deterministic` is that of `indexer_kl`.
     """
-    given = (q, k, weights, indices, main_q, main_k, main_lse)
-    return _joined(indexer_target.reference, indexer_kl.reference, given, scale, grad_scale, deterministic)
+    tensors = (q, k, weights, indices, main_q, main_k, main_lse)
+    return _target_then_kl(indexer_target.reference, indexer_kl.reference, tensors, scale, grad_scale, deterministic)
 
 
-def _joined(
-    target_of: Any, kl_of: Any, given: tuple[Tensor, ...], scale: float, grad_scale: float, deterministic: bool
+def _target_then_kl(
+    compute_target: Any,
+    compute_kl: Any,
+    tensors: tuple[Tensor, ...],
+    scale: float,
+    grad_scale: float,
+    deterministic: bool,
 ) -> Results:
-    q, k, weights, indices, main_q, main_k, main_lse = given
-    target = target_of(main_q, main_k, indices, main_lse, scale)
-    loss, *gradients = kl_of(q, k, weights, indices, target, grad_scale=grad_scale, deterministic=deterministic)
+    q, k, weights, indices, main_q, main_k, main_lse = tensors
+    target = compute_target(main_q, main_k, indices, main_lse, scale)
+    loss, *gradients = compute_kl(q, k, weights, indices, target, grad_scale=grad_scale, deterministic=deterministic)
     return loss.sum()[None], *gradients
 
 
-def _check_dense(starts: Tensor | None, ends: Tensor | None, key_positions: Tensor | None, **given: Any) -> None:
+def _check_dense(starts: Tensor | None, ends: Tensor | None, key_positions: Tensor | None, **tensors: Any) -> None:
     name = "dense_indexer_kl_gradients"
-    _check_tensors(name, given, one_head=False)
-    check_bounds(name, given["q"].shape[0], given["k"].shape[0], starts, ends, key_positions)
+    _check_tensors(name, tensors, one_head=False)
+    check_bounds(name, tensors["q"].shape[0], tensors["k"].shape[0], starts, ends, key_positions)
 
 
 def _dense_flops(values: Values) -> int:
@@ -128,12 +134,13 @@ def dense_indexer_kl_gradients(
     scale: float,
     grad_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`dense_indexer_kl` of `dense_indexer_target`: `indexer_kl_gradients` over every key a query sees.
+    """Compute `dense_indexer_kl` of `dense_indexer_target`: `indexer_kl_gradients` over every visible key.
 
-    main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_gradients`. Queries go
-    through in chunks: no [T, S] matrix is whole in memory. dk is added in a fixed order, on Ascend in the device's.
+    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
+    `indexer_kl_gradients`. Queries are processed in chunks: no [T, S] matrix is ever allocated. dk is added in a fixed
+    order, on Ascend in the order of the device.
     """
-    return _in_chunks(
+    return _run_in_chunks(
         dense_indexer_target.reference,
         dense_indexer_kl.reference,
         (q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions),
@@ -142,18 +149,22 @@ def dense_indexer_kl_gradients(
     )
 
 
-def _in_chunks(target_of: Any, kl_of: Any, given: tuple[Any, ...], scale: float, grad_scale: float) -> Results:
-    q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions = given
+def _run_in_chunks(
+    compute_target: Any, compute_kl: Any, tensors: tuple[Any, ...], scale: float, grad_scale: float
+) -> Results:
+    q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions = tensors
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
     wide = wide_dtype(q)
     total, dk = (torch.zeros(shape, dtype=wide, device=q.device) for shape in ((1,), k.shape))
     dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
     for rows in chunks(q.shape[0], k.shape[0]):
         bounds = (starts[rows], ends[rows], key_positions)
-        target = target_of(main_q[rows], main_k, main_lse[rows], scale, *bounds)
-        loss, dq[rows], more, dweights[rows] = kl_of(q[rows], k, weights[rows], target, *bounds, grad_scale=grad_scale)
+        target = compute_target(main_q[rows], main_k, main_lse[rows], scale, *bounds)
+        loss, dq[rows], chunk_dk, dweights[rows] = compute_kl(
+            q[rows], k, weights[rows], target, *bounds, grad_scale=grad_scale
+        )
         total = total + loss.sum()
-        dk = dk + more
+        dk = dk + chunk_dk
     return total, dq, dk, dweights
 
 
@@ -167,14 +178,16 @@ def _triton_reason(q: Tensor, main_q: Tensor, **_: object) -> str | None:
 @indexer_kl_gradients.impl("triton", accepts=_triton_reason)
 def _(q, k, weights, indices, main_q, main_k, main_lse, scale, grad_scale, causal, deterministic):  # type: ignore[no-untyped-def]
     halves = (indexer_target.impls["triton"].function, indexer_kl.impls["triton"].function)
-    return _joined(*halves, (q, k, weights, indices, main_q, main_k, main_lse), scale, grad_scale, deterministic)
+    return _target_then_kl(
+        *halves, (q, k, weights, indices, main_q, main_k, main_lse), scale, grad_scale, deterministic
+    )
 
 
 @dense_indexer_kl_gradients.impl("triton", accepts=_triton_reason)
 def _(q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions, scale, grad_scale):  # type: ignore[no-untyped-def]
     halves = (dense_indexer_target.impls["triton"].function, dense_indexer_kl.impls["triton"].function)
-    given = (q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions)
-    return _in_chunks(*halves, given, scale, grad_scale)
+    tensors = (q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions)
+    return _run_in_chunks(*halves, tensors, scale, grad_scale)
 
 
 indexer_kl_gradients.impl("torch_npu", "kl_torch_npu:gradients", accepts=kl_torch_npu.reason)

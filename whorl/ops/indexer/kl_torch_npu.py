@@ -1,4 +1,4 @@
-"""The indexer's loss and gradients on Ascend: torch_npu's fused operators, which know one causal sequence."""
+"""The indexer's loss and gradients on Ascend: torch_npu's fused operators, which handle one causal sequence."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from .. import _torch_npu
 from .._torch_npu import dtype_name
 from .bounds import chunks
 
-MOST_QUERIES = 8192  # of one call
-SELECTED = 1024  # columns of indices come in multiples of so many
-LATENT, HEAD, ROPE = 512, 128, 64  # channels of absorbed attention and of ordinary heads, rotary ones apart
+MOST_QUERIES = 8192  # queries per call
+SELECTED = 1024  # the columns of indices must be a multiple of this
+LATENT, HEAD, ROPE = 512, 128, 64  # channels of absorbed attention and of ordinary heads, and their rotary channels
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -21,11 +21,11 @@ def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int, 
     if not all(x.numel() for x in (q, k, main_q, main_k)):
         return "empty tensors are not taken"
     if q.shape[0] > k.shape[0]:
-        return f"the last query is at the last key, got {q.shape[0]} queries of {k.shape[0]} keys"
+        return f"takes at most as many queries as keys, got {q.shape[0]} queries and {k.shape[0]} keys"
     if main_q.shape[2] != main_dim + ROPE:
-        return f"heads of {main_dim} and a rotary part of {ROPE}, got {main_q.shape[2]} channels"
+        return f"takes heads of {main_dim} + {ROPE} rotary channels, got {main_q.shape[2]}"
     if main_q.dtype != q.dtype:
-        return f"one dtype for the indexer and the attention, got {q.dtype} and {main_q.dtype}"
+        return f"takes one dtype for the indexer and the attention, got {q.dtype} and {main_q.dtype}"
     return indexer_kl_loss_limit(
         query_shape=(min(MOST_QUERIES, q.shape[0]), main_q.shape[1], main_dim),
         key_shape=(main_k.shape[0], main_k.shape[1], main_dim),
@@ -47,11 +47,11 @@ def reason(
     deterministic: bool,
     **_: object,
 ) -> str | None:
-    """Why one fused call does not compute this, or None."""
+    """Return why one fused call cannot compute this, or None."""
     if not causal:
-        return "drops keys past the query's own, and says nothing of rows without any; causal is False"
+        return "ignores keys after the query's own and does not document rows without keys; causal is False"
     if deterministic:
-        return "does not say in which order it adds; deterministic is True"
+        return "does not document the order in which it adds; deterministic is True"
     if not indices.numel():
         return "empty tensors are not taken"
     return _limit(q, k, main_q, main_k, LATENT, indices.shape[1] + -indices.shape[1] % SELECTED)
@@ -66,15 +66,15 @@ def dense_reason(
     key_positions: Tensor | None,
     **_: object,
 ) -> str | None:
-    """The same of causal attention to every key, the last query at the last key; torch_npu 2.9 does not have it."""
+    """Return why one fused call cannot compute the dense loss, or None; torch_npu 2.9 does not have the operator."""
     if ends is not None or key_positions is not None:
-        return "sees all keys up to the query's own; bounds and positions are not taken"
+        return "attends to all keys up to the query's own; bounds and positions are not taken"
     limit = _limit(q, k, main_q, main_k, HEAD, None)
     return limit or _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss")
 
 
 def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, dim: int) -> dict[str, Any]:
-    """One sequence as [1, S, N, D], rotary channels apart; the weights in the indexer's dtype, as it chose with."""
+    """Return one sequence as [1, S, N, D], rotary channels split off, weights in q's dtype as in the selection."""
     return {
         "query": main_q[None, ..., :dim].contiguous(),
         "key": main_k[None, ..., :dim].contiguous(),
@@ -89,15 +89,15 @@ def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Te
 
 
 class _Sums:
-    """Results of one call after the other, times grad_scale."""
+    """Accumulated results of consecutive calls, with the gradients multiplied by grad_scale."""
 
     def __init__(self, q: Tensor, k: Tensor, weights: Tensor, grad_scale: float) -> None:
         self.dq, self.dweights = torch.empty_like(q), torch.empty_like(weights)
         self.dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         self.loss, self.scale = torch.zeros(1, dtype=torch.float32, device=q.device), grad_scale
 
-    def add(self, rows: slice, found: Results) -> None:
-        dq, dk, dweights, loss = found
+    def add(self, rows: slice, results: Results) -> None:
+        dq, dk, dweights, loss = results
         self.dq[rows], self.dweights[rows] = dq[0].float() * self.scale, dweights[0].float() * self.scale
         self.dk[: dk.shape[1]] += dk[0, :, 0].float() * self.scale
         self.loss += loss
@@ -106,19 +106,19 @@ class _Sums:
         return self.loss, self.dq, self.dk, self.dweights
 
 
-def _given(values: dict[str, Any]) -> tuple[Tensor, ...]:
+def _tensors(values: dict[str, Any]) -> tuple[Tensor, ...]:
     return tuple(values[name] for name in ("q", "k", "weights", "main_q", "main_k"))
 
 
-def gradients(indices: Tensor, main_lse: Tensor, scale: float, grad_scale: float, **rest: Any) -> Results:
-    q, k, weights, main_q, main_k = _given(rest)
-    spare = k.shape[0] - q.shape[0]
+def gradients(indices: Tensor, main_lse: Tensor, scale: float, grad_scale: float, **tensors: Any) -> Results:
+    q, k, weights, main_q, main_k = _tensors(tensors)
+    num_earlier_keys = k.shape[0] - q.shape[0]
     filled = torch.nn.functional.pad(indices, (0, -indices.shape[1] % SELECTED), value=-1)
     sums = _Sums(q, k, weights, grad_scale)
     for rows in chunks(q.shape[0], 1, MOST_QUERIES):
-        keys = slice(spare + rows.stop)
+        keys = slice(num_earlier_keys + rows.stop)
         top = main_lse[None, None, rows].contiguous()
-        found = _torch_npu.call(
+        results = _torch_npu.call(
             "npu_sparse_lightning_indexer_grad_kl_loss",
             **_arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], LATENT),
             sparse_indices=filled[None, rows, None].contiguous(),
@@ -126,27 +126,27 @@ def gradients(indices: Tensor, main_lse: Tensor, scale: float, grad_scale: float
             softmax_sum=torch.ones_like(top),
             scale_value=scale,
         )
-        sums.add(rows, found)
+        sums.add(rows, results)
     return sums.results()
 
 
-def dense_gradients(main_lse: Tensor, scale: float, grad_scale: float, **rest: Any) -> Results:
-    q, k, weights, main_q, main_k = _given(rest)
-    spare, sums = k.shape[0] - q.shape[0], _Sums(q, k, weights, grad_scale)
+def dense_gradients(main_lse: Tensor, scale: float, grad_scale: float, **tensors: Any) -> Results:
+    q, k, weights, main_q, main_k = _tensors(tensors)
+    num_earlier_keys, sums = k.shape[0] - q.shape[0], _Sums(q, k, weights, grad_scale)
     for rows in chunks(q.shape[0], 1, MOST_QUERIES):
-        keys = slice(spare + rows.stop)
-        given = _arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], HEAD)
-        index = {n: given[n] for n in ("query_index", "key_index", "weights", "layout", "sparse_mode")}
+        keys = slice(num_earlier_keys + rows.stop)
+        arguments = _arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], HEAD)
+        index = {n: arguments[n] for n in ("query_index", "key_index", "weights", "layout", "sparse_mode")}
         index_top, index_sum = _torch_npu.call("npu_dense_lightning_indexer_softmax_lse", **index)
-        top = main_lse[rows].T[None, ..., None].contiguous()  # a key head for each head
-        found = _torch_npu.call(
+        top = main_lse[rows].T[None, ..., None].contiguous()  # every head has its own key head
+        results = _torch_npu.call(
             "npu_dense_lightning_indexer_grad_kl_loss",
-            **given,
+            **arguments,
             softmax_max=top,
             softmax_sum=torch.ones_like(top),
             softmax_max_index=index_top,
             softmax_sum_index=index_sum,
             scale_value=scale,
         )
-        sums.add(rows, found)
+        sums.add(rows, results)
     return sums.results()

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""Kernels of the indexer's loss over selected keys: one program a query, keys gathered a block at a time."""
+"""Kernels of the indexer's loss over selected keys: one program per query, keys gathered one block at a time.
+
+An entry is a position in a query's row of indices.
+"""
 
 import torch
 import triton
@@ -10,7 +13,7 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
-from ..sparse_attention.triton import end_of
+from ..sparse_attention.triton import selection_end
 from .bounds import chunks
 from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import row_strides
@@ -36,37 +39,42 @@ def _target_kernel(
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Head-summed attention of one query to its keys. Keys are rows, heads columns: sums stay within a thread.
+    """Compute the head-summed attention of one query to its keys.
 
-    A head of D channels is read as MAIN_D, a power of two, and the rest.
+    Keys are rows and heads columns of the matmul, so that sums stay within a thread. A head of D channels is read as
+    MAIN_D channels, a power of two, and the remaining ones.
     """
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = end_of(indices_ptr, K, 1024)
-    main, rest = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
+    length = selection_end(indices_ptr, K, 1024)
+    main_channels, rest_channels = tl.arange(0, MAIN_D), MAIN_D + tl.arange(0, REST_D)
     for first_head in tl.range(0, H, BLOCK_H, num_stages=1):
         heads = first_head + tl.arange(0, BLOCK_H)
         q_at = q_ptr + token * q_stride_t + heads[:, None] * q_stride_h
-        q_main = tl.load(q_at + main[None, :], mask=(heads < H)[:, None] & (main < D)[None, :], other=0.0)
+        q_main = tl.load(
+            q_at + main_channels[None, :], mask=(heads < H)[:, None] & (main_channels < D)[None, :], other=0.0
+        )
         if MAIN_D < D:
-            q_rest = tl.load(q_at + rest[None, :], mask=(heads < H)[:, None] & (rest < D)[None, :], other=0.0)
-        # A head that is not there has an infinite sum: its share is 0.
+            q_rest = tl.load(
+                q_at + rest_channels[None, :], mask=(heads < H)[:, None] & (rest_channels < D)[None, :], other=0.0
+            )
+        # An absent head gets an infinite lse, so that it contributes 0.
         lse = tl.load(lse_ptr + token * H + heads, mask=heads < H, other=float("inf"))
         for start in tl.range(0, length, BLOCK_K):
-            slots = start + tl.arange(0, BLOCK_K)
-            indices = tl.load(indices_ptr + slots, mask=slots < length, other=-1)
+            entries = start + tl.arange(0, BLOCK_K)
+            indices = tl.load(indices_ptr + entries, mask=entries < length, other=-1)
             valid = indices >= 0
             k_at = k_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * k_stride
-            k_main = tl.load(k_at + main[None, :], mask=(main < D)[None, :], other=0.0)
+            k_main = tl.load(k_at + main_channels[None, :], mask=(main_channels < D)[None, :], other=0.0)
             logits = dot(k_main, tl.trans(q_main), tl.zeros((BLOCK_K, BLOCK_H), tl.float32), WIDEN)
             if MAIN_D < D:
-                k_rest = tl.load(k_at + rest[None, :], mask=(rest < D)[None, :], other=0.0)
+                k_rest = tl.load(k_at + rest_channels[None, :], mask=(rest_channels < D)[None, :], other=0.0)
                 logits = dot(k_rest, tl.trans(q_rest), logits, WIDEN)
             shares = tl.sum(tl.exp(logits * scale - lse[None, :]), 1)
-            if first_head > 0:  # written above, by these very threads
-                shares += tl.load(target_ptr + slots, mask=valid, other=0.0)
-            tl.store(target_ptr + slots, shares, mask=valid)
+            if first_head > 0:  # stored by the same threads in the previous iteration
+                shares += tl.load(target_ptr + entries, mask=valid, other=0.0)
+            tl.store(target_ptr + entries, shares, mask=valid)
 
 
 def target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
@@ -93,8 +101,8 @@ def target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> 
 
 
 def target_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
-    main, rest = split_dim(dim)
-    sizes = {"MAIN_D": main, "REST_D": rest}
+    main_channels, rest_channels = split_dim(dim)
+    sizes = {"MAIN_D": main_channels, "REST_D": rest_channels}
     if is_interpreting():
         return {**sizes, "BLOCK_H": 16, "BLOCK_K": 16}
     if element_size == 4 or dim > 640:
@@ -108,16 +116,16 @@ def _gather_scores(
     q, k_ptr, weights, indices_ptr, start, length, k_stride, D: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A block of selected keys: their slots, rows, products with every head, and scores."""
-    slots = start + tl.arange(0, BLOCK_K)
-    indices = tl.load(indices_ptr + slots, mask=slots < length, other=-1)
+    """Return a block of selected keys: their entries, indices, vectors, products with every head, and scores."""
+    entries = start + tl.arange(0, BLOCK_K)
+    indices = tl.load(indices_ptr + entries, mask=entries < length, other=-1)
     channels = tl.arange(0, BLOCK_D)
     k_at = k_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * k_stride + channels[None, :]
-    # An absent key is zeros: the first one's NaN, read in its place, would come back as 0 * NaN.
+    # Absent keys are zeros: reading key 0 in their place would turn a NaN in it into 0 * NaN.
     k = tl.load(k_at, mask=(indices >= 0)[:, None] & (channels < D)[None, :], other=0.0)
     dots = dot(k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_H), tl.float32), WIDEN)
     scores = tl.sum(tl.maximum(dots, 0.0) * weights[None, :], 1)
-    return slots, indices, k, dots, scores
+    return entries, indices, k, dots, scores
 
 
 @triton.jit
@@ -147,14 +155,14 @@ def _kl_kernel(
     KEEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One query: first the sums of both distributions, then the loss and what follows from it.
+    """Compute one query: first the sums of both distributions, then the loss and its gradients.
 
-    dk is added with atomics, or, with KEEP, left to others, who get the derivative by the scores.
+    dk is added with atomics; with KEEP the gradients of the scores are stored instead, for `add_dk` to add dk in order.
     """
     token = tl.program_id(0).to(tl.int64)
     indices_ptr += token * K
     target_ptr += token * K
-    length = end_of(indices_ptr, K, 1024)
+    length = selection_end(indices_ptr, K, 1024)
     heads, channels, inside, q, weights = load_query(
         q_ptr, weights_ptr, token, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D
     )
@@ -162,7 +170,7 @@ def _kl_kernel(
     top = tl.full((), float("-inf"), tl.float32)
     total, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
     for start in tl.range(0, length, BLOCK_K):
-        slots, indices, _, _, scores = _gather_scores(
+        entries, indices, _, _, scores = _gather_scores(
             q, k_ptr, weights, indices_ptr, start, length, k_stride, D, BLOCK_H, BLOCK_D, BLOCK_K, WIDEN
         )
         valid = indices >= 0
@@ -170,7 +178,7 @@ def _kl_kernel(
         new_top = tl.maximum(top, tl.max(scores, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a block without keys changes nothing
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(scores - shift), 0)
-        mass += tl.sum(tl.load(target_ptr + slots, mask=valid, other=0.0), 0)
+        mass += tl.sum(tl.load(target_ptr + entries, mask=valid, other=0.0), 0)
         top = new_top
     log_total = tl.log(tl.maximum(total, 1e-37))
     has_mass = tl.where(mass > 0, 1.0, 0.0)
@@ -180,11 +188,11 @@ def _kl_kernel(
     dq = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     dweights = tl.zeros((BLOCK_K, BLOCK_H), tl.float32)
     for start in tl.range(0, length, BLOCK_K):
-        slots, indices, k, dots, scores = _gather_scores(
+        entries, indices, k, dots, scores = _gather_scores(
             q, k_ptr, weights, indices_ptr, start, length, k_stride, D, BLOCK_H, BLOCK_D, BLOCK_K, WIDEN
         )
         valid = indices >= 0
-        p = tl.load(target_ptr + slots, mask=valid, other=0.0) * inverse
+        p = tl.load(target_ptr + entries, mask=valid, other=0.0) * inverse
         log_q = tl.where(valid, scores - top - log_total, 0.0)
         loss += tl.sum(tl.where(p > 0, p * (tl.log(tl.where(p > 0, p, 1.0)) - log_q), 0.0), 0)
         dscores = tl.where(valid, tl.exp(log_q) - p, 0.0) * has_mass
@@ -192,7 +200,7 @@ def _kl_kernel(
         ddots = tl.where(dots > 0, (dscores * LIFT)[:, None] * weights[None, :], 0.0).to(q.dtype)
         dq = dot(tl.trans(ddots), k, dq, WIDEN)
         if KEEP:
-            tl.store(dscores_ptr + token * K + slots, dscores, mask=slots < length)
+            tl.store(dscores_ptr + token * K + entries, dscores, mask=entries < length)
         else:
             dk = dot(ddots, q, tl.zeros((BLOCK_K, BLOCK_D), tl.float32), WIDEN) * (grad_scale / LIFT)
             dk_at = dk_ptr + tl.maximum(indices, 0).to(tl.int64)[:, None] * D + channels[None, :]
@@ -239,11 +247,11 @@ def kl(
 def _add_dk(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor, dk: Tensor, grad_scale: float
 ) -> None:
-    """dk in a fixed order: the derivatives by the scores laid out over all keys, a chunk of queries at a time."""
+    """Add dk in a fixed order: scatter the gradients of the scores over all keys, one chunk of queries at a time."""
     num_keys = k.shape[0]
-    width = ceil_div(num_keys + 1, 16) * 16  # a slot without a key goes to a column of its own, which nobody reads
+    width = ceil_div(num_keys + 1, 16) * 16  # entries without a key go to an extra column that is never read
     for rows in chunks(q.shape[0], width):
         dense = torch.zeros(rows.stop - rows.start, width, dtype=torch.float32, device=q.device)
-        at = torch.where(indices[rows] < 0, num_keys, indices[rows]).long()
-        dense.scatter_(1, at, dscores[rows])
+        columns = torch.where(indices[rows] < 0, num_keys, indices[rows]).long()
+        dense.scatter_(1, columns, dscores[rows])
         add_dk(q[rows], k, weights[rows], dense[:, :num_keys], None, dk, grad_scale)

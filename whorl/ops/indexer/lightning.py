@@ -1,7 +1,7 @@
-"""The lightning indexer: which keys each query of DeepSeek sparse attention looks at.
+"""The lightning indexer: it selects the keys that each query of DeepSeek sparse attention attends to.
 
-`index_scores` and `top_k` are its two halves; `lightning_indexer` runs them a chunk of queries at a time, so that no
-[T, S] matrix is ever whole in memory.
+`index_scores` and `top_k` are its two halves; `lightning_indexer` runs them on one chunk of queries at a time, so that
+no [T, S] matrix is ever allocated.
 """
 
 import torch
@@ -14,7 +14,7 @@ from .._op import operator
 from .._torch_npu import dtype_name
 from .bounds import check_bounds, chunks, full_bounds, wide_dtype
 from .scores import check_indexer, index_scores, scoring_flops, triton_reason
-from .top_k import check_topk, too_many, top_k
+from .top_k import check_topk, top_k, topk_limit
 
 
 def _check(
@@ -55,27 +55,28 @@ def lightning_indexer(
     k_scale: Tensor | None = None,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`top_k` of `index_scores`: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
+    """Select the keys of each query: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
 
-    Arguments as there; the scores of a chunk of queries are all that is in memory. Indices are rows of k: with
-    key_positions out of order the tie rule follows the rows, so gathered keys should lie in the order of their
-    positions. Packed sequences and slices of a longer one are a matter of the bounds: see `causal_bounds`. with_scores
-    False: None in place of the scores, for who needs the choice alone. Ascend's kernel rounds them to q's dtype, so
-    there they are computed again, by plain torch. No gradient.
+    The result is `top_k` of `index_scores`, whose arguments it takes; only the scores of one chunk of queries are in
+    memory. Indices are rows of k, and ties follow the rows: gathered keys should be in the order of their positions.
+    Bounds express packed sequences and slices of a longer sequence: see `causal_bounds`. With with_scores False the
+    scores are None; this saves work on Ascend, whose kernel rounds them to q's dtype, so that plain torch computes them
+    again. No gradient. Raises ValueError when shapes, dtypes, bounds or topk do not fit.
+    Example: indices, _ = lightning_indexer(q, k, weights, topk=2048, with_scores=False).
     """
-    found = []
+    selections = []
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
     for rows in chunks(q.shape[0], k.shape[0]):
         bounds = (starts[rows], ends[rows], key_positions)
         scores = index_scores.reference(q[rows], k, weights[rows], *bounds, k_scale)
-        found.append(top_k.reference(scores, topk, *bounds))
-    if not found:
+        selections.append(top_k.reference(scores, topk, *bounds))
+    if not selections:
         return _fake(q, topk, with_scores)
-    return torch.cat([i for i, _ in found]), torch.cat([v for _, v in found]) if with_scores else None
+    return torch.cat([i for i, _ in selections]), torch.cat([v for _, v in selections]) if with_scores else None
 
 
 def _triton_reason(q: Tensor, topk: int, **_: object) -> str | None:
-    return triton_reason(q) or too_many(topk)
+    return triton_reason(q) or topk_limit(topk)
 
 
 lightning_indexer.impl("triton", "scores_triton:lightning_indexer", accepts=_triton_reason)
@@ -93,7 +94,7 @@ def _npu_reason(
     if not q.numel() or not k.numel():
         return "empty tensors are not taken"
     if ends is not None or key_positions is not None or k_scale is not None:
-        return "sees all keys up to the query's own; bounds, positions and scales are not taken"
+        return "attends to all keys up to the query's own; bounds, positions and scales are not taken"
     return lightning_indexer_limit(
         query_shape=q.shape,
         key_shape=(k.shape[0], 1, k.shape[1]),
@@ -105,8 +106,8 @@ def _npu_reason(
 
 @lightning_indexer.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
-    """Sorted here, since the device does not say in which order it gives them; nor does it name its rule for ties."""
-    found, _ = _torch_npu.call(
+    """Run torch_npu's indexer and sort the indices, since it documents neither their order nor its rule for ties."""
+    unsorted, _ = _torch_npu.call(
         "npu_lightning_indexer",
         query=q.unsqueeze(0).contiguous(),
         key=k[None, :, None].contiguous(),
@@ -114,12 +115,12 @@ def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  
         sparse_count=topk,
         sparse_mode=3,
     )
-    indices = torch.where(found[0, :, 0] < 0, k.shape[0], found[0, :, 0]).sort(-1).values
+    indices = torch.where(unsorted[0, :, 0] < 0, k.shape[0], unsorted[0, :, 0]).sort(-1).values
     indices = torch.where(indices < k.shape[0], indices, -1).int()
     if not with_scores:
         return indices, None
     values = q.new_empty(indices.shape, dtype=torch.float32)
-    for rows in chunks(q.shape[0], topk * (q.shape[1] + q.shape[2])):  # the device's own are rounded to q's dtype
+    for rows in chunks(q.shape[0], topk * (q.shape[1] + q.shape[2])):  # torch_npu rounds its scores to q's dtype
         keys = k[indices[rows].clamp_min(0).long()].float()
         dots = torch.einsum("thd,tkd->thk", q[rows].float(), keys).relu()
         values[rows] = torch.einsum("thk,th->tk", dots, weights[rows].float())

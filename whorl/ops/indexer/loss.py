@@ -1,4 +1,4 @@
-"""The indexer's loss for training: `kl.py` tied to autograd, computed once, also under activation checkpointing."""
+"""The indexer's loss for training: `kl.py` with autograd, computed once even under activation checkpointing."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,7 +23,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """`compute(*tensors)` gives a loss and its gradients by the first three tensors, together."""
+    """`compute(*tensors)` returns a loss together with its gradients with respect to the first three tensors."""
 
     @staticmethod
     def forward(
@@ -57,20 +57,23 @@ def _total(loss: Tensor, factor: float, log: Tensor | None) -> Tensor:
 
 
 def _factor(name: str, coefficient: float, reduction: str, when: str, num_queries: int, log: Tensor | None) -> float:
-    """What the sum over queries is multiplied by."""
-    for what, found, options in (
+    """Return the factor of the sum over queries, after checking the options."""
+    for option, value, choices in (
         ("reduction", reduction, ("mean", "sum")),
         ("when", when, ("forward", "backward")),
     ):
-        if found not in options:
-            raise ValueError(f"{name}: {what} is {found!r}, expected one of {', '.join(options)}")
+        if value not in choices:
+            raise ValueError(f"{name}: {option} is {value!r}, expected one of {', '.join(choices)}")
     if log is not None and (log.numel() != 1 or log.requires_grad):
-        raise ValueError(f"{name}: log is {list(log.shape)}, expected one element without gradient")
+        raise ValueError(f"{name}: log is {list(log.shape)}, expected one element that does not require grad")
     return coefficient / max(1, num_queries) if reduction == "mean" else coefficient
 
 
 def _is_causal(q: Tensor, k: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, deterministic: bool) -> bool:
-    """Whether the choice is causal and no row empty; looked at, which waits for the device, only where that counts."""
+    """Return whether the selection is causal and no row is empty.
+
+    The check waits for the device, so it runs only where the fused torch_npu operator could otherwise be used.
+    """
     if unavailable("torch_npu", q.device.type) is not None:
         return False
     if kl_torch_npu.reason(q, k, indices, main_q, main_k, True, deterministic) is not None:
@@ -95,18 +98,20 @@ def indexer_kl_loss(
     reduce_target: Reduce | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """coefficient * mean or sum over queries of KL(main attention || indexer), both over the selected keys.
+    """Return coefficient * (mean or sum over queries of KL(main attention || indexer)), over the selected keys.
 
-    q [T, HI, D], k [S, D], weights [T, HI]: the indexer's, and all that gets a gradient; indices [T, K]: its choice.
-    main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H], scale: the attention's, as `indexer_target` takes them; no
-    gradient reaches them. The heads are summed, then normalised once over the selected keys.
+    q [T, HI, D], k [S, D] and weights [T, HI] are the indexer's and the only tensors that get a gradient; indices
+    [T, K] is its selection. main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H] and scale are the attention's, as
+    `indexer_target` takes them; they get no gradient. The heads are summed, then normalised once over the selected
+    keys. Returns a scalar tensor, fp32 or wider. Raises ValueError when shapes, dtypes or options do not fit.
 
     reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,
-    ranks that hold the other queries) take "sum" and put it into the coefficient, or multiply the loss by it. when:
-    "forward" gives the loss at once and keeps the gradients until backward. "backward" is for activation
-    checkpointing: the forward, which runs twice there, returns 0, and backward computes everything once. log: one
-    fp32 element, to which the loss is added when it is known. reduce_target: called with this rank's head sum [T, K],
-    for tensor parallelism to add those of the other ranks. deterministic: see `indexer_kl`.
+    ranks that hold the other queries) use "sum" and put the divisor into the coefficient. when: "forward" computes the
+    loss at once and keeps the gradients until backward. "backward" is for activation checkpointing: the forward, which
+    runs twice there, returns 0, and backward computes everything once. log: one fp32 element, to which the loss is
+    added once it is computed. reduce_target: called with this rank's head sum [T, K], to all-reduce it over
+    tensor-parallel ranks. deterministic: see `indexer_kl`.
+    Example: indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward().
     """
     check_sizes("indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
@@ -116,9 +121,9 @@ def indexer_kl_loss(
     ) -> Results:
         options: dict[str, Any] = {"grad_scale": factor, "deterministic": deterministic}
         if reduce_target is None:
-            given = (q, k, weights, indices, main_q, main_k, lse)
+            tensors = (q, k, weights, indices, main_q, main_k, lse)
             causal = _is_causal(q, k, indices, main_q, main_k, deterministic)
-            return indexer_kl_gradients(*given, scale=scale, causal=causal, **options)
+            return indexer_kl_gradients(*tensors, scale=scale, causal=causal, **options)
         target = reduce_target(indexer_target(main_q, main_k, indices, lse, scale))
         return indexer_kl(q, k, weights, indices, target, **options)
 
@@ -144,10 +149,11 @@ def dense_indexer_kl_loss(
     log: Tensor | None = None,
     reduce_target: Reduce | None = None,
 ) -> Tensor:
-    """`indexer_kl_loss` over every visible key: for the warm-up stage, where attention is dense.
+    """Return `indexer_kl_loss` over every visible key, for the warm-up stage, where attention is dense.
 
-    main_k: [S, HK, D'], HK key heads; bounds as in `index_scores`; the rest as in `indexer_kl_loss`. Queries go
-    through in chunks: no [T, S] matrix is whole in memory. `reduce_target` is called for each chunk.
+    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
+    `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated. `reduce_target` is called
+    once per chunk. Example: dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5).
     """
     check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
     check_bounds("dense_indexer_kl_loss", q.shape[0], k.shape[0], starts, ends, key_positions)
@@ -158,15 +164,17 @@ def dense_indexer_kl_loss(
     ) -> Results:
         starts, ends, positions = (*bounds, None, None, None)[:3]
         if reduce_target is None:
-            given = (q, k, weights, main_q, main_k, lse, starts, ends, positions)
-            return dense_indexer_kl_gradients(*given, scale=scale, grad_scale=factor)
+            tensors = (q, k, weights, main_q, main_k, lse, starts, ends, positions)
+            return dense_indexer_kl_gradients(*tensors, scale=scale, grad_scale=factor)
         starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
         parts, dk = [], torch.zeros(k.shape, dtype=lse.dtype, device=k.device)
         for rows in chunks(q.shape[0], k.shape[0]):
             limits = (starts[rows], ends[rows], positions)
             target = reduce_target(dense_indexer_target(main_q[rows], main_k, lse[rows], scale, *limits))
-            loss, dq, more, dweights = dense_indexer_kl(q[rows], k, weights[rows], target, *limits, grad_scale=factor)
-            dk += more
+            loss, dq, chunk_dk, dweights = dense_indexer_kl(
+                q[rows], k, weights[rows], target, *limits, grad_scale=factor
+            )
+            dk += chunk_dk
             parts.append((loss, dq, dweights))
         if not parts:
             return q.new_zeros(0, dtype=lse.dtype), torch.zeros_like(q), dk, torch.zeros_like(weights)

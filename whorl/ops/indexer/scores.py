@@ -1,4 +1,4 @@
-"""How much each query of DeepSeek sparse attention wants each key, by the lightning indexer."""
+"""The scores by which the lightning indexer ranks the keys of each query in DeepSeek sparse attention."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from .bounds import check_bounds, chunks, visible_keys, wide_dtype
 def indexer_rope(
     q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn the first R channels of the indexer's queries [T, HI, D] and of its one key head [T, D].
+    """Apply rotary embeddings to the first R channels of the indexer's queries [T, HI, D] and its one key head [T, D].
 
-    DeepSeek-V3.2 pairs channel i with i + R/2 here, unlike its attention, which pairs neighbours at the end of the
-    head; GLM's indexer is `interleaved`. cos_sin and positions as in `rope`.
+    DeepSeek-V3.2 pairs channel i with i + R/2 here, unlike its attention, which pairs neighbouring channels at the end
+    of the head; GLM's indexer is `interleaved`. cos_sin and positions are those of `rope`. Returns both, rotated.
+    Example: q, k = indexer_rope(q, k, cos_sin, positions).
     """
-    turned_q, turned_k = rope(q, k.unsqueeze(-2), cos_sin, positions, style="pairs" if interleaved else "half")
-    return turned_q, turned_k.squeeze(-2)
+    rotated_q, rotated_k = rope(q, k.unsqueeze(-2), cos_sin, positions, style="pairs" if interleaved else "half")
+    return rotated_q, rotated_k.squeeze(-2)
 
 
 def check_indexer(name: str, q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None = None) -> None:
@@ -41,7 +42,7 @@ def _fake_scores(q: Tensor, k: Tensor, **_: object) -> Tensor:
 
 
 def scoring_flops(values: Values) -> int:
-    """Of the pairs of the causal default; given bounds may hide more."""
+    """Count the operations of the default causal pairs; explicit bounds may hide more."""
     num_queries, heads, dim = values["q"].shape
     first = values["k"].shape[0] - num_queries + 1
     return 2 * heads * dim * sum(max(0, first + t) for t in range(num_queries))
@@ -50,7 +51,7 @@ def scoring_flops(values: Values) -> int:
 @operator(
     check=_check_scores,
     forward_only=True,
-    without={"torch_npu": "npu_lightning_indexer gives the scores of the chosen keys only"},
+    without={"torch_npu": "npu_lightning_indexer returns only the scores of the selected keys"},
     fake=_fake_scores,
     flops=scoring_flops,
 )
@@ -63,14 +64,14 @@ def index_scores(
     key_positions: Tensor | None = None,
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """scores[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), 0 where t does not see s.
+    """Score keys: scores[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), 0 where t does not see s.
 
     q: [T, HI, D] and k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale:
-    [S], multiplied last (fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s] <
-    ends[t], all int32; key_positions defaults to 0, 1, ..., and the bounds to causal, the last query at the last key.
-    Products and sums in fp32, of fp8 as the device adds it (14 bits on Hopper). Any constant factor (HI^-0.5 *
-    D^-0.5) belongs into the weights. For fp8 scores quantise q and k with `dynamic_quant`, multiply the weights by q's
-    scales and give k's as k_scale. No gradient: `indexer_kl_loss` trains what is scored here.
+    [S], multiplied last (for fp8 keys); scores: [T, S] fp32. Query t sees the keys s with starts[t] <= key_positions[s]
+    < ends[t], all int32; key_positions defaults to 0, 1, ..., and the bounds to causal ones with the last query at the
+    last key. Products and sums are in fp32, those of fp8 in the device's accumulator (14 bits on Hopper). A constant
+    factor (HI^-0.5 * D^-0.5) belongs in the weights. For fp8 scores quantise q and k with `dynamic_quant`, multiply the
+    weights by q's scales and pass k's scales as k_scale. No gradient: `indexer_kl_loss` trains the indexer.
     """
     wide, keys, factors = (x.to(wide_dtype(q)) for x in (q, k, weights))
     scores = torch.empty(q.shape[0], k.shape[0], dtype=wide.dtype, device=q.device)

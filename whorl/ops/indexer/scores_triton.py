@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Scores of the lightning indexer, and the loop over chunks of queries that keeps them small."""
+"""Scores of the lightning indexer in Triton, and the loop over chunks of queries that bounds their memory."""
 
 import functools
 
@@ -18,7 +18,7 @@ from .bounds import chunks, full_bounds
 
 @triton.jit
 def key_block(positions_ptr, first, S, BLOCK_S: tl.constexpr, HAS_POSITIONS: tl.constexpr):
-    """Keys of a block, which exist, their positions, and the lowest and highest of those."""
+    """Return the keys of a block, the mask of existing ones, their positions, and the lowest and highest position."""
     keys = first + tl.arange(0, BLOCK_S)
     exists = keys < S
     if HAS_POSITIONS:
@@ -33,7 +33,7 @@ def key_block(positions_ptr, first, S, BLOCK_S: tl.constexpr, HAS_POSITIONS: tl.
 
 @triton.jit
 def weighted_sum(dots, weights, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """[keys, TOKENS * BLOCK_H] products to [keys, TOKENS] scores."""
+    """Reduce the products [keys, TOKENS * BLOCK_H] to scores [keys, TOKENS]."""
     weighted = tl.maximum(dots, 0.0) * weights[None, :]
     return tl.sum(tl.reshape(weighted, (dots.shape[0], TOKENS, BLOCK_H)), 2)
 
@@ -66,9 +66,9 @@ def _scores_kernel(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A block of keys, held, and GROUP queries that pass by, TOKENS at a time.
+    """Score a block of keys, which stays in registers, for GROUP queries, TOKENS at a time.
 
-    Keys are the rows of the product and heads its columns, so that the sum over heads stays within a thread.
+    Keys are the rows of the matmul and heads its columns, so that the sum over heads stays within a thread.
     """
     first_key, first_token = tl.program_id(0) * BLOCK_S, tl.program_id(1) * GROUP
     keys, exists, positions, lowest, highest = key_block(positions_ptr, first_key, S, BLOCK_S, HAS_POSITIONS)
@@ -109,7 +109,7 @@ def _scores_kernel(
 
 @functools.lru_cache(maxsize=64)
 def scores_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
-    """Block sizes. Two programs fit a multiprocessor, so that one sums while the other multiplies."""
+    """Return block sizes with which two programs fit a multiprocessor, so that one sums while the other multiplies."""
     block_h, block_d = max(8, power_of_2(heads)), max(32 if element_size == 1 else 16, power_of_2(dim))
     if is_interpreting():
         tokens = max(2, 16 // block_h)
@@ -122,7 +122,7 @@ def scores_plan(heads: int, dim: int, element_size: int) -> dict[str, int]:
 
 
 def row_strides(q: Tensor, k: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
-    """Of a query and its head, of a key and of a query's weights."""
+    """Return the strides of a query and of its heads, of a key, and of a query's weights."""
     return q.stride(0), q.stride(1), k.stride(0), weights.stride(0)
 
 
@@ -147,7 +147,10 @@ def scores_into(
     bounds: tuple[Tensor, Tensor, Tensor | None],
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """With `out`, [T, S] contiguous, what a query does not see is left as it was: for those who know the bounds."""
+    """Compute `index_scores`, into `out` if given: [T, S] contiguous, where scores of invisible keys are not written.
+
+    A caller that passes `out` must apply the bounds itself.
+    """
     starts, ends, key_positions = bounds
     q, k, weights = unit_stride(q), unit_stride(k), unit_stride(weights)
     scores = q.new_empty(q.shape[0], k.shape[0], dtype=torch.float32) if out is None else out
@@ -196,11 +199,13 @@ def lightning_indexer(
     starts, ends = full_bounds(num_queries, num_keys, starts, ends, q.device)
     scores = None
     for rows in chunks(num_queries, num_keys):
-        # Of the causal default it is known here, without asking the device, which keys the last query sees.
-        reach = max(0, num_keys - num_queries + rows.stop) if is_causal else num_keys
+        # With the causal default the host knows which keys the last query sees, without synchronising with the device.
+        num_visible = max(0, num_keys - num_queries + rows.stop) if is_causal else num_keys
         scores = q.new_empty((rows.stop - rows.start) * num_keys, dtype=torch.float32) if scores is None else scores
-        part = scores[: (rows.stop - rows.start) * reach].view(rows.stop - rows.start, reach)
+        part = scores[: (rows.stop - rows.start) * num_visible].view(rows.stop - rows.start, num_visible)
         bounds = (starts[rows], ends[rows], key_positions)
-        scores_into(part, q[rows], k[:reach], weights[rows], bounds, None if k_scale is None else k_scale[:reach])
+        scores_into(
+            part, q[rows], k[:num_visible], weights[rows], bounds, None if k_scale is None else k_scale[:num_visible]
+        )
         top_k_triton.select(part, *bounds, indices[rows], values[rows])
     return indices, values if with_scores else None

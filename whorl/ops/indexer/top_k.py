@@ -1,4 +1,4 @@
-"""The keys that each query looks at: the highest of its scores."""
+"""Selection of the highest-scoring keys of each query."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from .._op import operator
 from .bounds import check_bounds, visible_keys
 
-MOST = 8192  # keys that the kernel chooses: a quarter of the longest row that one program takes
+MOST = 8192  # largest topk of the kernel: a quarter of the longest row that one program handles
 
 
 def check_topk(name: str, topk: int) -> None:
@@ -39,11 +39,11 @@ def top_k(
     ends: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `topk` highest of the scores each query sees: (indices [T, topk] int32 ascending, their scores).
+    """Select the `topk` highest visible scores of each query: (indices [T, topk] int32 ascending, their scores).
 
-    scores: [T, S] fp32; bounds and key_positions as in `index_scores`. Equal scores go to the lowest index (0.0 and
-    -0.0 are equal, NaN is taken for minus infinity), so the answer is one and the same everywhere. A query that sees
-    fewer than topk keys gets all of them; what is left at the end is index -1, score 0. No gradient.
+    scores: [T, S] fp32; bounds and key_positions are those of `index_scores`. Ties go to the lowest index (0.0 and -0.0
+    are equal, NaN counts as minus infinity), so that every backend selects the same keys. A query that sees fewer than
+    topk keys gets all of them, followed by index -1 with score 0. No gradient.
     """
     num_queries, num_keys = scores.shape
     visible = visible_keys(num_queries, num_keys, starts, ends, key_positions, scores.device)
@@ -60,12 +60,12 @@ def top_k(
     return torch.nn.functional.pad(indices, padding, value=-1), torch.nn.functional.pad(values, padding)
 
 
-def too_many(topk: int) -> str | None:
+def topk_limit(topk: int) -> str | None:
     return None if topk <= MOST else f"topk {topk} does not fit one program ({MOST})"
 
 
 def _triton_reason(scores: Tensor, topk: int, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if scores.dtype == torch.float64 else too_many(topk)
+    return "computes in fp32, got torch.float64" if scores.dtype == torch.float64 else topk_limit(topk)
 
 
 top_k.impl("triton", "top_k_triton:forward", accepts=_triton_reason)

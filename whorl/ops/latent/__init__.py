@@ -1,8 +1,8 @@
-"""Latent attention (MLA) over a paged cache, and the indexer that chooses its keys: DeepSeek-V3 and -V3.2 in an engine.
+"""Latent attention (MLA) over a paged cache, and the indexer that selects its keys: DeepSeek-V3 and -V3.2 inference.
 
-`heads.py` multiplies every head by a weight of its own, `write.py` and `index_write.py` write pages, `indexer.py`
-chooses keys in them and `attention.py` reads those; `pages.py` is what they know of pages, `codes.py` how those
-are kept in 8 bits. Beside each lies its kernel.
+`heads.py` is a linear layer with one weight per head; `write.py` and `index_write.py` write to the paged caches,
+`indexer.py` selects keys from them and `attention.py` attends to those. `pages.py` has the code that they share for
+paged caches, `codes.py` the format of 8-bit caches. The kernels are in the files with `_triton` and `_torch_npu`.
 """
 
 from .attention import latent_attention

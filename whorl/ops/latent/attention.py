@@ -1,4 +1,4 @@
-"""Attention of absorbed queries over the latents in a paged cache: all that a token sees, or those that were chosen."""
+"""Attention of absorbed queries over the latents in a paged cache: over all visible keys, or over selected ones."""
 
 from collections.abc import Iterator
 
@@ -22,8 +22,8 @@ from .pages import (
     split_pages,
 )
 
-KEYS = 128  # of a cut: multiples of this in a token's list of keys
-ROWS = 1024  # of queries and heads that are multiplied at once
+KEYS = 128  # keys per cut of a token's list of keys
+ROWS = 1024  # (query, head) rows that are multiplied at once
 
 
 def _check(
@@ -55,34 +55,36 @@ def _check(
         )
     check_indices(name, indices, block_tables.shape[1] * cache.shape[1])
     if is_readable(indices) and indices.numel():
-        _check_seen(name, indices, query_starts.tolist(), context_lens.tolist())
+        _check_written(name, indices, query_starts.tolist(), context_lens.tolist())
 
 
-def _check_seen(name: str, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
-    """Causality is the indexer's affair, but nobody reads what was not written."""
+def _check_written(name: str, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
+    """Raise ValueError if indices name keys that were not written; causality is left to the indexer."""
     for b, length in enumerate(lengths):
         chosen = indices[starts[b] : starts[b + 1]]
         if chosen.numel() and int(chosen.max()) >= length:
-            raise ValueError(f"{name}: sequence {b} has {length} keys, and indices name key {int(chosen.max())}")
+            raise ValueError(
+                f"{name}: indices name key {int(chosen.max())} of sequence {b}, expected at most {length - 1}"
+            )
 
 
 def _fold(rows: Tensor, keys: Tensor, hidden: Tensor, value_dim: int) -> Tensor:
-    """rows: [R, D], scaled; keys: [a multiple of KEYS, D]; hidden: [R, keys], of which each row sees at least one in
-    the first cut. [R, value_dim].
+    """Return the attention output [R, value_dim] of rows over keys, cut by cut.
 
-    Each cut has a softmax of its own; they are joined first to last. A cut without visible keys multiplies by one and
-    adds zero, so a row's bits do not depend on its neighbours. Sums of weights come from the product with the values,
-    as a column of ones.
+    rows: [R, D], scaled; keys: [a multiple of KEYS, D]; hidden: [R, keys], where each row sees at least one key of the
+    first cut. Each cut has its own softmax, and the cuts are merged from first to last. A cut without visible keys
+    multiplies by one and adds zero, so that a row's bits do not depend on its neighbours. The sum of the weights comes
+    from the matmul with the values, which has an extra column of ones.
     """
     best, total = rows.new_zeros(len(rows), 1), rows.new_zeros(len(rows), value_dim + 1)
-    for at in range(0, len(keys), KEYS):
-        part = keys[at : at + KEYS]
-        scores = multiply(rows, part).masked_fill(hidden[:, at : at + KEYS], -torch.inf)
+    for start in range(0, len(keys), KEYS):
+        part = keys[start : start + KEYS]
+        scores = multiply(rows, part).masked_fill(hidden[:, start : start + KEYS], -torch.inf)
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.clamp_min(torch.finfo(top.dtype).min))
         values = torch.cat((part[:, :value_dim], part.new_ones(KEYS, 1)), 1).t().contiguous()
         sums = multiply(weights, values)
-        if at:
+        if start:
             higher = torch.maximum(best, top)
             total = total * torch.exp(best - higher) + sums * torch.exp(top - higher)
             best = higher
@@ -92,7 +94,10 @@ def _fold(rows: Tensor, keys: Tensor, hidden: Tensor, value_dim: int) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, seen: Tensor, value_dim: int) -> Tensor:
-    """q: [n, HQ, D], scaled; keys: [S, D]; seen: [n], the number of them that each token sees. [n, HQ, value_dim]."""
+    """Return the attention output [n, HQ, value_dim] of q [n, HQ, D], scaled, over keys [S, D].
+
+    seen: [n], how many of the keys each token sees.
+    """
     count, heads, _ = q.shape
     keys = torch.nn.functional.pad(keys, (0, 0, 0, -len(keys) % KEYS))
     hidden = torch.arange(len(keys), device=q.device) >= seen[:, None]
@@ -102,30 +107,33 @@ def _attend(q: Tensor, keys: Tensor, seen: Tensor, value_dim: int) -> Tensor:
     return _fold(rows, keys, hidden, value_dim)[: count * heads].view(count, heads, value_dim)
 
 
-def _whole(q: Tensor, keys: Tensor, first: int, value_dim: int) -> Iterator[Tensor]:
-    """Tokens at positions first, first + 1, ... that see every key up to their own, some at a time."""
+def _attend_causally(q: Tensor, keys: Tensor, first: int, value_dim: int) -> Iterator[Tensor]:
+    """Yield the outputs of tokens at positions first, first + 1, ... that see every key up to their own, in groups."""
     step = max(1, ROWS // q.shape[1])
-    for at in range(0, len(q), step):
-        part = q[at : at + step]
-        seen = torch.arange(first + at + 1, first + at + len(part) + 1, device=q.device)
-        yield _attend(part, keys[: first + at + len(part)], seen, value_dim)
+    for start in range(0, len(q), step):
+        part = q[start : start + step]
+        seen = torch.arange(first + start + 1, first + start + len(part) + 1, device=q.device)
+        yield _attend(part, keys[: first + start + len(part)], seen, value_dim)
 
 
-def _sequence(q: Tensor, keys: Tensor, indices: Tensor | None, value_dim: int) -> Tensor:
-    """The tokens of one sequence, the last len(q) of its keys' own. Those whose list has every key go together."""
+def _attend_sequence(q: Tensor, keys: Tensor, indices: Tensor | None, value_dim: int) -> Tensor:
+    """Return the outputs of one sequence's tokens, which are at its last len(q) positions.
+
+    Leading tokens whose list has every visible key are computed together.
+    """
     first = len(keys) - len(q)
     if indices is None:
-        return torch.cat(list(_whole(q, keys, first, value_dim)))
+        return torch.cat(list(_attend_causally(q, keys, first, value_dim)))
     counts = (indices >= 0).sum(1).tolist()
-    whole = next((i for i, count in enumerate(counts) if count <= first + i), len(q))
-    found = list(_whole(q[:whole], keys, first, value_dim))
-    for i in range(whole, len(q)):
+    num_dense = next((i for i, count in enumerate(counts) if count <= first + i), len(q))
+    outputs = list(_attend_causally(q[:num_dense], keys, first, value_dim))
+    for i in range(num_dense, len(q)):
         if not counts[i]:
-            found.append(q.new_zeros(1, q.shape[1], value_dim))
+            outputs.append(q.new_zeros(1, q.shape[1], value_dim))
             continue
         chosen = keys[indices[i, : counts[i]].long()]
-        found.append(_attend(q[i : i + 1], chosen, indices.new_tensor([counts[i]]), value_dim))
-    return torch.cat(found)
+        outputs.append(_attend(q[i : i + 1], chosen, indices.new_tensor([counts[i]]), value_dim))
+    return torch.cat(outputs)
 
 
 def _fake(q: Tensor, value_dim: int, **_: object) -> Tensor:
@@ -145,21 +153,22 @@ def latent_attention(
     scale: float,
     value_dim: int,
 ) -> Tensor:
-    """Attention of new tokens over the latents of their sequences, which all heads share as keys and as values.
+    """Attend from new tokens to the latents of their sequences, which all heads share as keys and as values.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, absorbed: as wide as a latent and the key channels behind it; cache: [blocks,
-    block size, D] in q's dtype, the new tokens' own rows included, of which the first `value_dim` channels are the
+    q: [T, HQ, D] bf16, fp16 or fp32, absorbed: as wide as a latent and the rotary channels after it; cache: [blocks,
+    block size, D] in q's dtype, which already holds the new tokens, and whose first `value_dim` channels are the
     values; block_tables, query_starts, context_lens as in `paged_attention`; indices: [T, K] int32, the positions in
-    its sequence that a token sees, ascending, each once, -1 behind the last, as `paged_indexer` gives them; None: every
-    position up to the token's own. Result [T, HQ, value_dim] like q, contiguous. scale: of the heads that are absorbed,
-    192^-0.5 and YaRN's factor.
+    its sequence that a token sees, ascending, each once, -1 after the last, as `paged_indexer` returns them; None:
+    every position up to the token's own. scale: that of the heads before absorption, 192^-0.5 times YaRN's factor.
+    Returns [T, HQ, value_dim] like q, contiguous. Raises ValueError when shapes, dtypes, lengths or indices do not fit.
 
-    A token's list of keys is cut into 128s. Each cut has its own softmax, and they are joined in order. Scores, softmax
-    and sums in fp32, one rounding. So a token's bits depend on itself and the keys in its list alone: not on other
-    sequences, on how a prompt is cut into chunks, on whether it is a prompt's or decoded, nor on whether the list was
-    chosen or is every key. A token without keys, and rows of q past the last query_starts, are zero. A cache of uint8
-    is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks, block
-    size, D - value_dim] the last channels are there, and cache is [blocks, block size, value_dim]. No gradient.
+    A token's list of keys is cut into groups of 128. Each cut has its own softmax, and the cuts are merged in order.
+    Scores, softmax and sums are in fp32, rounded once. So a token's bits depend on itself and the keys in its list
+    alone: not on other sequences, on how a prompt is chunked, on prefill or decode, nor on whether the list was
+    selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
+    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks,
+    block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No gradient.
+    Example: out = latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512).
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     wide = widen(q) * scale
@@ -167,11 +176,11 @@ def latent_attention(
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         if rows.stop > rows.start:
-            rows_of_keys = gather_latents(cache, turned_cache, block_tables[b], length)
+            cached = gather_latents(cache, turned_cache, block_tables[b], length)
             is_coded = cache.dtype == torch.uint8
-            keys = unpack_latents(rows_of_keys, value_dim).to(wide.dtype) if is_coded else widen(rows_of_keys)
+            keys = unpack_latents(cached, value_dim).to(wide.dtype) if is_coded else widen(cached)
             chosen = None if indices is None else indices[rows]
-            out[rows] = _sequence(wide[rows], keys, chosen, value_dim)
+            out[rows] = _attend_sequence(wide[rows], keys, chosen, value_dim)
     return narrow(out, q.dtype)
 
 
@@ -181,9 +190,7 @@ def _triton_reason(q: Tensor, cache: Tensor, turned_cache: Tensor | None, value_
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if value_dim > 512 or q.shape[2] - value_dim > 128:
-        return (
-            f"{value_dim} channels of values and {q.shape[2] - value_dim} behind them do not fit one program (512, 128)"
-        )
+        return f"{value_dim} value channels and {q.shape[2] - value_dim} more do not fit one program (512 and 128)"
     return alignment_reason(cache, value_dim) if cache.dtype == torch.uint8 else None
 
 
@@ -233,7 +240,7 @@ def _make(
             indices[row, : len(chosen)] = chosen.int()
             row += 1
     pages = draw.scale * make_pages(draw, blocks, block, dim)
-    latents, turned = split_pages(pages, value_dim) if split else (pages, None)
+    latents, rotary_channels = split_pages(pages, value_dim) if split else (pages, None)
     if coded and pages.is_meta:
         latents = make_pages(draw, blocks, block, latent_bytes(value_dim, dim - value_dim), True)
     elif coded:
@@ -244,7 +251,7 @@ def _make(
         "cache": latents,
         **lengths,
         "indices": indices.to(draw.device) if topk else None,
-        "turned_cache": turned,
+        "turned_cache": rotary_channels,
         "scale": dim**-0.5,
         "value_dim": value_dim,
     }

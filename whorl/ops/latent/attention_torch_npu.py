@@ -1,7 +1,7 @@
-"""Latent attention over pages on Ascend: npu_sparse_flash_attention with block tables. Nothing is read on the host.
+"""Latent attention over a paged cache on Ascend: npu_sparse_flash_attention with block tables.
 
-Latents and the channels that turn are two caches there, each contiguous. Without a list of keys every run of keys up to
-the token's own is listed, and the operator's causal mask cuts the last.
+No value is read back to the host. Latents and rotary channels are two contiguous caches there. Without indices the
+token gets a list of every run of keys up to its own, and the operator's causal mask cuts the last run.
 """
 
 import torch
@@ -12,12 +12,12 @@ from whorl.contracts import sparse_flash_attention_limit
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 
-LONGEST_RUN = 128  # keys that one index may stand for
+LONGEST_RUN = 128  # most consecutive keys that one index may select
 ALL, CAUSAL = 0, 3  # sparse_mode
 
 
 def _run(block_size: int) -> int:
-    """Keys of a run: a power of two that divides a block."""
+    """Return the keys per run: a power of two that divides a block."""
     return min(block_size & -block_size, LONGEST_RUN)
 
 
@@ -31,9 +31,9 @@ def reason(
     **_: object,
 ) -> str | None:
     if cache.dtype == torch.uint8:
-        return "e4m3 codes are not taken: npu_kv_quant_sparse_flash_attention has int8, and a row in another order"
+        return "takes no e4m3 codes: npu_kv_quant_sparse_flash_attention reads int8, and rows in another order"
     if turned_cache is None:
-        return "takes latents and the channels that turn as two caches, got one"
+        return "takes latents and rotary channels as two caches, got one; pass turned_cache"
     if not all(x.numel() for x in (q, cache, block_tables)):
         return "empty tensors are not taken"
     return sparse_flash_attention_limit(
@@ -49,7 +49,7 @@ def reason(
 
 
 def _every_run(positions: Tensor, num_keys: int, size: int) -> Tensor:
-    """[T, runs]: those that begin at or before each token's position, -1 behind them."""
+    """Return the runs that begin at or before each token's position, [T, runs], followed by -1."""
     runs = torch.arange(-(-num_keys // size), dtype=torch.int32, device=positions.device)
     return torch.where(runs * size <= positions[:, None], runs, -1)
 
@@ -65,19 +65,19 @@ def attention(
     scale: float,
     value_dim: int,
 ) -> Tensor:
-    """What the device gives for a token without keys is not documented: zeros are put in here."""
+    """Run attention; for tokens without keys, where torch_npu documents no result, fill in zeros."""
     positions = _torch_npu.positions(len(q), query_starts, context_lens)
-    size, mode, listed = 1, ALL, indices
-    if listed is None:
+    size, mode, selection = 1, ALL, indices
+    if selection is None:
         size, mode = _run(cache.shape[1]), CAUSAL
-        listed = _every_run(positions, block_tables.shape[1] * cache.shape[1], size)
+        selection = _every_run(positions, block_tables.shape[1] * cache.shape[1], size)
     key = cache.unsqueeze(2)
     out, _, _ = _torch_npu.call(
         "npu_sparse_flash_attention",
         query=q[..., :value_dim].contiguous(),
         key=key,
         value=key,
-        sparse_indices=listed.unsqueeze(1).contiguous(),
+        sparse_indices=selection.unsqueeze(1).contiguous(),
         scale_value=scale,
         block_table=block_tables.contiguous(),
         actual_seq_lengths_query=query_starts[1:].contiguous(),
@@ -91,5 +91,5 @@ def attention(
         attention_mode=2,
         return_softmax_lse=False,
     )
-    is_empty = (listed[:, 0] < 0) | (positions < 0)
+    is_empty = (selection[:, 0] < 0) | (positions < 0)
     return out.masked_fill(is_empty[:, None, None], 0)  # type: ignore[no-any-return]

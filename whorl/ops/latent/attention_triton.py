@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Attention over latents in pages: some heads of one token a program, by cuts of the token's list of keys.
+"""Attention over latents in a paged cache: a program takes some heads of one token, and loops over cuts of its keys.
 
-The arithmetic is that of `attention/cuts_triton.py`, where values are the first channels of the keys. Where there are
-tokens enough, a program walks a list from first to last, and folds each cut into what came before. Where there are
-few, programs share the cuts of a list, each on its own, and a second kernel folds what they give, in order: the bits
-are the same. The channels of values come in chunks, since all of a cut's sums beside all of those so far would not fit
-the registers of 64 heads. Nothing is read back.
+The arithmetic is that of `attention/cuts_triton.py`, with the first channels of the keys as values. With enough tokens
+a program processes a token's list of keys from first to last and merges each cut into the result so far. With few
+tokens several programs share the cuts of a list, and a second kernel merges their results in order: the bits are the
+same. Value channels are processed in chunks, because the accumulators of a cut beside those of the result would not fit
+the registers for 64 heads. No value is read back to the host.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ from ..linear_triton import dot, unit_stride
 from .codes import GROUP
 from .codes_triton import GROUP_SIZE, byte_views
 
-PROGRAMS = 132  # of an H200's multiprocessors, each of which has room for one
-SCRATCH = 2**30  # bytes of what cuts give, beyond which lists are walked
-CHANNELS = 128  # of values at a time, and of a program that folds
+PROGRAMS = 132  # multiprocessors of an H200, each of which has room for one program
+SCRATCH = 2**30  # largest scratch memory for results of cuts in bytes; beyond it one program takes all cuts of a list
+CHANNELS = 128  # value channels per chunk, and per program of the merging kernel
 
 
 @triton.jit
@@ -35,15 +35,15 @@ def _load_chunk(
     cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     DTYPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """[keys, WIDTH] channels from FIRST on, of the first RANK; zero where there is no key. Codes become numbers."""
+    """Load channels [keys, WIDTH] from FIRST on, of the first RANK; zero where there is no key. Codes become values."""
     channels = FIRST + tl.arange(0, WIDTH)[None, :]
     mask = is_real[:, None] if FIRST + WIDTH <= RANK else is_real[:, None] & (channels < RANK)
-    found = tl.load(cache_ptr + at[:, None] + channels, mask=mask, other=0.0)
+    values = tl.load(cache_ptr + at[:, None] + channels, mask=mask, other=0.0)
     if scales_ptr is not None:  # WIDTH divides a group
         scale = tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
-        wide = found.to(tl.float32)
-        found = settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
-    return found
+        wide = values.to(tl.float32)
+        values = settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
+    return values
 
 
 @triton.jit
@@ -51,31 +51,33 @@ def _load_turned(
     cache_ptr, turned_ptr, at, is_real, RANK: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[keys, BLOCK_R]: the channels behind the latent."""
+    """Load the rotary channels, which follow the latent: [keys, BLOCK_R]."""
     channels = tl.arange(0, BLOCK_R)[None, :]
     mask = is_real[:, None] & (channels < TURNED)
     if turned_ptr is None:
-        found = tl.load(cache_ptr + at[:, None] + RANK + channels, mask=mask, other=0.0)
+        values = tl.load(cache_ptr + at[:, None] + RANK + channels, mask=mask, other=0.0)
     else:
-        found = tl.load(turned_ptr + (at // 2 + (RANK + 4 * GROUPS) // 2)[:, None] + channels, mask=mask, other=0.0)
-    return found.to(DTYPE)
+        values = tl.load(turned_ptr + (at // 2 + (RANK + 4 * GROUPS) // 2)[:, None] + channels, mask=mask, other=0.0)
+    return values.to(DTYPE)
 
 
 @triton.jit
-def _places(indices_ptr, place, end, K):
-    """The keys at these places of a token's list, and which of them there are."""
+def _list_keys(indices_ptr, entry, end, K):
+    """Return the keys at these entries of a token's list, and the mask of those that exist."""
     if indices_ptr is None:
-        keys, is_real = place, place < end
+        keys, is_real = entry, entry < end
     else:
-        keys = tl.load(indices_ptr + place, mask=place < K, other=-1)
+        keys = tl.load(indices_ptr + entry, mask=entry < K, other=-1)
         keys, is_real = tl.maximum(keys, 0), keys >= 0
     return keys, is_real
 
 
 @triton.jit
-def _alone(a, b, total, once, WIDEN: tl.constexpr):
-    """`dot`, in a loop that runs once: products that follow each other are given all warps along their rows, and 64
-    rows would be computed twice."""
+def _dot_in_loop(a, b, total, once, WIDEN: tl.constexpr):
+    """Compute `dot` in a loop that runs once.
+
+    The compiler gives consecutive matmuls all warps along their rows, so that 64 rows would be computed twice.
+    """
     for _ in tl.range(0, once, num_stages=1):
         total = dot(a, b, total, WIDEN)
     return total
@@ -83,7 +85,7 @@ def _alone(a, b, total, once, WIDEN: tl.constexpr):
 
 @triton.jit
 def _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT: tl.constexpr):
-    """Cuts that hold all of a token's list; none for a token past the last sequence."""
+    """Return the number of cuts of a token's list; 0 for a token after the last sequence."""
     most = end
     if indices_ptr is not None:
         most = tl.minimum(tl.load(lengths_ptr + b, mask=b < B, other=0), K)
@@ -129,9 +131,9 @@ def _latent_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_H heads of one token: all cuts of its list in order, or every so many, each on its own.
+    """Compute BLOCK_H heads of one token: all cuts of its list in order (WALKS), or every n-th cut separately.
 
-    indices_ptr: None where a token sees every key up to its own; scales_ptr and turned_ptr: where pages hold codes.
+    indices_ptr: None if a token sees every key up to its own; scales_ptr and turned_ptr: given for 8-bit caches.
     """
     begin(OVERLAP)
     b, end = sequence_of(tl.program_id(1), starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -156,7 +158,7 @@ def _latent_kernel(
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for i in tl.range(tl.program_id(2), stop, tl.num_programs(2), num_stages=1):
-        keys, is_real = _places(indices_ptr, i * CUT + tl.arange(0, CUT), end, K)
+        keys, is_real = _list_keys(indices_ptr, i * CUT + tl.arange(0, CUT), end, K)
         block = tl.load(table + keys // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
         at = block * stride_block + (keys % BLOCK_SIZE) * stride_offset
         scores = tl.zeros((BLOCK_H, CUT), tl.float32)
@@ -167,12 +169,12 @@ def _latent_kernel(
                 cache_ptr, scales_ptr, at, is_real, c * WIDTH, WIDTH, RANK, q_ptr.dtype.element_ty, WIDEN
             )  # fmt: skip
             latents = latents + (chunk,)  # type: ignore[assignment]
-            scores = _alone(q[c], tl.trans(chunk), scores, once, WIDEN)
+            scores = _dot_in_loop(q[c], tl.trans(chunk), scores, once, WIDEN)
         if TURNED > 0:
             turned = _load_turned(
                 cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
             )  # fmt: skip
-            scores = _alone(q_turned, tl.trans(turned), scores, once, WIDEN)
+            scores = _dot_in_loop(q_turned, tl.trans(turned), scores, once, WIDEN)
         cut_top, weights = weights_of(scores, is_real[None, :], scale)
         weights = weights.to(q_ptr.dtype.element_ty)
         cut_total = total_of(weights, WIDEN)
@@ -220,7 +222,7 @@ def _latent_fold_kernel(
     MORE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The cuts of one token and head, in order, for some channels. MORE of them are asked for together."""
+    """Merge the cuts of one token and head in order, for some channels. MORE of them are loaded together."""
     begin(OVERLAP)
     b, end = sequence_of(tl.program_id(0), starts_ptr, lengths_ptr, B, BLOCK_B)
     stop = _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT)
@@ -265,8 +267,8 @@ def forward(
     scratch = (0,) if programs == 1 else (tokens, heads, cuts)
     out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
-    shared = {"HQ": heads, "RANK": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
-    shared |= {"enable_fp_fusion": False, **overlap(q)}
+    options = {"HQ": heads, "RANK": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
+    options |= {"enable_fp_fusion": False, **overlap(q)}
     width = max(16, min(CHANNELS, power_of_2(value_dim)))
     _latent_kernel[(ceil_div(heads, plan["BLOCK_H"]), tokens, programs)](
         q,
@@ -295,7 +297,7 @@ def forward(
         WALKS=programs == 1,
         WIDEN=is_interpreting(),
         **plan,
-        **shared,
+        **options,
     )
     if programs > 1:
         _latent_fold_kernel[(tokens, heads, ceil_div(value_dim, width))](
@@ -311,15 +313,15 @@ def forward(
             BLOCK=width,
             MORE=min(AHEAD, power_of_2(cuts)),
             num_warps=1,
-            **shared,
+            **options,
         )
     return y
 
 
 def _plan(q: Tensor, cuts: int, value_dim: int) -> tuple[dict[str, Any], int]:
-    """Heads of a program, and the programs that share the cuts of a list; 1 walks them all.
+    """Return the heads per program, and the number of programs that share the cuts of a list.
 
-    The fewer heads a program has, the more programs there are, and the more often a key is read.
+    With fewer heads per program there are more programs, but each key is read more often.
     """
     tokens, heads, _ = q.shape
     if is_interpreting():
@@ -330,6 +332,6 @@ def _plan(q: Tensor, cuts: int, value_dim: int) -> tuple[dict[str, Any], int]:
     scratch = tokens * heads * cuts * value_dim * 4
     if cuts == 1 or 2 * blocks >= PROGRAMS or scratch > SCRATCH:
         return {"BLOCK_H": 64, "num_warps": 8}, 1
-    some = next((n for n in (16, 32) if tokens * ceil_div(heads, n) * cuts <= PROGRAMS), 64)
-    programs = PROGRAMS // (tokens * ceil_div(heads, some))
-    return {"BLOCK_H": some, "num_warps": 8}, min(cuts, max(2, programs))
+    block_h = next((n for n in (16, 32) if tokens * ceil_div(heads, n) * cuts <= PROGRAMS), 64)
+    programs = PROGRAMS // (tokens * ceil_div(heads, block_h))
+    return {"BLOCK_H": block_h, "num_warps": 8}, min(cuts, max(2, programs))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Pages in 8 bits on Triton: codes and scales to the bit as `codes.py` makes them, and the Hadamard transform."""
+"""8-bit caches in Triton: codes and scales with the bits of `codes.py`, and the Hadamard transform."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ GROUP_SIZE = tl.constexpr(GROUP)
 
 @triton.jit
 def scale_for(largest):
-    """largest / 448, up to a power of two; largest: magnitudes in fp32."""
+    """Return largest / 448, rounded up to a power of two; largest: magnitudes in fp32."""
     least = tl.maximum(largest, tl.full(largest.shape, _LEAST, tl.float32))
     bits = tl.div_rn(least, tl.full(largest.shape, _LARGEST, tl.float32)).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -23,15 +23,15 @@ def scale_for(largest):
 
 @triton.jit
 def codes_for(x, scale):
-    """x over scale in the range of e4m3, in fp32; NaN stays what it is. scale: in x's shape, a power of two."""
+    """Return x / scale, clamped to the range of e4m3, in fp32; NaN stays NaN. scale: powers of two in x's shape."""
     codes = tl.div_rn(x, scale)
     codes = tl.where(x == x, tl.minimum(tl.maximum(codes, -_LARGEST), _LARGEST), codes)
     return codes
 
 
 @triton.jit
-def spread(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """`hadamard` of rows [ROWS, D] by sums and differences, in the order of the reference."""
+def hadamard_rows(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """Compute `hadamard` of rows [ROWS, D] by sums and differences, in the order of the reference."""
     return _butterfly(x, ROWS, D, 1) * (D**-0.5)
 
 
@@ -47,5 +47,5 @@ def _butterfly(x, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def byte_views(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages of bytes as codes, as fp32 and as bf16: addresses are those of the bytes, divided by 1, 4 and 2."""
+    """View a cache of bytes as codes, fp32 and bf16; element offsets are byte offsets divided by 1, 4 and 2."""
     return cache.view(CODES), cache.view(torch.float32), cache.view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A linear layer of every head: what lies between a head's channels and the latents that all heads share."""
+"""A linear layer with one weight per head: it maps between a head's channels and the latents that all heads share."""
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ def _flops(values: Values) -> int:
 
 @operator(check=_check, forward_only=True, fake=_fake, flops=_flops)
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """y[t, h] = weight[h] @ x[t, h].
+    """Apply a linear layer to every head: y[t, h] = weight[h] @ x[t, h].
 
     x: [T, H, K] bf16, fp16 or fp32, weight: [H, N, K] in x's dtype, any strides; y: [T, H, N] like x, contiguous. Sums
-    in fp32, one rounding. A row's bits depend on the row and its head's weight alone, as in `linear`. No gradient.
+    in fp32, rounded once. A token's bits depend on the token and its head's weight alone, as in `linear`. No gradient.
+    Raises ValueError when shapes or dtypes do not fit. Example: absorbed = head_linear(q, weight).
     """
     wide, factors = widen(x), widen(weight)
     y = torch.empty(*x.shape[:2], weight.shape[1], dtype=wide.dtype, device=x.device)
@@ -49,7 +50,7 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 
 head_linear.impl("triton", "heads_triton:forward", accepts=_triton_reason)
-NPU_INNER = 65536  # heads times channels below which npu_transpose_batchmatmul takes tokens first
+NPU_INNER = 65536  # npu_transpose_batchmatmul takes [tokens, heads, channels] while heads * channels is below this
 
 
 def _npu_reason(x: Tensor, weight: Tensor) -> str | None:
@@ -67,7 +68,7 @@ def _npu_reason(x: Tensor, weight: Tensor) -> str | None:
 
 @head_linear.impl("torch_npu", accepts=_npu_reason)
 def _(x, weight):  # type: ignore[no-untyped-def]
-    """Tokens first, or, of very wide rows, as a view with heads first."""
+    """Pass x with tokens first or, when heads * channels is too large for that, as a view with heads first."""
     is_first = x.shape[1] * x.shape[2] < NPU_INNER
     return _torch_npu.call(
         "npu_transpose_batchmatmul",
@@ -95,7 +96,7 @@ _BENCH: list[Values] = [
 
 
 def _make(draw: Draw, tokens: Sizes, heads: int, size: tuple[int, int], swapped: bool = False) -> Values:
-    """swapped: the weight lies as [H, K, N], as that of keys does, by which queries are multiplied."""
+    """Draw the arguments; swapped: the weight is stored as [H, K, N], like the key weight that absorbs queries."""
     width, channels = size
     weight = draw.weight(heads, channels, width).transpose(1, 2) if swapped else draw.weight(heads, width, channels)
     return {"x": draw.scaled(*tokens, heads, channels), "weight": weight}

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The linear layer of every head: K upwards in one chain, as `linear` has it, whichever side the tokens stand on."""
+"""The linear layer per head in Triton: K is accumulated upwards in one chain, as in `linear`."""
 
 import torch
 import triton
@@ -35,16 +35,17 @@ def _head_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some tokens of one head and some columns. IS_FEW: the weight is the left side, it has the rows to fill a tile.
+    """Compute a tile of tokens by columns of one head.
 
-    EVEN: K ends with a block, and needs no mask.
+    IS_FEW: the weight is the left operand, because it has enough rows to fill a tile. EVEN: K is a multiple of the
+    block and needs no mask.
     """
     follow(OVERLAP)
     head = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(N, COLUMNS)
     rows = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    # Rows and columns past the end are read from the start and not stored: the loop needs no mask for them.
+    # Rows and columns past the end wrap around to valid memory, so that the loop needs no mask; they are not stored.
     x_at = x_ptr + (rows % T).to(tl.int64) * x_stride_t + head * x_stride_h
     weight_at = weight_ptr + head * weight_stride_h + (columns % N) * weight_stride_n
     total = tl.zeros((COLUMNS, ROWS) if IS_FEW else (ROWS, COLUMNS), tl.float32)
@@ -94,7 +95,7 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _plan(tokens: int, columns: int, element_size: int) -> dict[str, int]:
-    """By speed alone, as in `linear`: there are as many products as heads, so tiles are small enough for all."""
+    """Return tile sizes, which affect speed alone; tiles are small, because there is one matmul per head."""
     if is_interpreting():
         return {"IS_FEW": tokens <= FEW, "ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32}
     if element_size == 4:

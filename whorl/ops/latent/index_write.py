@@ -1,4 +1,4 @@
-"""The indexer's keys of new tokens, normed and rotated on their way into the pages of a cache."""
+"""Norm and rotate the indexer's keys of new tokens, and write them to a paged cache."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tens
     check_pages(name, cache, k.dtype, k.shape[1], index_bytes(k.shape[1]))
     check_rows(name, slots, cos_sin, k.shape[0], cache)
     if cos_sin.shape[1] > k.shape[1]:
-        raise ValueError(f"{name}: {cos_sin.shape[1]} channels turn, and k has {k.shape[1]}")
+        raise ValueError(f"{name}: cos_sin has {cos_sin.shape[1]} channels, expected at most {k.shape[1]} as k has")
     if not {weight.dtype, bias.dtype} <= {k.dtype, torch.float32}:
         raise ValueError(f"{name}: weight is {weight.dtype}, bias {bias.dtype}, expected k's {k.dtype} or fp32")
     if not eps > 0:
@@ -35,17 +35,18 @@ def index_write(
 ) -> None:
     """LayerNorm the indexer's key of each new token, rotate its first channels, and store it in the cache.
 
-    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R
-    turns with i + R/2, as `rope` does it (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
-    slots: [T] as `write_kv`. In fp32, rounded after the norm and after the rotation, as two operators would. A cache of
-    uint8, [blocks, block size, D + 4], keeps what `hadamard` makes of it (D a power of two) as e4m3 codes with a power
-    of two, in two planes of each block: `codes.py` says how. Returns nothing.
+    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R is
+    paired with i + R/2, as in `rope` (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
+    slots: [T] as in `write_kv`. Computed in fp32, rounded after the norm and after the rotation, as two operators
+    would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform (D a power of two) as e4m3 codes
+    with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing. Raises ValueError when
+    shapes, dtypes or slots do not fit. Example: index_write(k, weight, bias, cos_sin, cache, slots).
     """
     wide = widen(k)
     scale, shift = (x.to(wide.dtype) for x in (weight, bias))
     normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, scale, shift, eps), k.dtype)
-    turned = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
-    (store_index if cache.dtype == torch.uint8 else store)(turned, cache, slots)
+    rotated = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
+    (store_index if cache.dtype == torch.uint8 else store)(rotated, cache, slots)
 
 
 def _triton_reason(k: Tensor, cache: Tensor, **_: object) -> str | None:

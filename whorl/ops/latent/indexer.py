@@ -1,4 +1,4 @@
-"""Which keys of its sequence each new token looks at: the lightning indexer over a paged cache of its keys."""
+"""The lightning indexer over a paged cache of its keys: it selects the keys that each new token attends to."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
 from ..indexer.scores import triton_reason
-from ..indexer.top_k import check_topk, too_many, top_k
+from ..indexer.top_k import check_topk, top_k, topk_limit
 from ..linear import multiply
 from . import indexer_torch_npu
 from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
 from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
-KEYS = 256  # of every product, cut at multiples of their position
+KEYS = 256  # keys per matmul, cut at multiples of this position
 
 
 def _check(
@@ -36,30 +36,31 @@ def _check(
 
 
 def _add_heads(x: Tensor) -> Tensor:
-    """The sum over the heads of [T, HI, KEYS], halves upon each other: torch's own order depends on the shape."""
+    """Sum [T, HI, KEYS] over the heads by adding halves; the order of torch.sum depends on the shape."""
     while x.shape[1] > 1:
         half = (x.shape[1] + 1) // 2
-        rest = x.shape[1] - half
-        x = torch.cat((x[:, :rest] + x[:, half:], x[:, rest:half]), 1) if rest < half else x[:, :half] + x[:, half:]
+        num_pairs = x.shape[1] - half
+        pairs = x[:, :num_pairs] + x[:, half:]
+        x = torch.cat((pairs, x[:, num_pairs:half]), 1) if num_pairs < half else pairs
     return x[:, 0]
 
 
-def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[n, S]: every score of q [n, HI, D] with weights [n, HI] and keys [S, D], all in the dtype of accumulation.
+def compute_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """Return all scores [n, S] of q [n, HI, D], weights [n, HI] and keys [S, D], all in the dtype of accumulation.
 
-    Keys are multiplied KEYS at a time, the last ones filled up, so a score's bits depend on its query and key alone.
+    Keys are multiplied KEYS at a time, the last group padded, so that a score's bits depend on its query and key alone.
     """
-    length, found = keys.shape[0], []
+    length, scores = keys.shape[0], []
     keys = torch.nn.functional.pad(keys, (0, 0, 0, -length % KEYS))
     rows = q.flatten(0, 1).contiguous()
     for block in keys.split(KEYS):
         dots = multiply(rows, block).relu_().view(*q.shape[:2], KEYS)
-        found.append(_add_heads(dots * weights[..., None]))
-    return torch.cat(found, 1)[:, :length]
+        scores.append(_add_heads(dots * weights[..., None]))
+    return torch.cat(scores, 1)[:, :length]
 
 
-def _keys(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """Of one sequence, and their scales where they are codes."""
+def _gather_keys(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Return the keys of one sequence and, for an 8-bit cache, their scales."""
     if cache.dtype == torch.uint8:
         return gather_index(cache, dim, table, length)
     return widen(gather(cache, table, length)), None
@@ -79,17 +80,18 @@ def paged_indexer(
     context_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """The `topk` keys of its sequence that each new token scores highest: [T, topk] int32 positions, ascending.
+    """Select the `topk` highest-scoring keys of its sequence for each new token: [T, topk] int32 positions, ascending.
 
-    q: [T, HI, D] bf16, fp16 or fp32, weights: [T, HI] floating point, in which every constant factor is; cache:
-    [blocks, block size, D] in q's dtype, the new tokens' own keys included; block_tables, query_starts, context_lens
-    and which keys a token sees as in `paged_attention`. score = sum over heads of weights * max(0, q . k), products and
-    sums in fp32, as `index_scores`; equal scores go to the lowest position, as in `top_k`. A token that sees fewer keys
-    gets all of them, and -1 behind them. A token's choice depends on itself and the keys it sees alone: not on other
-    sequences, on how a prompt is cut into chunks, nor on whether it is a prompt's or decoded. Rows of q past the last
-    query_starts are -1. Of a cache of uint8, as `index_write` writes it, the codes are multiplied: queries are
-    transformed and rounded in the same way, their scales go into the weights, and a key's scale is multiplied last. No
-    gradient.
+    q: [T, HI, D] bf16, fp16 or fp32; weights: [T, HI] floating point, which include every constant factor; cache:
+    [blocks, block size, D] in q's dtype, which already holds the new tokens' keys; block_tables, query_starts,
+    context_lens and the visible keys are those of `paged_attention`. score = sum over heads of weights * max(0, q . k),
+    products and sums in fp32, as in `index_scores`; ties go to the lowest position, as in `top_k`. A token that sees
+    fewer than topk keys gets all of them, followed by -1. A token's selection depends on itself and the keys it sees
+    alone: not on other sequences, on how a prompt is chunked, nor on prefill or decode. Rows of q after the last
+    query_starts are -1. With a uint8 cache, as `index_write` writes it, codes are multiplied: queries are transformed
+    and quantised in the same way, their scales go into the weights, and a key's scale is multiplied last. No gradient.
+    Raises ValueError when shapes, dtypes or lengths do not fit.
+    Example: indices = paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048).
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     is_coded = cache.dtype == torch.uint8
@@ -99,23 +101,23 @@ def paged_indexer(
         first, last = starts[b], starts[b + 1]
         if last == first:
             continue
-        keys, scales = _keys(cache, q.shape[2], block_tables[b], length)
+        keys, scales = _gather_keys(cache, q.shape[2], block_tables[b], length)
         ends = torch.arange(length - (last - first) + 1, length + 1, dtype=torch.int32, device=q.device)
         for part in chunks(last - first, max(length, q.shape[1] * KEYS)):
             rows = slice(first + part.start, first + part.stop)
-            scores = scores_of(wide[rows], factors[rows], keys)
+            scores = compute_scores(wide[rows], factors[rows], keys)
             scores = scores if scales is None else scores * scales
             out[rows] = top_k.reference(scores, topk, None, ends[part])[0]
     return out
 
 
 def _triton_reason(q: Tensor, cache: Tensor, topk: int, **_: object) -> str | None:
-    reason = triton_reason(q) or too_many(topk)
+    reason = triton_reason(q) or topk_limit(topk)
     if reason is not None or cache.dtype != torch.uint8:
         return reason
     dim = q.shape[2]
     if dim & (dim - 1):
-        return f"codes are of a power of two of channels, got {dim}"
+        return f"takes codes of a power of two of channels, got {dim}"
     return alignment_reason(cache, cache.shape[1] * dim)
 
 
@@ -150,7 +152,7 @@ def _make(
     tokens: Sizes = (),
     coded: bool = False,
 ) -> Values:
-    """Small integers and powers of two: sums are exact in any order, so all dtypes choose the same keys."""
+    """Draw small integers and powers of two: sums are exact in any order, so that all dtypes select the same keys."""
     lengths, blocks = make_sequences(draw, queries, contexts, block)
     device, dtype, count, wider = draw.device, draw.dtype, sum(queries), 8 * draw.sliced
     shape = (blocks, block + 2 * draw.sliced, dim)

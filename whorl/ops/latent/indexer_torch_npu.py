@@ -1,4 +1,7 @@
-"""The lightning indexer over pages on Ascend: npu_lightning_indexer with block tables. Nothing is read on the host."""
+"""The lightning indexer over a paged cache on Ascend: npu_lightning_indexer with block tables.
+
+No value is read back to the host.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ CAUSAL = 3  # sparse_mode: the last query is at the last key
 
 def reason(q: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **_: object) -> str | None:
     if cache.dtype == torch.uint8:
-        return "e4m3 codes are not taken: npu_quant_lightning_indexer has int8"
+        return "takes no e4m3 codes: npu_quant_lightning_indexer reads int8"
     if not all(x.numel() for x in (q, cache, block_tables)):
         return "empty tensors are not taken"
     return lightning_indexer_limit(
@@ -36,9 +39,11 @@ def indexer(
     context_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """Weights are rounded to q's dtype, as every device takes them. Sorted here, since the device does not say in which
-    order it gives them; nor does it name its rule for ties."""
-    found, _ = _torch_npu.call(
+    """Run torch_npu's indexer with weights rounded to q's dtype, as every device takes them, and sort the result.
+
+    torch_npu documents neither the order of the indices nor its rule for ties.
+    """
+    unsorted, _ = _torch_npu.call(
         "npu_lightning_indexer",
         query=q.contiguous(),
         key=cache.unsqueeze(2),
@@ -52,7 +57,7 @@ def indexer(
         sparse_mode=CAUSAL,
         return_value=False,
     )
-    chosen, last = found[:, 0], block_tables.shape[1] * cache.shape[1]
+    chosen, last = unsorted[:, 0], block_tables.shape[1] * cache.shape[1]
     is_none = (chosen < 0) | (_torch_npu.positions(len(q), query_starts, context_lens) < 0)[:, None]
     chosen = torch.where(is_none, last, chosen).sort(-1).values
     return torch.where(chosen < last, chosen, -1).int()

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Scores of the indexer over pages of keys, and the choice of the highest by the kernel that prompts of training use.
+"""Scores of the indexer over a paged cache of keys; the selection is done by `indexer/top_k_triton.py`.
 
-Nothing is read back: the lengths of sequences are looked at on the device, and the grid is made for the most that
-tables hold. Scores of some tokens at a time are all that is in memory.
+No value is read back to the host: kernels read the lengths of sequences on the device, and the grid covers as many keys
+as the block tables can hold. Only the scores of one chunk of tokens are in memory.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ from ..attention.cuts_triton import settled
 from ..indexer import top_k_triton
 from ..indexer.bounds import chunks
 from ..linear_triton import dot, unit_stride
-from .codes_triton import byte_views, codes_for, scale_for, spread
+from .codes_triton import byte_views, codes_for, hadamard_rows, scale_for
 
-PROGRAMS = 264  # two for each of an H200's multiprocessors: with fewer, blocks of keys are smaller
+PROGRAMS = 264  # two per multiprocessor of an H200: with fewer programs the blocks of keys are made smaller
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _round_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`round_queries`: transformed, as codes in q's dtype, and their scales in the weights."""
+    """Compute `round_queries`: transform queries to codes in q's dtype, and multiply their scales into the weights."""
     begin(OVERLAP)
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def _round_kernel(
     token, head = rows // HI, rows % HI
     channels = tl.arange(0, D)[None, :]
     at = q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + channels
-    x = spread(tl.load(at, mask=is_real[:, None], other=0.0).to(tl.float32), ROWS, D)
+    x = hadamard_rows(tl.load(at, mask=is_real[:, None], other=0.0).to(tl.float32), ROWS, D)
     scale = scale_for(tl.max(tl.abs(x), 1))
     codes = codes_for(x, tl.broadcast_to(scale[:, None], x.shape)).to(tl.float8e4nv).to(tl.float32)
     tl.store(codes_ptr + rows[:, None] * D + channels, codes.to(codes_ptr.dtype.element_ty), mask=is_real[:, None])
@@ -58,9 +58,11 @@ def _round_kernel(
 
 
 @triton.jit
-def _share_of(group, starts_ptr, first, last, B, BLOCK_B: tl.constexpr, GROUP: tl.constexpr):
-    """The sequence, first and last token of the group-th share of up to GROUP tokens of one sequence; of those from
-    `first` on and before `last`. Sequence B: there is none."""
+def _find_share(group, starts_ptr, first, last, B, BLOCK_B: tl.constexpr, GROUP: tl.constexpr):
+    """Return the sequence, the first token and the end of the group-th share of up to GROUP tokens of one sequence.
+
+    Only tokens from `first` on and before `last` are counted. Sequence B means that there is no such share.
+    """
     index = tl.arange(0, BLOCK_B)
     lows = tl.maximum(tl.load(starts_ptr + index, mask=index < B, other=0), first)
     highs = tl.minimum(tl.load(starts_ptr + 1 + index, mask=index < B, other=0), last)
@@ -76,7 +78,7 @@ def _load_keys(
     cache_ptr, scales_ptr, table_ptr, keys, end, stride_block, stride_offset, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """[keys, BLOCK_D], and the scales of codes (of numbers: ones)."""
+    """Load keys [keys, BLOCK_D], and the scales of an 8-bit cache (otherwise ones)."""
     is_real = keys < end
     channels = tl.arange(0, BLOCK_D)[None, :]
     mask = is_real[:, None] & (channels < D)
@@ -125,22 +127,22 @@ def _paged_scores_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of a sequence's keys, held, and up to GROUP of its tokens that pass by, TOKENS at a time.
+    """Score a block of a sequence's keys, which stays in registers, for up to GROUP of its tokens, TOKENS at a time.
 
-    Keys are the rows of the product and heads its columns. Heads are added by halves, so a score's bits depend on its
-    query and key alone. scores: [last - first, S], where a token does not see them left as they were; ends: [T], how
-    many keys each token sees, written along with the first block.
+    Keys are the rows of the matmul and heads its columns. Heads are added by halves, so that a score's bits depend on
+    its query and key alone. scores: [last - first, S]; scores of invisible keys may stay unwritten. ends: [T], how many
+    keys each token sees, written by the program of the first block.
     """
     begin(OVERLAP)
-    b, low, high = _share_of(tl.program_id(1), starts_ptr, first, last, B, BLOCK_B, GROUP)
+    b, low, high = _find_share(tl.program_id(1), starts_ptr, first, last, B, BLOCK_B, GROUP)
     follow(OVERLAP)
     if b < B:
-        past = tl.load(lengths_ptr + b) - tl.load(starts_ptr + b + 1)  # a token's end is this and its number, and one
+        offset_to_end = tl.load(lengths_ptr + b) - tl.load(starts_ptr + b + 1)  # a token's end is this + its index + 1
         keys = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-        end = past + high
+        end = offset_to_end + high
         if tl.program_id(0) == 0:
             tokens = low + tl.arange(0, GROUP)
-            tl.store(ends_ptr + tokens, past + tokens + 1, mask=tokens < high)
+            tl.store(ends_ptr + tokens, offset_to_end + tokens + 1, mask=tokens < high)
         if tl.program_id(0) * BLOCK_S < end:
             table = tables_ptr + b.to(tl.int64) * table_stride
             k, k_scale = _load_keys(
@@ -176,7 +178,7 @@ def forward(
     num_tokens, width = q.shape[0], block_tables.shape[1] * cache.shape[1]
     indices = q.new_empty(num_tokens, topk, dtype=torch.int32)
     values = q.new_empty(num_tokens, topk, dtype=torch.float32)
-    # Zero: tokens past the last sequence, which no program looks at, see nothing.
+    # Zero, because no program writes the ends of tokens after the last sequence, which see nothing.
     starts, ends = torch.zeros(2, num_tokens, dtype=torch.int32, device=q.device)
     q, weights, cache, tables = (unit_stride(x) for x in (q, weights, cache, block_tables))
     lengths = query_starts.contiguous(), context_lens.contiguous()
@@ -223,15 +225,15 @@ def _score(
     pages: tuple[Tensor, Tensor | None],
     tables: Tensor,
     lengths: tuple[Tensor, Tensor],
-    into: tuple[slice, Tensor, Tensor],
+    output: tuple[slice, Tensor, Tensor],
 ) -> None:
-    """The scores of some tokens, and how many keys each of them sees."""
-    rows, scores, ends = into
+    """Compute the scores of some tokens, and how many keys each of them sees."""
+    rows, scores, ends = output
     cache, width, count = pages[0], scores.shape[1], lengths[1].shape[0]
     if not scores.numel():
         return
     plan = _plan(q, width, rows.stop - rows.start, count)
-    groups = ceil_div(rows.stop - rows.start, plan["GROUP"]) + count  # no fewer than there are shares
+    groups = ceil_div(rows.stop - rows.start, plan["GROUP"]) + count  # an upper bound of the number of shares
     _paged_scores_kernel[(ceil_div(width, plan["BLOCK_S"]), groups)](
         q,
         weights,
@@ -260,7 +262,7 @@ def _score(
 
 
 def _plan(q: Tensor, width: int, num_tokens: int, count: int) -> dict[str, Any]:
-    """By speed alone: small blocks of keys where large ones would leave multiprocessors idle."""
+    """Return block sizes, which affect speed alone: small blocks where large ones would leave multiprocessors idle."""
     block_h, block_d = max(8, power_of_2(q.shape[1])), max(16, power_of_2(q.shape[2]))
     if is_interpreting():
         tokens = max(2, 16 // block_h)

@@ -1,4 +1,4 @@
-"""Pages of a cache in which a token has one row: what the operators on them check, gather and make for tests."""
+"""Paged caches in which a token is one row: checks, gathers and test inputs that the operators on them share."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from .._draw import Draw, Sizes
 from .._op import Values
 from .._tracing import is_readable
 
-ONE_CACHE = "takes latents and turned channels that lie in one cache"
+ONE_CACHE = "takes latents and rotary channels in one cache, got turned_cache"
 
 
 def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
-    """num_bytes: of a token where pages are bytes, which is another way to keep it."""
+    """Check a cache of `dtype`, or one of bytes (8-bit codes), where a token takes num_bytes."""
     expected = num_bytes if cache.dtype == torch.uint8 else width
     if cache.dim() != 3 or cache.dtype not in (dtype, torch.uint8) or cache.shape[2] != expected:
         raise ValueError(
@@ -22,26 +22,26 @@ def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_by
             f"[blocks, block size, {num_bytes}] torch.uint8"
         )
     if cache.dtype == torch.uint8 and not (cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]):
-        raise ValueError(f"{name}: cache has strides {cache.stride()}: the bytes of a block must lie side by side")
+        raise ValueError(f"{name}: cache has strides {cache.stride()}, expected the bytes of a block to be contiguous")
 
 
 def check_latents(
     name: str, cache: Tensor, turned_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
 ) -> None:
-    """sizes: channels of a latent, and those that turn, which may have a cache of their own."""
+    """Check one or two caches. sizes: latent channels, and rotary channels, which are in turned_cache if given."""
     if turned_cache is None:
         check_pages(name, cache, dtype, sum(sizes), num_bytes)
         return
-    for what, pages, width in zip(("cache", "turned_cache"), (cache, turned_cache), sizes, strict=True):
+    for argument, pages, width in zip(("cache", "turned_cache"), (cache, turned_cache), sizes, strict=True):
         if pages.shape != (*cache.shape[:2], width) or pages.dtype != dtype:
             raise ValueError(
-                f"{name}: {what} is {list(pages.shape)} {pages.dtype}, expected [blocks, block size, {width}] {dtype}, "
-                "with as many blocks as the other of two caches"
+                f"{name}: {argument} is {list(pages.shape)} {pages.dtype}, "
+                f"expected [blocks, block size, {width}] {dtype}, with as many blocks as the other cache"
             )
 
 
 def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Tensor) -> None:
-    """Slots and angles of the tokens that are written."""
+    """Check the slots and angles of the tokens that are written."""
     check_slots(name, slots, count, cache)
     if cos_sin.dim() != 2 or cos_sin.shape[0] != count or cos_sin.shape[1] % 2 or not cos_sin.is_floating_point():
         raise ValueError(f"{name}: cos_sin is {list(cos_sin.shape)} {cos_sin.dtype}, expected [{count}, R], R even")
@@ -50,7 +50,7 @@ def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Ten
 def check_sequences(
     name: str, num_rows: int, cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
 ) -> None:
-    """As `paged_attention` checks them."""
+    """Check block tables and lengths as `paged_attention` does."""
     count = len(context_lens) if context_lens.dim() == 1 else -1
     if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
         raise ValueError(
@@ -66,23 +66,23 @@ def check_sequences(
 
 
 def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """[length, D]: the rows of one sequence in the order of its tokens."""
+    """Return the rows of one sequence in token order, [length, D]."""
     blocks = table[: -(-length // cache.shape[1])]
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
 
 def gather_latents(cache: Tensor, turned_cache: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """[length, N + R], whether they are in one cache or in two."""
+    """Return latents and rotary channels of one sequence, [length, N + R], from one cache or from two."""
     latents = gather(cache, table, length)
     return latents if turned_cache is None else torch.cat((latents, gather(turned_cache, table, length)), 1)
 
 
 def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Row t goes to slot slots[t]; to none where that is negative."""
+    """Store row t in slot slots[t]; rows with a negative slot are not stored."""
     slots = slots.long()
-    kept = slots >= 0
-    if not bool(kept.all()):
-        rows, slots = rows[kept], slots[kept]
+    is_stored = slots >= 0
+    if not bool(is_stored.all()):
+        rows, slots = rows[is_stored], slots[is_stored]
     cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 
 
@@ -90,22 +90,22 @@ def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = False) -> Tensor:
-    """Of a sliced case with a gap between blocks; coded: bytes, all zero."""
+    """Draw a cache; sliced cases get a gap between blocks. coded: bytes, all zero."""
     if coded:
         return torch.zeros(blocks, block, width, dtype=torch.uint8, device=draw.device)
     return torch.randn(blocks, block + 2 * draw.sliced, width, **draw.kind)[:, :block]
 
 
 def split_pages(pages: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The same rows in two caches: latents, and the channels that turn."""
-    latents, turned = pages.split((rank, pages.shape[2] - rank), -1)
-    return latents.contiguous(), turned.contiguous()
+    """Split a cache into two: latents, and rotary channels."""
+    latents, rotary_channels = pages.split((rank, pages.shape[2] - rank), -1)
+    return latents.contiguous(), rotary_channels.contiguous()
 
 
 def make_slots(draw: Draw, count: int, slots: int, skipped: bool) -> Tensor:
-    """In no order, some tokens without one."""
-    found = torch.randperm(slots, device=draw.device)[:count]
-    return torch.where(torch.arange(count, device=draw.device) % 3 == 1, -1, found) if skipped else found
+    """Draw slots in random order; skipped: some tokens get none."""
+    drawn = torch.randperm(slots, device=draw.device)[:count]
+    return torch.where(torch.arange(count, device=draw.device) % 3 == 1, -1, drawn) if skipped else drawn
 
 
 def make_angles(draw: Draw, count: int, rotary: int) -> Tensor:
@@ -114,7 +114,7 @@ def make_angles(draw: Draw, count: int, rotary: int) -> Tensor:
 
 
 def make_sequences(draw: Draw, queries: Sizes, contexts: Sizes, block: int) -> tuple[Values, int]:
-    """Block tables and lengths, and the number of blocks that the cache has."""
+    """Draw block tables and lengths; return them and the number of blocks of the cache."""
     counts = [-(-c // block) for c in contexts]
     tables, free = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
     for b, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""The latents of new tokens, normed and rotated on their way into the pages of a cache."""
+"""Norm and rotate the latents of new tokens, and write them to a paged cache."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def _check(
     check_rows(name, slots, cos_sin, kv.shape[0], cache)
     if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
         raise ValueError(
-            f"{name}: {weight.shape[0]} channels are normed, {cos_sin.shape[1]} turned, expected {kv.shape[1]} in all"
+            f"{name}: weight has {weight.shape[0]} and cos_sin {cos_sin.shape[1]} channels, expected a sum of "
+            f"{kv.shape[1]}, the channels of kv"
         )
     if weight.dtype not in (kv.dtype, torch.float32):
         raise ValueError(f"{name}: weight is {weight.dtype}, expected kv's {kv.dtype} or torch.float32")
@@ -50,32 +51,33 @@ def latent_write(
     *,
     eps: float = 1e-6,
 ) -> None:
-    """RMSNorm the latent of each new token, rotate the key channels behind it, and store both in the cache.
+    """RMSNorm the latent of each new token, rotate the key channels after it, and store both in the cache.
 
-    kv: [T, N + R] bf16, fp16 or fp32, as the down projection gives it: N channels of the latent, normed with weight [N]
-    as `rms_norm` does, and R of the key that all heads share, turned in neighbouring pairs by cos_sin [T, R] as `rope`
-    does (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place; slots: [T] as `write_kv`.
-    Each half is rounded once. A cache of uint8, [blocks, block size, 656] of 512 and 64 channels, keeps e4m3 codes with
-    a power of two for every 128 of them, and the turned channels in bf16: `codes.py` says how. With turned_cache
-    [blocks, block size, R] the turned channels go there, and cache is [blocks, block size, N]: as Ascend's attention
-    takes them. Returns nothing.
+    kv: [T, N + R] bf16, fp16 or fp32, the output of the down projection: N channels of the latent, normed with weight
+    [N] as in `rms_norm`, and R channels of the key that all heads share, rotated in neighbouring pairs by cos_sin
+    [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place; slots: [T]
+    as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64 channels,
+    stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see `codes.py`.
+    With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is [blocks, block size,
+    N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or slots do not fit.
+    Example: latent_write(kv, weight, cos_sin, cache, slots).
     """
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)
-    turned = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")[0][:, 0]
+    rotated = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")[0][:, 0]
     if turned_cache is not None:
         store(latent, cache, slots)
-        store(turned, turned_cache, slots)
+        store(rotated, turned_cache, slots)
         return
     is_coded = cache.dtype == torch.uint8
-    store(pack_latents(latent, turned) if is_coded else torch.cat((latent, turned), -1), cache, slots)
+    store(pack_latents(latent, rotated) if is_coded else torch.cat((latent, rotated), -1), cache, slots)
 
 
 def triton_reason(x: Tensor, cache: Tensor) -> str | None:
-    """Of both operators that write pages."""
+    """Return why Triton cannot run either of the two operators that write pages, or None."""
     if x.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
-    return None if cache.stride(2) == 1 else "writes channels that lie side by side"
+    return None if cache.stride(2) == 1 else "needs a cache with contiguous channels"
 
 
 def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, turned_cache: Tensor | None, **_: object) -> str | None:
@@ -118,14 +120,14 @@ def _make(
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
     width = latent_bytes(rank, rotary) if coded else rank + rotary
     pages = make_pages(draw, blocks, block, width, coded)
-    latents, turned = split_pages(pages, rank) if split else (pages, None)
+    latents, rotary_pages = split_pages(pages, rank) if split else (pages, None)
     return {
         "kv": draw.scaled(count, rank + rotary),
         "weight": 1 + 0.1 * torch.randn(rank, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
         "cache": latents,
         "slots": make_slots(draw, count, blocks * block, skipped),
-        "turned_cache": turned,
+        "turned_cache": rotary_pages,
         "eps": eps,
     }
 

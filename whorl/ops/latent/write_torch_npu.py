@@ -1,7 +1,7 @@
-"""Writing latents and the indexer's keys into pages on Ascend: norm, rotation and npu_scatter_nd_update_.
+"""Writing latents and the indexer's keys to paged caches on Ascend: norm, rotation and npu_scatter_nd_update_.
 
-npu_kv_rmsnorm_rope_cache would be all three at once, but it stores the channels that turn in half order, and here
-they stay the neighbouring pairs that they are.
+npu_kv_rmsnorm_rope_cache would do all three at once, but it stores the rotary channels in half-split order, and the
+cache here keeps neighbouring pairs.
 """
 
 import torch
@@ -17,9 +17,9 @@ from ..rope.torch_npu import rotate_both
 
 def _store_reason(rows: Tensor, cache: Tensor) -> str | None:
     if cache.dtype == torch.uint8:
-        return "e4m3 codes are not made by any operator here"
+        return "has no operator that writes e4m3 codes"
     if not cache.is_contiguous():
-        return "writes into contiguous pages"
+        return "needs a contiguous cache"
     return scatter_nd_update_limit(
         shape=(cache.shape[0] * cache.shape[1], cache.shape[2]),
         index_shape=(len(rows), 1),
@@ -29,14 +29,14 @@ def _store_reason(rows: Tensor, cache: Tensor) -> str | None:
 
 
 def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    source, at, is_any = _torch_npu.replace_skipped(slots)
+    source, destinations, is_any = _torch_npu.replace_skipped(slots)
     flat = cache.view(-1, cache.shape[2])
     updates = torch.where(is_any, rows[source], flat[:1]).contiguous()
-    _torch_npu.call("npu_scatter_nd_update_", input=flat, indices=at[:, None].contiguous(), updates=updates)
+    _torch_npu.call("npu_scatter_nd_update_", input=flat, indices=destinations[:, None].contiguous(), updates=updates)
 
 
-def _rotated(x: Tensor, cos_sin: Tensor, style: str) -> Tensor:
-    """x [T, D], of which the first channels turn."""
+def _rotate(x: Tensor, cos_sin: Tensor, style: str) -> Tensor:
+    """Rotate the first channels of x [T, D]."""
     return rotate_both(x[:, None], None, cos_sin, style, style, "leading", inverse=False)[0][:, 0]
 
 
@@ -64,12 +64,12 @@ def latent_write(
 ) -> None:
     split = weight.shape[0]
     latent, _ = _torch_npu.call("npu_rms_norm", input=kv[:, :split].contiguous(), gamma=weight, epsilon=eps)
-    turned = _rotated(kv[:, split:], cos_sin, "pairs")
+    rotated = _rotate(kv[:, split:], cos_sin, "pairs")
     if turned_cache is None:
-        _store(torch.cat((latent, turned), -1), cache, slots)
+        _store(torch.cat((latent, rotated), -1), cache, slots)
     else:
         _store(latent, cache, slots)
-        _store(turned, turned_cache, slots)
+        _store(rotated, turned_cache, slots)
 
 
 def index_reason(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> str | None:
@@ -80,4 +80,4 @@ def index_write(
     k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float
 ) -> None:
     normed = torch.nn.functional.layer_norm(k.float(), weight.shape, weight.float(), bias.float(), eps).to(k.dtype)
-    _store(_rotated(normed, cos_sin, "half"), cache, slots)
+    _store(_rotate(normed, cos_sin, "half"), cache, slots)

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
-"""What new tokens write into pages: latents and the indexer's keys, normed and turned in registers, a token a program.
+"""Write latents and the indexer's keys of new tokens to paged caches, normed and rotated in registers.
 
-A channel's partner of the rotation is read once more, so that a row stays in the order of its channels.
+One program takes one token. The rotation partner of each channel is loaded a second time, so that the channels stay in
+their order.
 """
 
 import triton
@@ -13,19 +14,19 @@ from .._rows import ceil_div, power_of_2
 from .._sums_triton import row_sum
 from ..linear_triton import unit_stride
 from .codes import GROUP
-from .codes_triton import GROUP_SIZE, byte_views, codes_for, scale_for, spread
+from .codes_triton import GROUP_SIZE, byte_views, codes_for, hadamard_rows, scale_for
 
 
 @triton.jit
-def _turned(x, partner, cos, sin, is_first):
-    """A channel and its partner, turned, as `rotated` has it: the first of a pair loses what the second gains."""
+def _rotate(x, partner, cos, sin, is_first):
+    """Rotate channels with their partners, with the rounding of `rotated` in `rope`; the first of a pair subtracts."""
     product = partner * sin
     return tl.fma(x, cos, tl.where(is_first, -product, product))
 
 
 @triton.jit
 def _inverse_root(mean, eps):
-    """Correctly rounded, as the norms have it."""
+    """Return 1 / sqrt(mean + eps), correctly rounded as in the norms."""
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
@@ -51,7 +52,7 @@ def _latent_write_kernel(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GROUPS: of channels that share a scale, where the cache holds codes; else 0, and scales_ptr is None."""
+    """Write the latent of one token. GROUPS: scale groups of an 8-bit cache; otherwise 0, and scales_ptr is None."""
     begin(OVERLAP)
     columns = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
@@ -65,25 +66,25 @@ def _latent_write_kernel(
         x = tl.load(x_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
         channels = tl.arange(0, BLOCK_R)
         is_real = channels < 2 * HALF
-        own = tl.load(x_ptr + RANK + channels, mask=is_real, other=0.0).to(tl.float32)
+        unrotated = tl.load(x_ptr + RANK + channels, mask=is_real, other=0.0).to(tl.float32)
         partner = tl.load(x_ptr + RANK + (channels ^ 1), mask=is_real, other=0.0).to(tl.float32)
         angle = angles_ptr + token * angles_stride + channels // 2
         cos = tl.load(angle, mask=is_real, other=0.0).to(tl.float32)
         sin = tl.load(angle + HALF, mask=is_real, other=0.0).to(tl.float32)
         inverse = _inverse_root(row_sum(x * x, 1, BLOCK) / RANK, eps)[:, None]
         latent = (x * inverse * weight).to(dtype)
-        turned = _turned(own, partner, cos, sin, channels % 2 == 0).to(dtype)
+        rotated = _rotate(unrotated, partner, cos, sin, channels % 2 == 0).to(dtype)
         if GROUPS == 0:
             tl.store(cache_ptr + at + columns, latent, mask=columns < RANK)
-            tl.store(cache_ptr + at + RANK + channels, turned, mask=is_real)
+            tl.store(cache_ptr + at + RANK + channels, rotated, mask=is_real)
         else:
             _store_latent(cache_ptr + at, scales_ptr + at // 4, latent, RANK, BLOCK, GROUPS)
-            tl.store(turned_ptr + at // 2 + (RANK + 4 * GROUPS) // 2 + channels, turned.to(tl.bfloat16), mask=is_real)
+            tl.store(turned_ptr + at // 2 + (RANK + 4 * GROUPS) // 2 + channels, rotated.to(tl.bfloat16), mask=is_real)
 
 
 @triton.jit
 def _store_latent(codes_ptr, scales_ptr, latent, RANK: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """Codes of a row, and behind them a scale for every 128."""
+    """Store the codes of a latent, followed by one scale for every 128 of them."""
     parts: tl.constexpr = max(1, BLOCK // GROUP_SIZE)
     wide = tl.reshape(latent.to(tl.float32), (parts, BLOCK // parts))
     scale = scale_for(tl.max(tl.abs(wide), 1))
@@ -95,8 +96,8 @@ def _store_latent(codes_ptr, scales_ptr, latent, RANK: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _normed(k_ptr, weight_ptr, bias_ptr, at, is_real, mean, inverse):
-    """Channels `at` of the layer norm, rounded."""
+def _load_normed(k_ptr, weight_ptr, bias_ptr, at, is_real, mean, inverse):
+    """Return channels `at` of the layer norm, rounded."""
     x = tl.load(k_ptr + at, mask=is_real, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=is_real, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + at, mask=is_real, other=0.0).to(tl.float32)
@@ -123,7 +124,7 @@ def _index_write_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """scales_ptr: None where the cache holds numbers."""
+    """Write the indexer's key of one token. scales_ptr: None unless the cache has 8 bits."""
     begin(OVERLAP)
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -137,19 +138,21 @@ def _index_write_kernel(
         mean = (row_sum(x, 1, BLOCK) / D)[:, None]
         centred = tl.where(is_real, x - mean, 0.0)
         inverse = _inverse_root(row_sum(centred * centred, 1, BLOCK) / D, eps)[:, None]
-        own = _normed(k_ptr, weight_ptr, bias_ptr, channels, is_real, mean, inverse)
-        turns = channels < 2 * HALF
+        unrotated = _load_normed(k_ptr, weight_ptr, bias_ptr, channels, is_real, mean, inverse)
+        is_rotary = channels < 2 * HALF
         is_first = channels < HALF
         other = tl.where(is_first, channels + HALF, channels - HALF)
-        partner = _normed(k_ptr, weight_ptr, bias_ptr, other, turns, mean, inverse)
+        partner = _load_normed(k_ptr, weight_ptr, bias_ptr, other, is_rotary, mean, inverse)
         angle = angles_ptr + token * angles_stride + tl.where(is_first, channels, channels - HALF)
-        cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(angle + HALF, mask=turns, other=0.0).to(tl.float32)
-        turned = tl.where(turns, _turned(own, partner, cos, sin, is_first), own).to(k_ptr.dtype.element_ty)
+        cos = tl.load(angle, mask=is_rotary, other=1.0).to(tl.float32)
+        sin = tl.load(angle + HALF, mask=is_rotary, other=0.0).to(tl.float32)
+        rotated = tl.where(is_rotary, _rotate(unrotated, partner, cos, sin, is_first), unrotated).to(
+            k_ptr.dtype.element_ty
+        )
         if scales_ptr is None:
-            tl.store(cache_ptr + block * stride_block + offset * stride_offset + channels, turned, mask=is_real)
+            tl.store(cache_ptr + block * stride_block + offset * stride_offset + channels, rotated, mask=is_real)
         else:
-            wide = spread(turned.to(tl.float32), 1, D)
+            wide = hadamard_rows(rotated.to(tl.float32), 1, D)
             scale = scale_for(tl.max(tl.abs(wide), 1))
             codes = codes_for(wide, tl.broadcast_to(scale[:, None], wide.shape)).to(cache_ptr.dtype.element_ty)
             tl.store(cache_ptr + block * stride_block + offset * D + channels, codes)
@@ -164,14 +167,14 @@ def latent_write(
         return
     kv, angles, rank = unit_stride(kv), unit_stride(cos_sin), weight.shape[0]
     is_coded = cache.itemsize == 1
-    codes, scales, turned = byte_views(cache) if is_coded else (cache, None, None)
+    codes, scales, rotated = byte_views(cache) if is_coded else (cache, None, None)
     _latent_write_kernel[(kv.shape[0],)](
         kv,
         weight.contiguous(),
         angles,
         codes,
         scales,
-        turned,
+        rotated,
         slots.contiguous(),
         kv.stride(0),
         angles.stride(0),

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing them, bringing tokens to them and back, and their products."""
+"""Mixture of experts: routing, permuting tokens to their experts and back, grouped and fused expert matmuls."""
 
 from .experts import experts
 from .grouped_matmul import grouped_matmul, grouped_matmul_backward

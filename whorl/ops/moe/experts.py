@@ -1,4 +1,4 @@
-"""Running the experts of each token."""
+"""The fused experts of a mixture of experts: each token through its chosen SwiGLU networks, weighted and summed."""
 
 import torch
 from torch import Tensor
@@ -42,27 +42,27 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tenso
 
 
 def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
-    """silu(gate) * up, rounded to `dtype` as what the second product reads. exp, not sigmoid: see `route`."""
+    """Return silu(gate) * up, rounded to `dtype` for the second matmul. exp instead of sigmoid: see `route`."""
     gate, up = both.chunk(2, -1)
-    return _rounded(gate / (1 + torch.exp(-gate)) * up, dtype)
+    return _round_to(gate / (1 + torch.exp(-gate)) * up, dtype)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return widen(x.to(dtype))
 
 
-def _results(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, K, C] of each token's experts; the tokens of an expert together."""
+def _expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the output of each token's experts, [T, K, C]; an expert computes all its tokens in one matmul."""
     flat = ids.flatten()
     order = torch.sort(flat, stable=True).indices
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    found = []
-    for e, mine in enumerate(order.split(counts)):
-        if len(mine) or not len(flat):
-            both = _rounded(multiply(x[mine // ids.shape[1]], widen(gate_up[e])), dtype)
-            found.append(_rounded(multiply(_activate(both, dtype), widen(down[e])), dtype))
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.cat(found)[back].view(*ids.shape, x.shape[1])
+    outputs = []
+    for e, pairs in enumerate(order.split(counts)):
+        if len(pairs) or not len(flat):
+            both = _round_to(multiply(x[pairs // ids.shape[1]], widen(gate_up[e])), dtype)
+            outputs.append(_round_to(multiply(_activate(both, dtype), widen(down[e])), dtype))
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.cat(outputs)[inverse].view(*ids.shape, x.shape[1])
 
 
 def _fake(x: Tensor, **_: object) -> Tensor:
@@ -70,7 +70,7 @@ def _fake(x: Tensor, **_: object) -> Tensor:
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Weights of the experts that the tokens chose, tokens in and out."""
+    """Bytes moved: the weights of the experts that the tokens chose, and the tokens in and out."""
     x, ids, gate_up, down = values["x"], values["ids"], values["gate_up"], values["down"]
     used = ids.unique().numel() if ids.device.type != "meta" else min(ids.numel(), gate_up.shape[0])
     return x.element_size() * (2 * x.numel() + used * (gate_up[0].numel() + down[0].numel()))
@@ -83,39 +83,43 @@ def _flops(values: Values) -> int:
 
 @operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
+    """Run the chosen experts of each token and return their weighted sum.
 
+    y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
     x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], in x's dtype; weights: [T, K]
-    and ids: [T, K] int32 or int64, each in [0, E), as `route` gives them: another is an error on the CPU and is not
-    looked for elsewhere; y: like x, contiguous. Sums in fp32. gate, up, silu(gate) * up and each expert's result are
-    rounded to x's dtype, as products of whole tensors round them; the slots are added in their order, in fp32, and y is
-    rounded once. A row's bits depend on the row alone, as in `linear`. Differentiable in all but ids; the backward runs
-    the products of the forward again, by `grouped_matmul`.
+    floating point and ids: [T, K] int32 or int64, as `route` returns them; y: like x, contiguous. Raises ValueError
+    when shapes or dtypes do not fit, and on the CPU when an id is outside [0, E); other devices do not check ids. Sums
+    in fp32. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype, as separate matmuls of whole
+    tensors would round them; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
+    depend on the other tokens, as in `linear`. Differentiable in all but ids; the backward recomputes the matmuls of
+    the forward with `grouped_matmul`. Example: y = experts(x, gate_up, down, *route(logits, k=8)).
     """
     if not ids.shape[1]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    parts = _results(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
+    parts = _expert_outputs(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
     scaled = parts * weights.to(parts.dtype).unsqueeze(-1)
     y = scaled[:, 0]
-    for slot in range(1, ids.shape[1]):
-        y = y + scaled[:, slot]
+    for choice in range(1, ids.shape[1]):
+        y = y + scaled[:, choice]
     return y.to(x.dtype).contiguous()
 
 
 @experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
 def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    wanted, is_differentiated = args.needs_grad, torch.is_grad_enabled()
-    given = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
+    names, is_differentiated = args.needs_grad, torch.is_grad_enabled()
+    inputs = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
     if not is_differentiated:
-        given = {n: x.detach().requires_grad_(n in wanted) for n, x in given.items()}
+        inputs = {n: x.detach().requires_grad_(n in names) for n, x in inputs.items()}
     with torch.enable_grad():
-        y = _by_expert(**given, ids=args["ids"], backend=args["backend"])
-        found = torch.autograd.grad(y, [given[n] for n in wanted], grads[0], create_graph=is_differentiated)
-    return dict(zip(wanted, found, strict=True))
+        y = _differentiable_experts(**inputs, ids=args["ids"], backend=args["backend"])
+        input_grads = torch.autograd.grad(y, [inputs[n] for n in names], grads[0], create_graph=is_differentiated)
+    return dict(zip(names, input_grads, strict=True))
 
 
-def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, backend: str) -> Tensor:
-    """The same of operators that have gradients, each rounding where `experts` does."""
+def _differentiable_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, backend: str
+) -> Tensor:
+    """Compute `experts` with operators that have gradients and round where it does."""
     rows, places, counts = permute(x, ids, gate_up.shape[0], backend=backend)
     hidden = swiglu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
     parts = grouped_matmul(hidden, down, counts, backend=backend)

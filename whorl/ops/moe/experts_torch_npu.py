@@ -1,6 +1,6 @@
 """Experts on Ascend: permute, grouped product, SwiGLU, grouped product, weighted sum.
 
-Nothing is read back to the host. The device does not promise that a row's bits are independent of the other rows.
+No value is read back to the host. The device does not promise that a token's bits are independent of the batch.
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from whorl.contracts import grouped_matmul_limit, moe_init_routing_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from .routing_torch_npu import routed
+from .routing_torch_npu import run_routed_experts
 
 
 def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
@@ -34,15 +34,15 @@ def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    def network(rows: Tensor, counts: Tensor) -> Tensor:
+    def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
         hidden = _torch_npu.call("npu_swiglu", input=_product(rows, gate_up, counts), dim=-1)
         return _product(hidden, down, counts)
 
-    return routed(x, weights, ids, gate_up.shape[0], network)
+    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
 
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
+    """Return rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
     (y,) = _torch_npu.call(
         "npu_grouped_matmul",
         x=[rows],

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""Experts in Triton: token by token where there are few, else an expert's tokens together. Both have the same bits."""
+"""Experts in Triton: one program per (token, choice) for few tokens, tiles of one expert's tokens for many.
+
+Both give the same bits.
+"""
 
 import torch
 import triton
@@ -12,15 +15,15 @@ from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
-from .permute_triton import places_of
+from .permute_triton import find_places
 
-FEW_TOKENS = 4  # that read the weights of their experts for themselves
-MANY_TOKENS = 256  # up to which most experts have few tokens
+FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
+MANY_TOKENS = 256  # up to here most experts have few tokens
 
 
 @triton.jit
 def _activate(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up of results that are rounded, as a product of whole tensors rounds them; rounded, too."""
+    """Round gate and up to `dtype`, as a separate matmul would, and return silu(gate) * up, rounded to it as well."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     return (gate / (1 + tl.exp(-gate)) * up).to(dtype)
 
@@ -44,7 +47,10 @@ def _gate_up_few_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One (token, slot), some rows of its expert. The weight is the left side, the token one of 16 columns."""
+    """Multiply one (token, choice) by a tile of its expert's weight.
+
+    The weight is the left operand; the token is column 0 of a right operand padded to 16 columns.
+    """
     begin(OVERLAP)
     follow(OVERLAP)
     pair = tl.program_id(0)
@@ -86,7 +92,10 @@ def _down_few_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some channels of one (token, slot); all slots of a token here would leave multiprocessors idle."""
+    """Compute a tile of channels of one (token, choice).
+
+    Another kernel sums the choices: all choices of a token in one program would leave multiprocessors idle.
+    """
     begin(OVERLAP)
     follow(OVERLAP)
     pair = tl.program_id(0).to(tl.int64)
@@ -104,15 +113,15 @@ def _down_few_kernel(
 
 
 @triton.jit
-def _weigh(part, weight, y):
-    """y + weight * part by one rounding."""
+def _add_weighted(part, weight, y):
+    """Return y + weight * part, rounded once."""
     return tl.fma(part.to(tl.float32), tl.full(part.shape, weight, tl.float32), y)
 
 
 @launched
 @triton.jit
 def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr):
-    """The (token, slot) pairs of one expert, in order, behind those of the experts before it."""
+    """Write the (token, choice) pairs of one expert, in order, after those of all lower experts."""
     follow(OVERLAP)
     expert = tl.program_id(0)
     first, count = 0, 0
@@ -120,15 +129,15 @@ def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERL
         pair = start + tl.arange(0, BLOCK_P)
         first += tl.sum((tl.load(ids_ptr + pair, mask=pair < P, other=expert) < expert).to(tl.int32), 0)
     for start in range(0, P, BLOCK_P):
-        pair, is_mine, place = places_of(ids_ptr, start, P, expert, first + count, BLOCK_P)
+        pair, is_mine, place = find_places(ids_ptr, start, P, expert, first + count, BLOCK_P)
         tl.store(order_ptr + place, pair, mask=is_mine)
         count += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(counts_ptr + expert, count)
 
 
 @triton.jit
-def _tile_of(counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of this tile, and which of the pairs sorted by expert are its rows."""
+def _find_tile(counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
+    """Return this tile's expert (E: none), the positions of its rows among the sorted pairs, and their mask."""
     tile = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + index, mask=index < E, other=0)
@@ -163,10 +172,10 @@ def _gate_up_kernel(
     OVERLAP: tl.constexpr,
 ):
     follow(OVERLAP)
-    expert, at, is_row = _tile_of(counts_ptr, E, BLOCK_E, ROWS)
+    expert, position, is_row = _find_tile(counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        pair = tl.load(order_ptr + at, mask=is_row, other=0)
+        pair = tl.load(order_ptr + position, mask=is_row, other=0)
         x_at = x_ptr + (pair // K).to(tl.int64)[:, None] * x_stride
         gate_at = gate_up_ptr + expert.to(tl.int64) * stride_e + columns[None, :] * stride_f
         up_at = gate_at + F * stride_f
@@ -178,7 +187,7 @@ def _gate_up_kernel(
             mask = (columns < F)[None, :] & (c < C)[:, None]
             gate = dot(x, tl.load(gate_at + c[:, None], mask=mask, other=0.0), gate, WIDEN)
             up = dot(x, tl.load(up_at + c[:, None], mask=mask, other=0.0), up, WIDEN)
-        to = hidden_ptr + at.to(tl.int64)[:, None] * F + columns[None, :]
+        to = hidden_ptr + position.to(tl.int64)[:, None] * F + columns[None, :]
         mask = is_row[:, None] & (columns < F)[None, :]
         tl.store(to, _activate(gate, up, hidden_ptr.dtype.element_ty), mask=mask)
 
@@ -203,20 +212,20 @@ def _down_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows sorted by expert in, (token, slot) order out."""
+    """Read rows sorted by expert and write results in (token, choice) order."""
     follow(OVERLAP)
-    expert, at, is_row = _tile_of(counts_ptr, E, BLOCK_E, ROWS)
+    expert, position, is_row = _find_tile(counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         down_at = down_ptr + expert.to(tl.int64) * stride_e + columns[None, :] * stride_c
-        hidden_at = hidden_ptr + at.to(tl.int64)[:, None] * F
+        hidden_at = hidden_ptr + position.to(tl.int64)[:, None] * F
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, F, BLOCK_F):
             f = start + tl.arange(0, BLOCK_F)
             hidden = tl.load(hidden_at + f[None, :], mask=is_row[:, None] & (f < F)[None, :], other=0.0)
             down = tl.load(down_at + f[:, None], mask=(columns < C)[None, :] & (f < F)[:, None], other=0.0)
             part = dot(hidden, down, part, WIDEN)
-        pair = tl.load(order_ptr + at, mask=is_row, other=0).to(tl.int64)
+        pair = tl.load(order_ptr + position, mask=is_row, other=0).to(tl.int64)
         mask = is_row[:, None] & (columns < C)[None, :]
         to = parts_ptr + pair[:, None] * C + columns[None, :]
         tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=mask)
@@ -230,10 +239,10 @@ def _combine_kernel(parts_ptr, weights_ptr, y_ptr, C, K: tl.constexpr, BLOCK_C: 
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     y = tl.zeros((BLOCK_C,), tl.float32)
-    for slot in tl.static_range(K):  # all of them asked for together
-        pair = token * K + slot
+    for choice in tl.static_range(K):  # unrolled so that all loads are issued together
+        pair = token * K + choice
         part = tl.load(parts_ptr + pair * C + channels, mask=channels < C, other=0.0)
-        y = _weigh(part, tl.load(weights_ptr + pair), y)
+        y = _add_weighted(part, tl.load(weights_ptr + pair), y)
     tl.store(y_ptr + token * C + channels, y.to(y_ptr.dtype.element_ty), mask=channels < C)
 
 
@@ -246,33 +255,43 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
     x, gate_up, down = (unit_stride(t) for t in (x, gate_up, down))
     weights, ids = weights.float().contiguous(), ids.contiguous()
     if len(x) <= FEW_TOKENS and x.element_size() == 2:
-        _by_token(x, gate_up, down, weights, ids, y)
+        _run_by_token(x, gate_up, down, weights, ids, y)
     else:
-        _by_expert(x, gate_up, down, weights, ids, y)
+        _run_by_expert(x, gate_up, down, weights, ids, y)
     return y
 
 
-def _by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
     pairs, (_, channels, width) = ids.numel(), down.shape
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
-    inner, outer = few_plan(channels)
-    shared = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
-    _gate_up_few_kernel[(pairs, ceil_div(width, inner["COLUMNS"]))](
-        x, gate_up, ids, hidden, x.stride(0), *gate_up.stride()[:2], ids.shape[1], channels, width, **inner, **shared
+    gate_up_plan, down_plan = few_plan(channels)
+    options = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
+    _gate_up_few_kernel[(pairs, ceil_div(width, gate_up_plan["COLUMNS"]))](
+        x,
+        gate_up,
+        ids,
+        hidden,
+        x.stride(0),
+        *gate_up.stride()[:2],
+        ids.shape[1],
+        channels,
+        width,
+        **gate_up_plan,
+        **options,
     )
-    _down_few_kernel[(pairs, ceil_div(channels, outer["COLUMNS"]))](
-        hidden, down, ids, parts, *down.stride()[:2], channels, width, **outer, **shared
+    _down_few_kernel[(pairs, ceil_div(channels, down_plan["COLUMNS"]))](
+        hidden, down, ids, parts, *down.stride()[:2], channels, width, **down_plan, **options
     )
     _combine(parts, weights, y)
 
 
 def few_plan(channels: int) -> tuple[dict[str, int], dict[str, int]]:
     if is_interpreting():
-        inner, outer = {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
+        gate_up_plan, down_plan = {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
     else:
-        inner = {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4}
-        outer = {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5}
-    return inner | {"EVEN": channels % inner["BLOCK_C"] == 0}, outer
+        gate_up_plan = {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4}
+        down_plan = {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5}
+    return gate_up_plan | {"EVEN": channels % gate_up_plan["BLOCK_C"] == 0}, down_plan
 
 
 def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
@@ -290,16 +309,19 @@ def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
     )
 
 
-def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
-    pairs, (number, channels, width) = ids.numel(), down.shape
+def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+    pairs, (num_experts, channels, width) = ids.numel(), down.shape
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    counts = torch.empty(number, dtype=torch.int32, device=x.device)
-    _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x))
+    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    _sort_kernel[(num_experts,)](
+        ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x)
+    )
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
-    inner, outer = tile_plan(len(x), x.element_size())
-    shared = {"BLOCK_E": power_of_2(number), "WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
-    tiles = min(pairs, ceil_div(pairs, inner["ROWS"]) + number)  # every expert may have one that is not full
-    _gate_up_kernel[(tiles, ceil_div(width, inner["COLUMNS"]))](
+    gate_up_plan, down_plan = tile_plan(len(x), x.element_size())
+    options = {"BLOCK_E": power_of_2(num_experts), "WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
+    # Every expert may have one partly filled tile.
+    tiles = min(pairs, ceil_div(pairs, gate_up_plan["ROWS"]) + num_experts)
+    _gate_up_kernel[(tiles, ceil_div(width, gate_up_plan["COLUMNS"]))](
         x,
         gate_up,
         order,
@@ -310,19 +332,19 @@ def _by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: T
         ids.shape[1],
         channels,
         width,
-        number,
-        **shared,
-        **inner,
+        num_experts,
+        **options,
+        **gate_up_plan,
     )
-    tiles = min(pairs, ceil_div(pairs, outer["ROWS"]) + number)
-    _down_kernel[(tiles, ceil_div(channels, outer["COLUMNS"]))](
-        hidden, down, order, counts, parts, *down.stride()[:2], channels, width, number, **shared, **outer
+    tiles = min(pairs, ceil_div(pairs, down_plan["ROWS"]) + num_experts)
+    _down_kernel[(tiles, ceil_div(channels, down_plan["COLUMNS"]))](
+        hidden, down, order, counts, parts, *down.stride()[:2], channels, width, num_experts, **options, **down_plan
     )
     _combine(parts, weights, y)
 
 
 def tile_plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of both products, by speed alone: see `linear_triton.tile_plan`."""
+    """Return the tiles of both matmuls; they affect speed alone, as in `linear_triton.tile_plan`."""
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 32, "BLOCK_C": 32}, {"ROWS": 16, "COLUMNS": 32, "BLOCK_F": 32}
     if element_size == 4:

@@ -1,4 +1,4 @@
-"""The products of a mixture of experts in training: rows sorted by expert, each expert's times its own weight."""
+"""Grouped matmul of a mixture of experts in training: rows sorted by expert, each group times its expert's weight."""
 
 import math
 from typing import Any
@@ -16,13 +16,13 @@ from .._tracing import is_readable
 from . import grouped_matmul_torch_npu
 
 
-def _check(x: Tensor, weight: Tensor, counts: Tensor, name: str = "grouped_matmul", what: str = "x") -> None:
+def _check(x: Tensor, weight: Tensor, counts: Tensor, name: str = "grouped_matmul", argument: str = "x") -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected [M, C] floating point")
+        raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected [M, C] floating point")
     if weight.dim() != 3 or not weight.shape[0] or weight.shape[2] != x.shape[1] or weight.dtype != x.dtype:
         raise ValueError(
             f"{name}: weight is {list(weight.shape)} {weight.dtype}, expected [E, F, {x.shape[1]}] {x.dtype}; "
-            "give one that lies as [E, C, F] as weight.transpose(1, 2)"
+            "pass a weight stored as [E, C, F] as weight.transpose(1, 2)"
         )
     if counts.shape != weight.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -55,24 +55,26 @@ def _flops(values: Values) -> int:
 
 @operator(check=_check, fake=_fake, flops=_flops)
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """y[m] = weight[e] @ x[m], e being the expert of row m: the first counts[0] rows are expert 0's, and so on.
+    """Multiply each row by its expert's weight: y[m] = weight[e] @ x[m], where e is the expert of row m.
 
-    x: [M, C] bf16, fp16 or fp32; weight: [E, F, C] in x's dtype, as nn.Linear and Hugging Face's experts hold it, any
-    strides (one that lies as [E, C, F], as torch's grouped_mm wants it, is given as weight.transpose(1, 2)); counts:
-    [E] int32 or int64, which sum to M, each any number from 0 on. y: [M, F] in x's dtype, contiguous. Sums in fp32,
-    one rounding. Differentiable in x and weight.
+    The first counts[0] rows are expert 0's, the next counts[1] expert 1's, and so on. x: [M, C] bf16, fp16 or fp32;
+    weight: [E, F, C] in x's dtype, as nn.Linear and Hugging Face's experts store it, any strides (a weight stored as
+    [E, C, F], as torch's grouped_mm expects it, is passed as weight.transpose(1, 2)); counts: [E] int32 or int64, none
+    negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once. Differentiable in x and
+    weight. Raises ValueError when shapes or dtypes do not fit, and on the CPU when the counts do not sum to M.
+    Example: y = grouped_matmul(rows, weight, counts), with rows and counts from `permute`.
     """
     parts = x.split(counts.tolist())
-    found = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]
-    return narrow(torch.cat(found), x.dtype).contiguous()
+    products = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]
+    return narrow(torch.cat(products), x.dtype).contiguous()
 
 
 @operator(check=_check_backward, fake=_fake_backward, flops=_flops)
 def grouped_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_matmul`: dx[m] = dy[m] @ weight[e] and dweight[e] = sum over its rows of dy[m] x[m]^T.
 
-    dy: [M, F] in x's dtype. dx: [M, C] and dweight: [E, F, C], contiguous; an expert without rows has zeros. Sums in
-    fp32, one rounding.
+    dy: [M, F] in x's dtype. dx: [M, C] and dweight: [E, F, C], contiguous; the gradient of an expert without rows is
+    zero. Sums in fp32, rounded once.
     """
     sizes = counts.tolist()
     grads, rows = dy.split(sizes), x.split(sizes)
@@ -87,23 +89,24 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": dx, "weight": dweight}
 
 
-# torch's own grouped product is no reference: it takes what its kernel takes. Where it does, it is asked first.
+# torch.nn.functional.grouped_mm cannot be the reference, because it accepts only what its kernel supports. Where it
+# accepts a call it is preferred.
 
 
 def _torch_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:
     if not hasattr(F, "grouped_mm"):
-        return "torch.nn.functional.grouped_mm came in torch 2.10"
+        return "torch.nn.functional.grouped_mm needs torch 2.10 or later"
     if compute_capability(x.device) != HOPPER:
-        return "torch's grouped product is a kernel of its own on Hopper only"
+        return "torch's grouped_mm has a kernel on Hopper only"
     if x.dtype != torch.bfloat16:
-        return f"torch's grouped product takes bf16, got {x.dtype}"
+        return f"torch's grouped_mm takes bf16, got {x.dtype}"
     if weight.shape[1] % 8 or weight.shape[2] % 8:
-        return f"torch's grouped product takes sizes that are multiples of 8, got {list(weight.shape[1:])}"
+        return f"torch's grouped_mm takes sizes that are multiples of 8, got {list(weight.shape[1:])}"
     return None if x.shape[0] else "no rows"
 
 
-# The faster forward on an H200 by rows an expert, 4096 rows of 7168 channels to 2048: Triton 455 us against torch's 582
-# at 64, 196 against 166 at 512 (bench/results/moe_h200.md). In the gradients torch's is faster at both.
+# The faster forward on an H200 by rows per expert, for 4096 rows from 7168 to 2048 channels: Triton takes 455 us and
+# torch 582 us at 64 rows, 196 us and 166 us at 512 (bench/results/moe_h200.md). torch's gradients are faster at both.
 FASTER = {64: "triton", 512: "torch_cuda"}
 
 
@@ -112,11 +115,14 @@ def _torch_slower(x: Tensor, weight: Tensor, **_: object) -> str | None:
     nearest = min(FASTER, key=lambda measured: abs(math.log(measured / rows)))
     if FASTER[nearest] == "torch_cuda":
         return None
-    return f"the Triton kernel is faster at about {nearest} rows an expert, got {rows:.0f}"
+    return f"the Triton kernel is faster at about {nearest} rows per expert, got {rows:.0f}"
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x itself where the kernel can read it: one of the last two strides 1, the others and the address 16 bytes."""
+    """Return x if the kernel can read it, else a contiguous copy.
+
+    The kernel needs one of the last two strides to be 1, and the other strides and the address aligned to 16 bytes.
+    """
     is_fit = 1 in x.stride()[-2:] and all(s % 8 == 0 for s in x.stride() if s != 1) and x.data_ptr() % 16 == 0
     return x if is_fit else x.clone(memory_format=torch.contiguous_format)
 
@@ -153,7 +159,7 @@ _CASES: list[Values] = [
     {"tokens": (0,), "size": (16, 8), "counts": (0, 0)},
     {"tokens": (18,), "size": (40, 70), "counts": (17, 1)},
     {"tokens": (37,), "size": (40, 24), "counts": (19, 1, 17), "sliced": True},
-    {"tokens": (20,), "size": (17, 70), "counts": (0, 0, 20), "swapped": True},  # weight as torch's grouped_mm holds it
+    {"tokens": (20,), "size": (17, 70), "counts": (0, 0, 20), "swapped": True},  # strides of torch's grouped_mm
 ]
 _DEEPSEEK = {"tokens": (4096,), "size": (2048, 7168)}
 _BENCH: list[Values] = [

@@ -1,4 +1,4 @@
-"""Grouped products on Ascend. npu_grouped_matmul drops gradients silently, so both of them are calls of our own."""
+"""Grouped matmul on Ascend. npu_grouped_matmul drops gradients silently, so the backward calls it explicitly."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from whorl.contracts import grouped_matmul_limit
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 
-ROWS, SUMS = 0, 2  # group_type: rows of x in groups, or sums over groups of rows
+ROWS, SUMS = 0, 2  # values of group_type: the rows of x are grouped, or the summed dimension is
 
 
 def _limit(x: Tensor, weight: Tensor, groups: int, group_type: int) -> str | None:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Grouped products in tiles: rows of one expert by columns of its weight, and sums over its rows for the gradient."""
+"""Grouped matmul in tiles: rows of one expert by columns of its weight, and sums over its rows for the gradient."""
 
 from typing import Any
 
@@ -14,26 +14,26 @@ from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 
-GROUP = 8  # columns of tiles that are walked together, so that what they read is still in the L2 cache
+GROUP = 8  # columns of tiles that are computed together, so that the data they share is still in the L2 cache
 
 
 @triton.jit
-def _tile_of(counts_ptr, columns, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """This program's expert (E: none), its first row, the row after the expert's last, and its column of tiles."""
+def _find_tile(counts_ptr, columns, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Return this program's expert (E: none), its first row, the end of the expert's rows, and its tile column."""
     program = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + index, mask=index < E, other=0).to(tl.int32)
     tiles = tl.cdiv(counts, ROWS)
     expert = tl.sum(((tl.cumsum(tiles, 0) * columns <= program) & (index < E)).to(tl.int32), 0)
-    is_before, is_mine = index < expert, index == expert
+    is_before, is_current = index < expert, index == expert
     first = tl.sum(tl.where(is_before, counts, 0), 0)
-    high = tl.sum(tl.where(is_mine, tiles, 0), 0)
-    place = program - tl.sum(tl.where(is_before, tiles, 0), 0) * columns
-    group = place // tl.maximum(high * GROUP, 1)
-    wide = tl.maximum(tl.minimum(columns - group * GROUP, GROUP), 1)
-    inside = place - group * high * GROUP
-    row = first + inside // wide * ROWS
-    return expert, row, first + tl.sum(tl.where(is_mine, counts, 0), 0), group * GROUP + inside % wide
+    tile_rows = tl.sum(tl.where(is_current, tiles, 0), 0)
+    tile = program - tl.sum(tl.where(is_before, tiles, 0), 0) * columns
+    group = tile // tl.maximum(tile_rows * GROUP, 1)
+    tile_columns = tl.maximum(tl.minimum(columns - group * GROUP, GROUP), 1)
+    offset = tile - group * tile_rows * GROUP
+    row = first + offset // tile_columns * ROWS
+    return expert, row, first + tl.sum(tl.where(is_current, counts, 0), 0), group * GROUP + offset % tile_columns
 
 
 @launched
@@ -57,8 +57,8 @@ def _product_kernel(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """y = x times the transpose of the expert's weight [N, K]."""
-    expert, row, end, column = _tile_of(counts_ptr, tl.cdiv(N, COLUMNS), E, BLOCK_E, ROWS, GROUP)
+    """Compute a tile of y = x @ weight^T for one expert's weight [N, K]."""
+    expert, row, end, column = _find_tile(counts_ptr, tl.cdiv(N, COLUMNS), E, BLOCK_E, ROWS, GROUP)
     if expert < E:
         rows = row + tl.arange(0, ROWS)
         columns = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -97,14 +97,14 @@ def _weight_kernel(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A tile of one expert's gradient: dy^T x over its rows; zeros where it has none."""
+    """Compute a tile of one expert's weight gradient, dy^T x over its rows; zeros when it has no rows."""
     expert = tl.program_id(1)
-    high, wide = tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS)
-    group = tl.program_id(0) // (high * GROUP)
-    inside = tl.program_id(0) - group * high * GROUP
-    step = tl.minimum(wide - group * GROUP, GROUP)
-    n = inside // step * ROWS + tl.arange(0, ROWS)
-    k = (group * GROUP + inside % step) * COLUMNS + tl.arange(0, COLUMNS)
+    tile_rows, tile_columns = tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS)
+    group = tl.program_id(0) // (tile_rows * GROUP)
+    offset = tl.program_id(0) - group * tile_rows * GROUP
+    step = tl.minimum(tile_columns - group * GROUP, GROUP)
+    n = offset // step * ROWS + tl.arange(0, ROWS)
+    k = (group * GROUP + offset % step) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + index, mask=index < E, other=0).to(tl.int32)
     first = tl.sum(tl.where(index < expert, counts, 0), 0).to(tl.int64)
@@ -124,7 +124,7 @@ def _weight_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """weight: [E, N, K] with unit stride along N or K."""
+    """Compute `grouped_matmul`; weight [E, N, K] is read in place when it has unit stride along N or K."""
     x = unit_stride(x)
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
     (count, inner), (experts, width, _) = x.shape, weight.shape
@@ -132,7 +132,7 @@ def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if not y.numel():
         return y
     plan = product_plan(count // experts, x.element_size())
-    tiles = min(count, ceil_div(count, plan["ROWS"]) + experts)  # every expert may have one that is not full
+    tiles = min(count, ceil_div(count, plan["ROWS"]) + experts)  # every expert may have one partly filled tile
     tensors, strides = (x, weight, counts.contiguous(), y), (x.stride(0), *weight.stride())
     grid = (tiles * ceil_div(width, plan["COLUMNS"]),)
     _product_kernel[grid](*tensors, *strides, width, inner, experts, **_common(experts), **plan)
@@ -160,7 +160,7 @@ def _common(experts: int) -> dict[str, Any]:
 
 
 def product_plan(rows: int, element_size: int) -> dict[str, Any]:
-    """By how many rows an expert has, all being alike."""
+    """Return the tile sizes of the forward by the number of rows per expert, assuming an even load."""
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 16, "BLOCK_K": 32, "GROUP": 2}
     if element_size == 4:

@@ -1,4 +1,4 @@
-"""Rows to their experts and back: the two shuffles around the grouped products of a mixture of experts in training."""
+"""Permute tokens to their experts and back, around the grouped matmuls of a mixture of experts in training."""
 
 from typing import Any
 
@@ -11,30 +11,30 @@ from .._op import Values, all_bytes, narrow, operator, widen
 from . import permute_torch_npu
 
 
-def _check_ids(name: str, what: str, ids: Tensor, end: int) -> None:
+def _check_ids(name: str, argument: str, ids: Tensor, end: int) -> None:
     if ids.dim() != 2 or not ids.shape[1] or ids.dtype not in INTEGERS:
         raise ValueError(
-            f"{name}: {what} is {list(ids.shape)} {ids.dtype}, expected [T, K] int32 or int64, K at least 1"
+            f"{name}: {argument} is {list(ids.shape)} {ids.dtype}, expected [T, K] int32 or int64, K at least 1"
         )
-    check_range(name, what, ids, end)
+    check_range(name, argument, ids, end)
 
 
 def _check_floats(name: str, **tensors: Tensor | None) -> None:
-    for what, x in tensors.items():
+    for argument, x in tensors.items():
         if x is not None and (x.dim() != 2 or not x.is_floating_point()):
-            raise ValueError(f"{name}: {what} is {list(x.shape)} {x.dtype}, expected two dims of floating point")
+            raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected 2 dims, floating point")
 
 
-def _check_tokens(name: str, what: str, x: Tensor, ids: Tensor, probs: Tensor | None) -> None:
+def _check_tokens(name: str, argument: str, x: Tensor, ids: Tensor, probs: Tensor | None) -> None:
     if x.shape[0] != ids.shape[0]:
-        raise ValueError(f"{name}: {what} has {x.shape[0]} tokens, ids or places are {list(ids.shape)}")
+        raise ValueError(f"{name}: {argument} has {x.shape[0]} tokens, expected {ids.shape[0]} as ids or places have")
     if probs is not None and probs.shape != ids.shape:
         raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(ids.shape)}")
 
 
-def _check_rows(name: str, what: str, rows: Tensor, places: Tensor) -> None:
+def _check_rows(name: str, argument: str, rows: Tensor, places: Tensor) -> None:
     if rows.shape[0] != places.numel():
-        raise ValueError(f"{name}: {what} is {list(rows.shape)}, expected {places.numel()} rows, one for each place")
+        raise ValueError(f"{name}: {argument} is {list(rows.shape)}, expected {places.numel()} rows, one per place")
 
 
 def _check_permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> None:
@@ -51,7 +51,7 @@ def _check_permute_backward(drows: Tensor, places: Tensor, x: Tensor | None, pro
     _check_ids(name, "places", places, drows.shape[0])
     _check_rows(name, "drows", drows, places)
     if probs is not None and x is None:
-        raise ValueError(f"{name}: probs without x, which their gradient needs")
+        raise ValueError(f"{name}: probs is given without x; pass x too, the gradient of probs needs it")
     if x is not None:
         _check_tokens(name, "x", x, places, probs)
         check_like(name, "x", x, (places.shape[0], drows.shape[1]), drows.dtype)
@@ -75,76 +75,78 @@ def _invert(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
-def _spread(x: Tensor, order: Tensor, slots: int, probs: Tensor | None) -> Tensor:
-    """Row r is that of pair order[r]: token order[r] // slots, times its prob."""
-    rows = widen(x)[order // slots]
+def _gather_rows(x: Tensor, order: Tensor, top_k: int, probs: Tensor | None) -> Tensor:
+    """Row r is a copy of token order[r] // top_k, times the prob of the (token, choice) pair order[r]."""
+    rows = widen(x)[order // top_k]
     if probs is not None:
         rows = rows * probs.to(rows.dtype).flatten()[order].unsqueeze(-1)
     return narrow(rows, x.dtype).contiguous()
 
 
-def _collect(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
-    """y[t] = sum over j, in order, of probs[t, j] * rows[places[t, j]]."""
+def _sum_rows(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+    """Return y[t] = sum over j, in order, of probs[t, j] * rows[places[t, j]]."""
     wide = widen(rows)
     total: Tensor | None = None
-    for slot in range(places.shape[1]):
-        part = wide[places[:, slot]]
+    for choice in range(places.shape[1]):
+        part = wide[places[:, choice]]
         if probs is not None:
-            part = part * probs[:, slot, None].to(wide.dtype)
+            part = part * probs[:, choice, None].to(wide.dtype)
         total = part if total is None else total + part
     assert total is not None
     return narrow(total, rows.dtype).contiguous()
 
 
 def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """x[t] . rows[places[t, j]], the gradient of probs."""
+    """Return the dot products of x[t] and rows[places[t, j]], which are the gradient of probs."""
     return narrow((widen(x).unsqueeze(1) * widen(rows)[places]).sum(-1), dtype)
 
 
 @operator(check=_check_permute)
 def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's row once for each of its experts, the rows of an expert together and in the order of their tokens.
+    """Copy each token once per chosen expert and sort the copies by expert, in token order within an expert.
 
-    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, each in [0, num_experts); probs: [T, K] floating point, by
-    which the copies are multiplied, in fp32, rounded once. Returns rows [T * K, C] in x's dtype, contiguous;
-    places [T, K] int32, the row of each (token, slot); counts [num_experts] int32, the rows of each expert, 0 for one
-    without tokens. Differentiable in x and probs.
+    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, each in [0, num_experts); probs: [T, K] floating point;
+    the copies are multiplied by them in fp32 and rounded once. Returns rows [T * K, C] in x's dtype, contiguous;
+    places [T, K] int32, the row of each (token, choice); counts [num_experts] int32, the rows of each expert, 0 for one
+    without tokens. Differentiable in x and probs. Raises ValueError when shapes, dtypes or ids do not fit.
+    Example: rows, places, counts = permute(x, ids, num_experts=64).
     """
     flat = ids.flatten().long()
     order = flat.sort(stable=True).indices
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return _spread(x, order, ids.shape[1], probs), _invert(order).view(ids.shape).int().contiguous(), counts
+    return _gather_rows(x, order, ids.shape[1], probs), _invert(order).view(ids.shape).int().contiguous(), counts
 
 
 @operator(check=_check_permute_backward, absent={1: "probs"})
 def permute_backward(
     drows: Tensor, places: Tensor, x: Tensor | None = None, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `permute`: dx [T, C] in drows' dtype, and with probs dprobs [T, K] in theirs, for which x is needed.
+    """Gradients of `permute`: dx [T, C] in drows' dtype and, with probs, dprobs [T, K] in their dtype, which needs x.
 
-    In fp32, the slots of a token added in order, rounded once.
+    Computed in fp32; the choices of a token are added in order and rounded once.
     """
-    at = places.long()
-    dx = _collect(drows, at, probs)
+    index = places.long()
+    dx = _sum_rows(drows, index, probs)
     if probs is None or x is None:
         return dx, None
-    return dx, _dots(x, drows, at, probs.dtype)
+    return dx, _dots(x, drows, index, probs.dtype)
 
 
 @operator(check=_check_unpermute)
 def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tensor:
-    """y[t] = sum over j of probs[t, j] * rows[places[t, j]]: the rows of a token back together.
+    """Sum the rows of each token: y[t] = sum over j of probs[t, j] * rows[places[t, j]].
 
-    rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` gives them; probs: [T, K] floating
-    point, 1 where absent. y: [T, C] in rows' dtype, contiguous. In fp32, slots added in order, one rounding.
-    Differentiable in rows and probs.
+    rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` returns them; probs: [T, K]
+    floating point, 1 when None. y: [T, C] in rows' dtype, contiguous. Computed in fp32; the choices of a token are
+    added in order and rounded once. Differentiable in rows and probs. Raises ValueError when shapes, dtypes or places
+    do not fit. Example: y = unpermute(rows, places, weights).
     """
-    return _collect(rows, places.long(), probs)
+    return _sum_rows(rows, places.long(), probs)
 
 
 def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Without probs the rows are not read."""
+    """Bytes moved; without probs the rows are not read."""
     return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
 
 
@@ -152,10 +154,13 @@ def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> in
 def unpermute_backward(
     dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype, and with probs dprobs [T, K] in theirs; fp32 inside."""
-    at = places.long()
-    drows = _spread(dy, _invert(at.flatten()), at.shape[1], probs)
-    return drows, None if probs is None else _dots(dy, rows, at, probs.dtype)
+    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype and, with probs, dprobs [T, K] in their dtype.
+
+    Computed in fp32, rounded once.
+    """
+    index = places.long()
+    drows = _gather_rows(dy, _invert(index.flatten()), index.shape[1], probs)
+    return drows, None if probs is None else _dots(dy, rows, index, probs.dtype)
 
 
 @permute.gradient(save=("x", "probs"), save_outputs=(1,))
@@ -179,7 +184,7 @@ def _triton_reason(**values: Any) -> str | None:
 
 permute.impl("triton", "permute_triton:permute", accepts=_triton_reason)
 permute_backward.impl("triton", "permute_triton:permute_backward", accepts=_triton_reason)
-unpermute.impl("triton", "permute_triton:collect", accepts=_triton_reason)
+unpermute.impl("triton", "permute_triton:sum_rows", accepts=_triton_reason)
 unpermute_backward.impl("triton", "permute_triton:unpermute_backward", accepts=_triton_reason)
 permute.impl("torch_npu", "permute_torch_npu:permute", accepts=permute_torch_npu.permute_reason)
 permute_backward.impl(
@@ -208,8 +213,8 @@ def _make(draw: Draw, tokens: Sizes, hidden: int, experts: int, k: int, probs: b
     x = draw.scaled(count, hidden)
     ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
     width = k + 3 * draw.sliced
-    found = (torch.rand(count, width, device=draw.device).to(draw.wide) + 0.1)[:, :k] if probs else None
-    return {"x": x, "ids": ids, "num_experts": experts, "probs": found}
+    drawn = (torch.rand(count, width, device=draw.device).to(draw.wide) + 0.1)[:, :k] if probs else None
+    return {"x": x, "ids": ids, "num_experts": experts, "probs": drawn}
 
 
 def _make_rows(draw: Draw, **case: Any) -> Values:

@@ -1,4 +1,4 @@
-"""Rows to their experts and back on Ascend, by torch_npu's permute, unpermute and their gradients."""
+"""Permute and unpermute on Ascend, by torch_npu's operators and their gradients."""
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ def permute_backward(
 ) -> tuple[Tensor, Tensor | None]:
     dx = _torch_npu.call(
         "npu_moe_token_permute_grad",
-        tokens=drows.new_empty(places.shape[0], drows.shape[1]),  # its shape alone is read
+        tokens=drows.new_empty(places.shape[0], drows.shape[1]),  # the operator reads only the shape
         grad_permuted_tokens=drows.contiguous(),
-        indices=places.int().contiguous(),  # and of these
+        indices=places.int().contiguous(),  # likewise only the shape
         sorted_indices=places.int().flatten(),
         padded_mode=False,
     )
@@ -54,7 +54,7 @@ def permute_backward(
 
 
 def _weights(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
-    """Without probs torch_npu adds nothing up."""
+    """Return probs, or ones: without probs torch_npu does not add up the rows of a token."""
     return torch.ones(places.shape, dtype=rows.dtype, device=rows.device) if probs is None else probs.contiguous()
 
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Permuting kernels: places by counting each expert's pairs in order, then rows spread or collected by token."""
+"""Kernels of permute and unpermute: places come from counting each expert's (token, choice) pairs in order."""
 
 import torch
 import triton
@@ -10,22 +10,22 @@ from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
 
-BLOCK_C = 2048  # channels of a program
-DOT_ELEMENTS = 4096  # of all slots of a token, for the gradient of probs
+BLOCK_C = 2048  # channels per program
+DOT_ELEMENTS = 4096  # tile size, choices x channels, of the kernel that computes the gradient of probs
 
 
 @triton.jit
-def places_of(ids_ptr, start, P, expert, taken, BLOCK_P: tl.constexpr):
-    """A block of pairs, which of them are the expert's, and their places, behind those that are taken."""
+def find_places(ids_ptr, start, P, expert, first_place, BLOCK_P: tl.constexpr):
+    """Return a block of pairs, a mask of those that chose `expert`, and their places, from `first_place` on."""
     pair = start + tl.arange(0, BLOCK_P)
     is_mine = tl.load(ids_ptr + pair, mask=pair < P, other=-1) == expert
-    return pair, is_mine, taken + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    return pair, is_mine, first_place + tl.cumsum(is_mine.to(tl.int32), 0) - 1
 
 
 @launched
 @triton.jit
 def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
-    """The pairs of one expert, in order, behind those of the experts before it."""
+    """Place the pairs of one expert, in order, after those of all lower experts."""
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK_P,), tl.int32)
     for start in range(0, P, BLOCK_P):
@@ -33,7 +33,7 @@ def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
         before += (tl.load(ids_ptr + pair, mask=pair < P, other=expert) < expert).to(tl.int32)
     first, count = tl.sum(before, 0), 0
     for start in range(0, P, BLOCK_P):
-        pair, is_mine, place = places_of(ids_ptr, start, P, expert, first + count, BLOCK_P)
+        pair, is_mine, place = find_places(ids_ptr, start, P, expert, first + count, BLOCK_P)
         tl.store(places_ptr + pair, place, mask=is_mine)
         count += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(counts_ptr + expert, count)
@@ -41,35 +41,35 @@ def _places_kernel(ids_ptr, places_ptr, counts_ptr, P, BLOCK_P: tl.constexpr):
 
 @launched
 @triton.jit
-def _spread_kernel(
+def _gather_rows_kernel(
     x_ptr, places_ptr, probs_ptr, rows_ptr, x_stride, C, K, HAS_PROBS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """A token's row, read once, to the places of all its slots."""
+    """Read one token once and write a copy to the place of each of its choices."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     x = tl.load(x_ptr + token * x_stride + columns, mask=columns < C, other=0.0)
-    for slot in range(K):
+    for choice in range(K):
         row = x
         if HAS_PROBS:
-            row = x.to(tl.float32) * tl.load(probs_ptr + token * K + slot).to(tl.float32)
-        place = tl.load(places_ptr + token * K + slot).to(tl.int64)
+            row = x.to(tl.float32) * tl.load(probs_ptr + token * K + choice).to(tl.float32)
+        place = tl.load(places_ptr + token * K + choice).to(tl.int64)
         tl.store(rows_ptr + place * C + columns, row.to(rows_ptr.dtype.element_ty), mask=columns < C)
 
 
 @launched
 @triton.jit
-def _collect_kernel(
+def _sum_rows_kernel(
     rows_ptr, places_ptr, probs_ptr, y_ptr, rows_stride, C, K, HAS_PROBS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The rows of a token's slots, added in order."""
+    """Add the rows of one token's choices, in order."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     y = tl.zeros((BLOCK_C,), tl.float32)
-    for slot in tl.range(0, K, loop_unroll_factor=4):  # so many rows are on their way at once
-        place = tl.load(places_ptr + token * K + slot).to(tl.int64)
+    for choice in tl.range(0, K, loop_unroll_factor=4):  # keeps four row loads in flight
+        place = tl.load(places_ptr + token * K + choice).to(tl.int64)
         row = tl.load(rows_ptr + place * rows_stride + columns, mask=columns < C, other=0.0).to(tl.float32)
         if HAS_PROBS:
-            row *= tl.load(probs_ptr + token * K + slot).to(tl.float32)
+            row *= tl.load(probs_ptr + token * K + choice).to(tl.float32)
         y += row
     tl.store(y_ptr + token * C + columns, y.to(y_ptr.dtype.element_ty), mask=columns < C)
 
@@ -79,19 +79,19 @@ def _collect_kernel(
 def _dots_kernel(
     x_ptr, rows_ptr, places_ptr, dprobs_ptr, x_stride, rows_stride, C, K, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """A token's row times the rows of all its slots."""
+    """Compute the dot product of one token with the row of each of its choices."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, BLOCK_K)
-    place = tl.load(places_ptr + token * K + slot, mask=slot < K, other=0).to(tl.int64)
+    choice = tl.arange(0, BLOCK_K)
+    place = tl.load(places_ptr + token * K + choice, mask=choice < K, other=0).to(tl.int64)
     rows_at = rows_ptr + place[:, None] * rows_stride
     total = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     for start in range(0, C, BLOCK_C):
         columns = start + tl.arange(0, BLOCK_C)
         x = tl.load(x_ptr + token * x_stride + columns, mask=columns < C, other=0.0).to(tl.float32)
-        mask = (slot < K)[:, None] & (columns < C)[None, :]
+        mask = (choice < K)[:, None] & (columns < C)[None, :]
         total += tl.load(rows_at + columns[None, :], mask=mask, other=0.0).to(tl.float32) * x[None, :]
     dprobs = tl.sum(total, 1).to(dprobs_ptr.dtype.element_ty)
-    tl.store(dprobs_ptr + token * K + slot, dprobs, mask=slot < K)
+    tl.store(dprobs_ptr + token * K + choice, dprobs, mask=choice < K)
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,27 +100,41 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> t
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     block = min(8192, power_of_2(pairs))
     _places_kernel[(num_experts,)](ids.contiguous(), places, counts, pairs, BLOCK_P=block, num_warps=8)
-    return spread(x, places, probs), places, counts
+    return gather_rows(x, places, probs), places, counts
 
 
-def spread(x: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+def gather_rows(x: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
     x, places = unit_stride(x), places.contiguous()
-    channels, slots = x.shape[1], places.shape[1]
+    channels, top_k = x.shape[1], places.shape[1]
     rows = torch.empty(places.numel(), channels, dtype=x.dtype, device=x.device)
     if rows.numel():
-        _spread_kernel[_grid(places, channels)](
-            x, places, _or_any(probs, x), rows, x.stride(0), channels, slots, **_meta(probs, channels)
+        _gather_rows_kernel[_grid(places, channels)](
+            x,
+            places,
+            _probs_or_placeholder(probs, x),
+            rows,
+            x.stride(0),
+            channels,
+            top_k,
+            **_launch_options(probs, channels),
         )
     return rows
 
 
-def collect(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+def sum_rows(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
     rows, places = unit_stride(rows), places.contiguous()
-    channels, slots = rows.shape[1], places.shape[1]
+    channels, top_k = rows.shape[1], places.shape[1]
     y = torch.empty(places.shape[0], channels, dtype=rows.dtype, device=rows.device)
     if y.numel():
-        _collect_kernel[_grid(places, channels)](
-            rows, places, _or_any(probs, rows), y, rows.stride(0), channels, slots, **_meta(probs, channels)
+        _sum_rows_kernel[_grid(places, channels)](
+            rows,
+            places,
+            _probs_or_placeholder(probs, rows),
+            y,
+            rows.stride(0),
+            channels,
+            top_k,
+            **_launch_options(probs, channels),
         )
     return y
 
@@ -128,20 +142,20 @@ def collect(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
 def permute_backward(
     drows: Tensor, places: Tensor, x: Tensor | None, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    dx = collect(drows, places, probs)
+    dx = sum_rows(drows, places, probs)
     return dx, None if probs is None or x is None else _dots(x, drows, places, probs.dtype)
 
 
 def unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return spread(dy, places, probs), None if probs is None else _dots(dy, rows, places, probs.dtype)
+    return gather_rows(dy, places, probs), None if probs is None else _dots(dy, rows, places, probs.dtype)
 
 
 def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
     x, rows, places = unit_stride(x), unit_stride(rows), places.contiguous()
-    (count, channels), slots = x.shape, places.shape[1]
-    dprobs = torch.empty(count, slots, dtype=dtype, device=x.device)
+    (count, channels), top_k = x.shape, places.shape[1]
+    dprobs = torch.empty(count, top_k, dtype=dtype, device=x.device)
     if dprobs.numel():
-        block_k = power_of_2(slots)
+        block_k = power_of_2(top_k)
         block_c = min(power_of_2(channels), max(16, DOT_ELEMENTS // block_k))
         _dots_kernel[(count,)](
             x,
@@ -151,7 +165,7 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor
             x.stride(0),
             rows.stride(0),
             channels,
-            slots,
+            top_k,
             BLOCK_K=block_k,
             BLOCK_C=block_c,
             num_warps=4,
@@ -163,10 +177,10 @@ def _grid(places: Tensor, channels: int) -> tuple[int, int]:
     return places.shape[0], ceil_div(channels, min(BLOCK_C, power_of_2(channels)))
 
 
-def _or_any(probs: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for the kernel's argument, not read without probs."""
+def _probs_or_placeholder(probs: Tensor | None, other: Tensor) -> Tensor:
+    """Return probs, or `other` as a valid pointer that the kernel does not read when HAS_PROBS is false."""
     return other if probs is None else probs.contiguous()
 
 
-def _meta(probs: Tensor | None, channels: int) -> dict[str, int | bool]:
+def _launch_options(probs: Tensor | None, channels: int) -> dict[str, int | bool]:
     return {"HAS_PROBS": probs is not None, "BLOCK_C": min(BLOCK_C, power_of_2(channels)), "num_warps": 4}

@@ -1,4 +1,4 @@
-"""Choosing the experts of each token."""
+"""The router of a mixture of experts: it chooses the k experts of each token and their weights."""
 
 from typing import Any, Literal
 
@@ -19,26 +19,26 @@ def _check_route(logits: Tensor, k: int, bias: Tensor | None, num_groups: int, t
         raise ValueError(f"route: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] floating point")
     if num_groups < 1 or count % num_groups or not 1 <= top_groups <= num_groups:
         raise ValueError(
-            f"route: {count} experts in {num_groups} groups of which {top_groups} are kept: "
-            "groups must be of one size, and at least one and at most all of them kept"
+            f"route: num_groups is {num_groups} and top_groups {top_groups} for {count} experts, "
+            f"expected num_groups to divide {count} and top_groups from 1 to num_groups"
         )
     if bias is not None and bias.requires_grad:
-        raise ValueError("route: bias only chooses and gets no gradient, pass bias.detach()")
+        raise ValueError("route: bias requires grad, but it only affects the choice and has none; pass bias.detach()")
     if not 1 <= k <= count // num_groups * top_groups:
-        raise ValueError(f"route: k is {k}, expected 1 to {count // num_groups * top_groups}, the experts to choose of")
+        raise ValueError(f"route: k is {k}, expected 1 to {count // num_groups * top_groups}, the number of candidates")
 
 
-def _highest(x: Tensor, k: int) -> Tensor:
-    """Ids of the k highest along the last dim, ties to the lowest id; topk promises no order."""
+def _top_ids(x: Tensor, k: int) -> Tensor:
+    """Return the ids of the k highest values along the last dim, ties to the lowest id (topk promises no order)."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _in_top_groups(choice: Tensor, num_groups: int, top_groups: int, pairs: bool) -> Tensor:
-    """`choice` with everything outside the best groups at minus infinity."""
-    grouped = choice.unflatten(-1, (num_groups, -1))
-    best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1) if pairs else grouped.amax(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _highest(best, top_groups), True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+def _mask_to_top_groups(ranking: Tensor, num_groups: int, top_groups: int, sum_best_two: bool) -> Tensor:
+    """Return `ranking` with every expert outside the `top_groups` best groups set to minus infinity."""
+    grouped = ranking.unflatten(-1, (num_groups, -1))
+    best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1) if sum_best_two else grouped.amax(-1)
+    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _top_ids(best, top_groups), True)
+    return grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _fake_route(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,8 @@ def _fake_route(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
 
 
 def _scores(wide: Tensor, scoring: str) -> Tensor:
-    # exp, not sigmoid: torch's vectorised sigmoid and its scalar one, used for the rest of a row, differ in bits.
+    # exp instead of sigmoid: torch computes the tail of a row with a scalar sigmoid that differs in bits from its
+    # vectorised one.
     return torch.softmax(wide, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-wide))
 
 
@@ -64,24 +65,26 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The k experts of each token and their weights.
+    """Choose the k experts of each token and compute their weights.
 
-    logits: [T, E] bf16, fp16 or fp32; bias: [E], added to the scores for choosing only; returns weights [T, k] fp32 and
-    ids [T, k] int32, the highest score first, ties to the lowest id. Scores are softmax or sigmoid of the logits in
-    fp32. With `num_groups` > 1 experts are chosen from the `top_groups` best groups; a group is as good as its best
-    expert, with a bias as its best two together (DeepSeek-V2, -V3). `renormalize` divides the weights by their sum;
-    `scale` multiplies them last. The weights are differentiable in the logits, the choice held; bias has no gradient.
+    logits: [T, E] bf16, fp16 or fp32; bias: [E] floating point, added to the scores for the choice only; returns
+    weights [T, k] fp32 and ids [T, k] int32, the highest score first, ties to the lowest id. Scores are the softmax or
+    sigmoid of the logits in fp32. With `num_groups` > 1 the experts come from the `top_groups` best groups only: a
+    group ranks by its best expert or, with a bias, by the sum of its best two (DeepSeek-V2, -V3). `renormalize` divides
+    the weights by their sum; `scale` multiplies them last. The weights are differentiable in the logits for a fixed
+    choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or the groups do not fit, or when bias
+    requires grad. Example: weights, ids = route(logits, k=8).
     """
     scores = _scores(widen(logits), scoring)
-    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    ranking = scores if bias is None else scores + bias.to(scores.dtype)
     if num_groups > 1:
-        choice = _in_top_groups(choice, num_groups, top_groups, pairs=bias is not None)
-    ids = _highest(choice, k)
+        ranking = _mask_to_top_groups(ranking, num_groups, top_groups, sum_best_two=bias is not None)
+    ids = _top_ids(ranking, k)
     weights = scores.gather(-1, ids)
     if renormalize:
         total = weights[:, :1]
-        for slot in range(1, k):  # in order: a sum's own order may depend on the number of rows
-            total = total + weights[:, slot : slot + 1]
+        for choice in range(1, k):  # one by one: the order of additions in torch.sum may depend on the number of tokens
+            total = total + weights[:, choice : choice + 1]
         weights = weights / total.clamp_min(1e-20)
     return (weights * scale).contiguous(), ids.int().contiguous()
 
@@ -117,27 +120,28 @@ def route_backward(
 ) -> Tensor:
     """Gradient of the weights of `route` with respect to the logits, in their dtype: [T, E], contiguous.
 
-    dweights: [T, k] floating point; ids: [T, k], as `route` chose them, none twice in a row. In fp32, rounded once.
+    dweights: [T, k] floating point; ids: [T, k] int32 or int64, as `route` returned them, each at most once per token.
+    Computed in fp32, rounded once. Raises ValueError when shapes, dtypes or ids do not fit.
     """
     scores = _scores(widen(logits), scoring)
-    at = ids.long()
-    chosen = scores.gather(-1, at)
+    index = ids.long()
+    chosen = scores.gather(-1, index)
     grads = dweights.to(scores.dtype) * scale
     if renormalize:
         total = chosen.sum(-1, keepdim=True)
-        least = total.clamp_min(1e-20)
-        # Differences first: where all are alike, or there is one expert, the gradient is exactly 0.
-        apart = ((grads.unsqueeze(-1) - grads.unsqueeze(-2)) * (chosen / least).unsqueeze(-2)).sum(-1)
-        grads = torch.where(total >= 1e-20, apart, grads) / least
-    dscores = torch.zeros_like(scores).scatter(-1, at, grads)
+        divisor = total.clamp_min(1e-20)
+        # Subtract before multiplying: with equal gradients, or with one expert, the result is exactly 0.
+        differences = ((grads.unsqueeze(-1) - grads.unsqueeze(-2)) * (chosen / divisor).unsqueeze(-2)).sum(-1)
+        grads = torch.where(total >= 1e-20, differences, grads) / divisor
+    dscores = torch.zeros_like(scores).scatter(-1, index, grads)
     inner = (grads * chosen).sum(-1, keepdim=True) if scoring == "softmax" else dscores * scores
     return (scores * (dscores - inner)).to(logits.dtype).contiguous()
 
 
 @route.gradient(save=("logits",), save_outputs=(1,))
 def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    how = {name: args[name] for name in ("scoring", "renormalize", "scale", "backend")}
-    return {"logits": route_backward(grads[0], args["logits"], outputs[1], **how)}
+    options = {name: args[name] for name in ("scoring", "renormalize", "scale", "backend")}
+    return {"logits": route_backward(grads[0], args["logits"], outputs[1], **options)}
 
 
 def _triton_reason(logits: Tensor, **_: object) -> str | None:
@@ -149,7 +153,8 @@ def _triton_reason(logits: Tensor, **_: object) -> str | None:
 route.impl("triton", "route_triton:forward", accepts=_triton_reason)
 route_backward.impl("triton", "route_triton:backward", accepts=_triton_reason)
 route.impl("torch_npu", "route_torch_npu:route", accepts=route_torch_npu.reason)
-# torch_npu's gradient came in 2.11 and does not say its formula: on NPU tensors this is a few small operators of torch.
+# torch_npu has its own gradient since 2.11 but does not document the formula, so on NPU tensors the reference runs as a
+# few small torch operators.
 route_backward.impl("torch_npu", accepts=route_torch_npu.backward_reason)(route_backward.reference)
 
 
@@ -169,7 +174,7 @@ _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens
 def _make(
     draw: Draw, tokens: Sizes, experts: int, k: int, bias: bool = False, weight_scale: float = 1.0, **options: Any
 ) -> Values:
-    # Logits a multiple of 1/64 apart are exact in every dtype, so all of them choose the same experts.
+    # Logits that are multiples of 1/64 are exact in every dtype, so that all dtypes choose the same experts.
     steps = torch.stack([torch.randperm(experts + 4 * draw.sliced) for _ in range(tokens[0] or 1)])[: tokens[0]]
     logits = (draw.scale * (steps - experts / 2) / 16).to(draw.dtype).to(draw.device)[:, :experts]
     offsets = torch.arange(experts, device=draw.device).to(draw.dtype) / 64 if bias else None
@@ -179,10 +184,10 @@ def _make(
 def _make_backward(draw: Draw, **case: Any) -> Values:
     values = _make(draw, **case)
     logits, k = values["logits"], values["k"]
-    how: Values = {name: values[name] for name in ("scoring", "renormalize", "scale") if name in values}
+    options: Values = {name: values[name] for name in ("scoring", "renormalize", "scale") if name in values}
     dweights = torch.randn(logits.shape[0], k, device=logits.device).to(draw.wide)
     ids = torch.rand(logits.shape, device=logits.device).argsort(-1)[:, :k].int()
-    return {"dweights": dweights, "logits": logits, "ids": ids, **how}
+    return {"dweights": dweights, "logits": logits, "ids": ids, **options}
 
 
 route.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,4 +1,4 @@
-"""Routing on Ascend. Nothing is read back to the host."""
+"""Routing on Ascend with torch_npu's gating operators. No value is read back to the host."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def route(
     top_groups: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """In fp32, as the weights have the logits' dtype there."""
+    """Route with fp32 logits, because torch_npu returns the weights in the dtype of the logits."""
     wide = logits.float().contiguous()
     if _is_plain(bias, scoring, num_groups):
         weights, ids, _ = _torch_npu.call("npu_moe_gating_top_k_softmax", x=wide, finished=None, k=k)
@@ -50,7 +50,7 @@ def route(
             routed_scaling_factor=1.0,
             eps=1e-20,
         )
-        if is_raw:  # the operator divides sigmoid's weights by their sum, and only those
+        if is_raw:  # the operator always renormalises sigmoid weights (and only those), so gather the raw scores
             weights = scores.gather(-1, ids.long())
     if renormalize and scoring == "softmax":
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Routing in Triton, a token a program: the choice, and the gradient of its weights."""
+"""Routing in Triton, one program per token: the choice of experts, and the gradient of their weights."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _ranked(values, ids):
-    """One integer that orders by value and then the lowest id first: a maximum finds both at once."""
+def _sort_keys(values, ids):
+    """Pack value and id into one int64 key; the maximum key is the highest value and, among equals, the lowest id."""
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
-def _highest(ranked):
-    """The highest of a 2-D block of `_ranked`, and its id."""
-    best = tl.max(tl.max(ranked, 1), 0)
+def _top_key(keys):
+    """Return the highest key of a 2-D block of `_sort_keys`, and the id in it."""
+    best = tl.max(tl.max(keys, 1), 0)
     return best, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -52,7 +52,7 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row, its experts as [groups, experts of a group]."""
+    """Route one token; its experts form a tile [groups, experts per group]."""
     begin(OVERLAP)
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -66,47 +66,47 @@ def _route_kernel(
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
     else:
         scores = 1 / (1 + tl.exp(-logits))
-    choice = scores
+    ranking = scores
     if HAS_BIAS:
-        choice += tl.load(bias_ptr + ids, mask=is_real, other=0.0).to(tl.float32)
-    choice = tl.where(is_real, choice, float("-inf"))
+        ranking += tl.load(bias_ptr + ids, mask=is_real, other=0.0).to(tl.float32)
+    ranking = tl.where(is_real, ranking, float("-inf"))
     if GROUPS > 1:
-        best = tl.max(choice, 1)[:, None]
-        if HAS_BIAS:  # a group is as good as its best two
-            first = tl.min(tl.where(choice == best, member, BLOCK_S), 1)[:, None]
-            second = tl.max(tl.where(member == first, float("-inf"), choice), 1)[:, None]
+        best = tl.max(ranking, 1)[:, None]
+        if HAS_BIAS:  # a group ranks by the sum of its best two experts
+            first = tl.min(tl.where(ranking == best, member, BLOCK_S), 1)[:, None]
+            second = tl.max(tl.where(member == first, float("-inf"), ranking), 1)[:, None]
             best = best + (second if SIZE > 1 else 0.0)
         best = tl.where(group < GROUPS, best, float("-inf"))
         is_kept = group < 0
-        ranked = _ranked(best, group)
+        keys = _sort_keys(best, group)
         for _ in range(TOP_GROUPS):
-            winner = _highest(ranked)[1]
+            winner = _top_key(keys)[1]
             is_kept = is_kept | (group == winner)
-            ranked = tl.where(group == winner, LOWEST, ranked)
-        choice = tl.where(is_kept, choice, float("-inf"))
-    slot = tl.arange(0, BLOCK_K)
+            keys = tl.where(group == winner, LOWEST, keys)
+        ranking = tl.where(is_kept, ranking, float("-inf"))
+    choice = tl.arange(0, BLOCK_K)
     weights = tl.zeros((BLOCK_K,), tl.float32)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     total = 0.0
-    ranked = _ranked(choice, ids)
+    keys = _sort_keys(ranking, ids)
     for i in range(K):
-        rank, winner = _highest(ranked)
+        key, winner = _top_key(keys)
         if HAS_BIAS:
             weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
-        else:  # scores are never negative: their rank holds their bits
-            weight = (rank >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        weights = tl.where(slot == i, weight, weights)
-        chosen = tl.where(slot == i, winner, chosen)
-        ranked = tl.where(ids == winner, LOWEST, ranked)
+        else:  # scores are never negative, so the upper half of the key holds their bits unchanged
+            weight = (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        weights = tl.where(choice == i, weight, weights)
+        chosen = tl.where(choice == i, winner, chosen)
+        keys = tl.where(ids == winner, LOWEST, keys)
         total += weight
     if RENORMALIZE:
         weights = weights / tl.maximum(total, 1e-20)
-    tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
-    tl.store(ids_ptr + row * K + slot, chosen, mask=slot < K)
+    tl.store(weights_ptr + row * K + choice, weights * scale, mask=choice < K)
+    tl.store(ids_ptr + row * K + choice, chosen, mask=choice < K)
 
 
 def forward(
-    logits: Tensor, k: int, bias: Tensor | None, num_groups: int, top_groups: int, scale: float, **how: Any
+    logits: Tensor, k: int, bias: Tensor | None, num_groups: int, top_groups: int, scale: float, **options: Any
 ) -> tuple[Tensor, Tensor]:
     logits = unit_stride(logits)
     count, experts = logits.shape
@@ -125,8 +125,8 @@ def forward(
             TOP_GROUPS=top_groups,
             K=k,
             HAS_BIAS=bias is not None,
-            SOFTMAX=how["scoring"] == "softmax",
-            RENORMALIZE=how["renormalize"],
+            SOFTMAX=options["scoring"] == "softmax",
+            RENORMALIZE=options["renormalize"],
             BLOCK_G=power_of_2(num_groups),
             BLOCK_S=power_of_2(experts // num_groups),
             BLOCK_K=power_of_2(k),
@@ -157,32 +157,32 @@ def _route_backward_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One token: the gradients of its slots, then of all its logits."""
+    """Compute one token's gradients: of the scores of its choices first, then of all its logits."""
     row = tl.program_id(0).to(tl.int64)
-    experts, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    experts, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     logits_ptr += row * stride
     logits = tl.load(logits_ptr + experts, mask=experts < E, other=float("-inf")).to(tl.float32)
     peak = tl.max(logits, 0)
     total = tl.sum(tl.exp(logits - peak), 0)
     scores = _score(logits, peak, total, SOFTMAX)
-    is_slot = slots < K
-    ids = tl.load(ids_ptr + row * K + slots, mask=is_slot, other=0)
-    chosen = tl.load(logits_ptr + ids, mask=is_slot, other=float("-inf")).to(tl.float32)
-    chosen = tl.where(is_slot, _score(chosen, peak, total, SOFTMAX), 0.0)
-    grads = tl.load(dweights_ptr + row * K + slots, mask=is_slot, other=0.0).to(tl.float32) * scale
+    is_choice = choices < K
+    ids = tl.load(ids_ptr + row * K + choices, mask=is_choice, other=0)
+    chosen = tl.load(logits_ptr + ids, mask=is_choice, other=float("-inf")).to(tl.float32)
+    chosen = tl.where(is_choice, _score(chosen, peak, total, SOFTMAX), 0.0)
+    grads = tl.load(dweights_ptr + row * K + choices, mask=is_choice, other=0.0).to(tl.float32) * scale
     if RENORMALIZE:
-        found = tl.sum(chosen, 0)
-        least = tl.maximum(found, 1e-20)
-        apart = tl.zeros((BLOCK_K,), tl.float32)
-        for slot in range(K):  # differences first: where all are alike the gradient is exactly 0
-            share = tl.div_rn(tl.sum(tl.where(slots == slot, chosen, 0.0), 0), least)
-            apart += share * (grads - tl.sum(tl.where(slots == slot, grads, 0.0), 0))
-        grads = tl.where(found >= 1e-20, apart, grads) / least
-    grads = tl.where(is_slot, grads, 0.0)
+        chosen_total = tl.sum(chosen, 0)
+        divisor = tl.maximum(chosen_total, 1e-20)
+        differences = tl.zeros((BLOCK_K,), tl.float32)
+        for choice in range(K):  # subtract before multiplying: equal gradients give exactly 0
+            share = tl.div_rn(tl.sum(tl.where(choices == choice, chosen, 0.0), 0), divisor)
+            differences += share * (grads - tl.sum(tl.where(choices == choice, grads, 0.0), 0))
+        grads = tl.where(chosen_total >= 1e-20, differences, grads) / divisor
+    grads = tl.where(is_choice, grads, 0.0)
     dscores = tl.zeros((BLOCK_E,), tl.float32)
-    for slot in range(K):
-        expert = tl.load(ids_ptr + row * K + slot)
-        dscores += tl.where(experts == expert, tl.sum(tl.where(slots == slot, grads, 0.0), 0), 0.0)
+    for choice in range(K):
+        expert = tl.load(ids_ptr + row * K + choice)
+        dscores += tl.where(experts == expert, tl.sum(tl.where(choices == choice, grads, 0.0), 0), 0.0)
     inner = tl.sum(grads * chosen, 0) if SOFTMAX else dscores * scores
     dlogits = scores * (dscores - inner)
     tl.store(dlogits_ptr + row * E + experts, dlogits.to(dlogits_ptr.dtype.element_ty), mask=experts < E)

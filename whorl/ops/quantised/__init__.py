@@ -1,4 +1,4 @@
-"""Products of weights that are held in fewer bits than they are multiplied in."""
+"""Linear layers and experts whose weights are stored in fewer bits than they are multiplied in."""
 
 from .int8_experts import int8_experts
 from .int8_linear import int8_linear

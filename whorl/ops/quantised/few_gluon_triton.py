@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Products of packed weights and a few tokens, in Gluon: bound by how fast codes come, so they are asked for early.
+"""Matmuls of packed weights with a few tokens, in Gluon: bound by memory bandwidth, so codes are loaded early.
 
-16 rows of a weight are a warp's, and what a warp needs of a chunk, 16 bytes a thread at a time, goes straight into its
-registers, in the places in which tensor cores want the values: no shared memory, no shuffles. Where a weight has few
-rows, warps take chunks of K side by side; the chunks' sums are added in their order, as everywhere.
+A warp computes 16 rows of a weight. It loads its codes of a chunk straight into registers, 16 bytes per thread at a
+time, in the positions that the tensor cores expect: no shared memory, no shuffles. When a weight has few rows, several
+warps take different chunks of K; the sums of the chunks are added in order, as in the other kernels.
 """
 
 import functools
@@ -21,13 +21,13 @@ from .._rows import ceil_div, power_of_2
 from .layout import CHUNK
 from .product_triton import Weight
 
-TOKENS = 8  # the fewest columns of a product
-ENOUGH_WARPS = 1024  # 8 KB of 4 bits in each: some 60 KB of a multiprocessor are on their way
+TOKENS = 8  # the fewest columns of a tensor core matmul
+ENOUGH_WARPS = 1024  # each loads 8 KB of 4-bit codes: about 60 KB per multiprocessor are in flight
 
 
 @gluon.jit
 def _pairs(words, zeros, scales):
-    """As `product_triton._pairs_bf16`."""
+    """Do the same as `product_triton._pairs_bf16`, in Gluon."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d;
@@ -60,29 +60,32 @@ def _pairs(words, zeros, scales):
 
 
 @gluon.jit
-def _twice(bits):
+def _duplicate_halves(bits):
     bits = bits.to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @gluon.jit
-def _at_groups(at, start, K, GROUP: gl.constexpr, NUM: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers [CHUNKS, ROWS, NUM] to the scales of every STEP-th column from start [CHUNKS, 1, 1] on.
+def _group_pointers(
+    pointers, start, K, GROUP: gl.constexpr, NUM: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Return pointers [CHUNKS, ROWS, NUM] to the scales of every STEP-th column from start [CHUNKS, 1, 1] on.
 
-    at: pointers [CHUNKS, ROWS, 1] to the first ones of rows.
+    pointers: [CHUNKS, ROWS, 1], to the first scale of each row.
     """
     n = gl.expand_dims(gl.expand_dims(gl.arange(0, NUM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
     if GROUP == 0:
-        return at + n * 0
+        return pointers + n * 0
     else:
-        return at + gl.minimum(start + n * STEP, K - 1) // GROUP
+        return pointers + gl.minimum(start + n * STEP, K - 1) // GROUP
 
 
 @gluon.jit
 def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, PER: gl.constexpr):
-    """[CHUNKS, ROWS, BLOCK_K] in dtype of words [CHUNKS, ROWS, BLOCK_K / 8]; scales: [CHUNKS, ROWS, PER a block].
+    """Return the values [CHUNKS, ROWS, BLOCK_K] in `dtype` of words [CHUNKS, ROWS, BLOCK_K / 8].
 
-    Where scales and values are bf16 the product with them is one of bf16, else one of fp32.
+    scales: PER of them per block of 128 columns. When scales and values are bf16 codes are scaled in bf16, else in
+    fp32.
     """
     IS_BF16: gl.constexpr = scales.dtype == gl.bfloat16 and dtype == gl.bfloat16
     C: gl.constexpr = words.shape[0]
@@ -92,13 +95,13 @@ def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
     LAYOUT: gl.constexpr = parts.type.layout
     OF_SCALES: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, LAYOUT))
     if IS_BF16:
-        factors = _twice(scales.to(gl.int16, bitcast=True))
+        factors = _duplicate_halves(scales.to(gl.int16, bitcast=True))
         factors = gl.convert_layout(factors.reshape([C, R, B, PER]), OF_SCALES)
         factors = gl.expand_dims(gl.expand_dims(factors, 3), 5)
     else:
         factors = gl.full_like(parts, 0x3F803F80)  # ones
     if HAS_ZEROS:
-        zeros = _twice(zeros.to(gl.int32) + 0x4300)
+        zeros = _duplicate_halves(zeros.to(gl.int32) + 0x4300)
         zeros = gl.convert_layout(zeros.reshape([C, R, B, PER]), OF_SCALES)
         zeros = gl.expand_dims(gl.expand_dims(zeros, 3), 5)
     else:
@@ -107,21 +110,21 @@ def _int4_values(words, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
     _, zeros = gl.broadcast(parts, zeros)
     a, b, c, d, e, f, g, h = _pairs(parts, zeros, factors)
     low, high = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    found = gl.join(low, high)
+    values = gl.join(low, high)
     if not IS_BF16:
-        WIDE: gl.constexpr = gl.SliceLayout(6, gl.SliceLayout(7, gl.SliceLayout(8, found.type.layout)))
+        WIDE: gl.constexpr = gl.SliceLayout(6, gl.SliceLayout(7, gl.SliceLayout(8, values.type.layout)))
         wide = scales.to(gl.float32).reshape([C, R, B, PER])
         wide = gl.convert_layout(wide, gl.SliceLayout(3, gl.SliceLayout(5, WIDE)))
         wide = gl.expand_dims(gl.expand_dims(wide, 3), 5)
         wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(wide, 6), 7), 8)
-        found = (found.to(gl.float32) * wide).to(dtype)
-    found = found.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2
-    return found.permute([0, 1, 2, 4, 7, 6, 3, 5]).reshape([C, R, B * 128])
+        values = (values.to(gl.float32) * wide).to(dtype)
+    values = values.reshape([C, R, B, 4, 4, 2, 2, 2])  # i, w, second, p % 2, p // 2, as in layout.py
+    return values.permute([0, 1, 2, 4, 7, 6, 3, 5]).reshape([C, R, B * 128])
 
 
 @gluon.jit
 def _byte_values(codes, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr):
-    """[CHUNKS, ROWS, BLOCK_K] in dtype of as many bytes; scales: [CHUNKS, ROWS, one a block of 64]."""
+    """Return the values [CHUNKS, ROWS, BLOCK_K] in `dtype` of as many bytes; scales: one per block of 64 columns."""
     C: gl.constexpr = codes.shape[0]
     R: gl.constexpr = codes.shape[1]
     B: gl.constexpr = codes.shape[2] // 64
@@ -131,12 +134,12 @@ def _byte_values(codes, scales, zeros, dtype: gl.constexpr, HAS_ZEROS: gl.conste
         zeros = gl.convert_layout(zeros.to(gl.float32), gl.SliceLayout(3, LAYOUT))
         parts = parts - gl.expand_dims(zeros, 3)
     scales = gl.convert_layout(scales.to(gl.float32), gl.SliceLayout(3, LAYOUT))
-    found = (parts * gl.expand_dims(scales, 3)).to(dtype).reshape([C, R, B, 4, 4, 2, 2])  # i, m, h, e
-    return found.permute([0, 1, 2, 4, 5, 3, 6]).reshape([C, R, B * 64])
+    values = (parts * gl.expand_dims(scales, 3)).to(dtype).reshape([C, R, B, 4, 4, 2, 2])  # i, m, h, e
+    return values.permute([0, 1, 2, 4, 5, 3, 6]).reshape([C, R, B * 64])
 
 
 @gluon.jit
-def _multiplied(
+def _multiply_add(
     codes,
     scales,
     zeros,
@@ -149,7 +152,7 @@ def _multiplied(
     PER: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
 ):
-    """part, and the product of some codes' values and x, which goes through shared memory to those who need it."""
+    """Return part plus the product of the codes' values and x; x passes through shared memory to reach all warps."""
     sync()
     xs.store(x)
     sync()
@@ -159,7 +162,7 @@ def _multiplied(
         weight = _byte_values(codes, scales, zeros, x.dtype, HAS_ZEROS)
     weight = gl.convert_layout(weight, A, assert_trivial=True)
     operand = xs.permute((0, 2, 1)).load(B)
-    if COLUMNS == 1:  # tensor cores take no fewer columns than 8
+    if COLUMNS == 1:  # tensor cores need at least 8 columns
         WIDE: gl.constexpr = part.shape[2]
         _, operand = gl.broadcast(gl.zeros([x.shape[0], x.shape[2], WIDE], x.dtype, B), operand)
     return mma_v2(weight, operand, part)
@@ -176,7 +179,7 @@ def _few_packed_kernel(
     ids_ptr,
     x_stride,
     T,
-    SLOTS,
+    PAIRS_PER_ROW,
     N,
     high,
     scales_high,
@@ -201,10 +204,11 @@ def _few_packed_kernel(
     OVERLAP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """16 * HIGH rows of a weight, CHUNKS of its K at a time, by up to COLUMNS tokens, or (IS_ROUTED) by one pair's.
+    """Multiply 16 * HIGH rows of a weight, CHUNKS chunks of K at a time, by up to COLUMNS tokens.
 
-    ACTIVATE: half of the rows are gate's, and half are up's, which stand N rows behind. AHEAD: codes are asked for
-    before the kernel ahead has ended. high, scales_high: rows of an expert's codes and scales.
+    IS_ROUTED: by the token of one (token, choice) pair, with the weight of its expert. ACTIVATE: half of the rows are
+    the gate's and half the up projection's, which start N rows later. AHEAD: codes are loaded before the previous
+    kernel has ended. high, scales_high: rows of one expert's codes and of its scales.
     """
     ROWS: gl.constexpr = 16 * HIGH
     OUT: gl.constexpr = ROWS // 2 if ACTIVATE else ROWS
@@ -237,10 +241,10 @@ def _few_packed_kernel(
     c = gl.arange(0, CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, OF_CODES)))
     r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OF_CODES)))
     rows = (first + r % OUT) % N + r // OUT * N
-    place = gl.arange(0, LENGTH, gl.SliceLayout(0, gl.SliceLayout(0, OF_CODES)))
+    code_column = gl.arange(0, LENGTH, gl.SliceLayout(0, gl.SliceLayout(0, OF_CODES)))
     chunk = gl.expand_dims(gl.expand_dims(c, 1), 2)
     row = gl.expand_dims(gl.expand_dims(rows, 0), 2)
-    column = gl.expand_dims(gl.expand_dims(place, 0), 0)
+    column = gl.expand_dims(gl.expand_dims(code_column, 0), 0)
     code_chunk = chunk * (CHUNK // 8 if IS_INT4 else CHUNK)
     codes_at = codes_ptr + (entry * high + row) * width + (code_chunk + column)
     group_row = (entry * scales_high + row // GROUP_ROWS) * groups
@@ -251,7 +255,7 @@ def _few_packed_kernel(
     xk = gl.arange(0, BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(0, COPY)))
     token = gl.expand_dims(gl.expand_dims(xt, 0), 2)
     x_column = gl.expand_dims(gl.expand_dims(xc, 1), 2) * CHUNK + gl.expand_dims(gl.expand_dims(xk, 0), 0)
-    x_at = x_ptr + (pair // SLOTS + token).to(gl.int64) * x_stride + x_column
+    x_at = x_ptr + (pair // PAIRS_PER_ROW + token).to(gl.int64) * x_stride + x_column
     xs = gl.allocate_shared_memory(dtype, [CHUNKS, SHOWN, BLOCK_K], SMEM)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNKS, ROWS, WIDE], PLAIN)
 
@@ -259,28 +263,28 @@ def _few_packed_kernel(
     total = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
     second = gl.zeros([1, OUT, WIDE], gl.float32, FOLD)
     codes = gl.load(codes_at, mask=code_chunk + column < width, other=0.0)
-    scales = gl.load(_at_groups(scales_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
+    scales = gl.load(_group_pointers(scales_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
     zeros = scales
     if HAS_ZEROS:
-        zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
+        zeros = gl.load(_group_pointers(zeros_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
     if AHEAD and not IS_ROUTED:
         follow(OVERLAP)
     x = gl.load(x_at, mask=(token < T) & (x_column < K), other=0.0)
     for round in range(ROUNDS):
         part = gl.zeros([CHUNKS, ROWS, WIDE], gl.float32, MMA)
         for step in gl.static_range(STEPS):
-            # What comes next is asked for before this is used.
+            # Loads of the next step are issued before this step's data is used.
             begin = (round + (step + 1) // STEPS) * CHUNKS * CHUNK + (step + 1) % STEPS * BLOCK_K
             code_begin = begin // 8 if IS_INT4 else begin
             next_codes = gl.load(codes_at + code_begin, mask=code_chunk + column + code_begin < width, other=0.0)
-            next_scales = gl.load(_at_groups(scales_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
+            next_scales = gl.load(_group_pointers(scales_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
             next_zeros = next_scales
             if HAS_ZEROS:
-                next_zeros = gl.load(_at_groups(zeros_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
+                next_zeros = gl.load(_group_pointers(zeros_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
             next_x = gl.load(x_at + begin, mask=(token < T) & (x_column + begin < K), other=0.0)
-            # Where K ends within the round, what is behind is nobody's.
+            # When K ends within the round, the steps after its end contribute nothing.
             if IS_WHOLE or round * CHUNKS * CHUNK + step * BLOCK_K < K:
-                part = _multiplied(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
+                part = _multiply_add(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
             codes, scales, zeros, x = next_codes, next_scales, next_zeros, next_x
         sums.store(part)
         sync()
@@ -304,9 +308,9 @@ def _few_packed_kernel(
 
 @functools.cache
 def _layout(is_int4: bool, chunks: int, high: int, block: int) -> Any:
-    """Of codes [chunks, 16 * high, ..]: where tensor cores want what is in them."""
+    """Return the register layout of codes [chunks, 16 * high, ..] that matches the tensor cores' left operand."""
     length = block // 8 if is_int4 else block
-    run = 4 if is_int4 else 16  # numbers in the 16 bytes of a thread
+    run = 4 if is_int4 else 16  # elements in the 16 bytes of a thread
     registers = [[0, 0, n] for n in _powers(1, run)] + [[0, 8, 0]] + [[0, 0, n] for n in _powers(4 * run, length)]
     lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[0, 16 * n, 0] for n in _powers(1, high)] + [[n, 0, 0] for n in _powers(1, chunks)]
@@ -314,15 +318,15 @@ def _layout(is_int4: bool, chunks: int, high: int, block: int) -> Any:
 
 
 def _powers(start: int, end: int) -> list[int]:
-    found = []
+    powers = []
     while start < end:
-        found.append(start)
+        powers.append(start)
         start *= 2
-    return found
+    return powers
 
 
 def reason(x: Tensor, weight: Weight) -> str | None:
-    """None where this kernel multiplies, else why the plain one does."""
+    """Return None if this kernel accepts the arguments, else why the Triton kernel must run instead."""
     group = weight.group(x.shape[-1])
     if x.element_size() != 2:
         return f"multiplies in 16 bits, got {x.dtype}"
@@ -334,7 +338,7 @@ def reason(x: Tensor, weight: Weight) -> str | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:
-    """y = x @ weight.T + bias of up to 8 tokens. sizes: for trials, not the plan's."""
+    """Compute y = x @ weight.T + bias for up to 8 tokens. sizes: replaces `plan` in benchmarks."""
     count, rows = y.shape
     sizes = sizes or plan(count, rows, x.shape[1], weight.codes.dtype)
     columns = 1 if count == 1 else TOKENS
@@ -348,14 +352,26 @@ def experts(
     y: Tensor,
     sizes: dict[str, Any] | None = None,
     *,
-    slots: int,
+    pairs_per_row: int,
     is_activated: bool,
 ) -> None:
-    """y[pair] of the weight of expert ids[pair] and x[pair // slots]; is_activated: silu(gate) * up of it."""
+    """Compute y[pair] from x[pair // pairs_per_row] and expert ids[pair]; is_activated: then silu(gate) * up."""
     sizes = sizes or experts_plan(x.shape[1], weight.codes.dtype, is_activated)
     out = 16 * sizes["HIGH"] // (2 if is_activated else 1)
     grid = ceil_div(y.shape[1], out), ids.numel()
-    _launch(x, weight, None, y, ids, grid, sizes, COLUMNS=1, IS_ROUTED=True, ACTIVATE=is_activated, SLOTS=slots)
+    _launch(
+        x,
+        weight,
+        None,
+        y,
+        ids,
+        grid,
+        sizes,
+        COLUMNS=1,
+        IS_ROUTED=True,
+        ACTIVATE=is_activated,
+        PAIRS_PER_ROW=pairs_per_row,
+    )
 
 
 def _launch(
@@ -370,7 +386,7 @@ def _launch(
     COLUMNS: int,
     IS_ROUTED: bool = False,
     ACTIVATE: bool = False,
-    SLOTS: int = 1,
+    PAIRS_PER_ROW: int = 1,
 ) -> None:
     codes, length = weight.codes, x.shape[1]
     is_int4 = codes.dtype == torch.int32
@@ -383,7 +399,7 @@ def _launch(
         ids,
         x.stride(0),
         len(y) if not IS_ROUTED else 1,
-        SLOTS,
+        PAIRS_PER_ROW,
         y.shape[1],
         codes.shape[-2],
         weight.scales.shape[-2],
@@ -413,9 +429,9 @@ def _launch(
 
 
 def plan(count: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Of `linear`: chunks side by side until there are so many warps that all multiprocessors wait for memory alone."""
-    wanted = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
-    chunks = min(4, wanted, power_of_2(ceil_div(length, CHUNK)))
+    """Return sizes for `linear`: more chunks in parallel until there are enough warps to saturate memory bandwidth."""
+    needed_chunks = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
+    chunks = min(4, needed_chunks, power_of_2(ceil_div(length, CHUNK)))
     return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
 
 

@@ -1,14 +1,14 @@
-"""Running the experts of each token in int8: weights and activations."""
+"""Fused experts with int8 weights and int8 activations."""
 
 from torch import Tensor
 
 from .._draw import Draw, Sizes
 from .._op import Values, operator
 from . import int8_torch_npu
-from .int8_linear import check_int8, product
-from .packed_experts import draw_routing, expert_flops, used_experts
+from .int8_linear import check_int8, int8_product
+from .packed_experts import draw_routing, expert_flops, num_used_experts
 from .packed_linear import draw_weight, triton_reason
-from .routed import activated, check_routing, routed
+from .routed import activate, check_routing, run_routed_experts
 
 NAMES = ("gate_up", "gate_up_scales", "down", "down_scales")
 
@@ -32,9 +32,9 @@ def _fake(x: Tensor, **_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _bytes(given: Values, outputs: tuple[Tensor, ...]) -> int:
-    expert = sum(given[n][0].nbytes for n in NAMES)
-    return 2 * given["x"].nbytes + used_experts(given) * int(expert)
+def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
+    bytes_per_expert = sum(inputs[n][0].nbytes for n in NAMES)
+    return 2 * inputs["x"].nbytes + num_used_experts(inputs) * int(bytes_per_expert)
 
 
 @operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
@@ -47,19 +47,20 @@ def int8_experts(
     weights: Tensor,
     ids: Tensor,
 ) -> Tensor:
-    """As `experts`, every product being that of `int8_linear`: what the second one reads is quantised, too.
+    """Compute `experts` with the matmuls of `int8_linear`; the input of the second matmul is quantised as well.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], of int8, each with scales for
-    its rows, [E, 2F] and [E, C]; weights and ids: [T, K] as `route` gives them; y: like x, contiguous. Rounded where
-    `experts` rounds: gate, up, silu(gate) * up and each expert's result to x's dtype; y once, after a sum over slots in
-    their order in fp32. No gradient.
+    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], int8, each with one scale per
+    row, [E, 2F] and [E, C]; weights and ids: [T, K] as `route` returns them; y: like x, contiguous. Rounding is that of
+    `experts`: gate, up, silu(gate) * up and each expert's result to x's dtype; y once, after the choices are added in
+    order in fp32. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an id is outside
+    [0, E). Example: y = int8_experts(x, gate_up, s1, down, s2, *route(logits, k=8)).
     """
 
-    def expert(e: int, mine: Tensor) -> Tensor:
-        hidden = activated(product(mine, gate_up[e], gate_up_scales[e], None))
-        return product(hidden, down[e], down_scales[e], None)
+    def run_expert(e: int, rows: Tensor) -> Tensor:
+        hidden = activate(int8_product(rows, gate_up[e], gate_up_scales[e], None))
+        return int8_product(hidden, down[e], down_scales[e], None)
 
-    return routed(x, weights, ids, expert)
+    return run_routed_experts(x, weights, ids, run_expert)
 
 
 int8_experts.impl("triton", "int8_triton:experts", accepts=triton_reason)
@@ -79,10 +80,10 @@ _BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 64, 819
 
 def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
     weights, ids = draw_routing(draw, tokens[0], experts, k)
-    gate_up, inner, _ = draw_weight(draw, experts, 2 * width, hidden, kind="int8")
-    down, outer, _ = draw_weight(draw, experts, hidden, width, kind="int8")
-    held = dict(zip(NAMES, (gate_up, inner.squeeze(-1), down, outer.squeeze(-1)), strict=True))
-    return {"x": draw.scaled(tokens[0], hidden), **held, "weights": weights, "ids": ids}
+    gate_up, gate_up_scales, _ = draw_weight(draw, experts, 2 * width, hidden, kind="int8")
+    down, down_scales, _ = draw_weight(draw, experts, hidden, width, kind="int8")
+    tensors = dict(zip(NAMES, (gate_up, gate_up_scales.squeeze(-1), down, down_scales.squeeze(-1)), strict=True))
+    return {"x": draw.scaled(tokens[0], hidden), **tensors, "weights": weights, "ids": ids}
 
 
 int8_experts.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,4 +1,4 @@
-"""The linear layer of int8 weights and int8 activations: a sum of whole numbers, which every device has exactly."""
+"""A linear layer with int8 weights and int8 activations: its integer sums are exact on every device."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from .layout import CHUNK
 from .packed_linear import check_weight, draw_weight, triton_reason
 
 
-def check_int8(op: str, what: str, codes: Tensor, scales: Tensor, columns: int) -> None:
+def check_int8(op: str, argument: str, codes: Tensor, scales: Tensor, columns: int) -> None:
     if codes.dtype != torch.int8:
-        raise ValueError(f"{op}: {what} is {codes.dtype}, expected int8")
+        raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int8")
     if scales.shape != codes.shape[:-1]:
-        raise ValueError(f"{op}: scales of {what} are {list(scales.shape)}, expected {list(codes.shape[:-1])}")
+        raise ValueError(f"{op}: scales of {argument} are {list(scales.shape)}, expected {list(codes.shape[:-1])}")
     block = {"rows": 1, "group": 0, "tiled": False}
-    check_weight(op, what, codes, scales.unsqueeze(-1), None, dims=codes.dim(), columns=columns, **block)
+    check_weight(op, argument, codes, scales.unsqueeze(-1), None, dims=codes.dim(), columns=columns, **block)
 
 
 def _check(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
@@ -43,16 +43,18 @@ def _flops(values: Values) -> int:
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] and weight [N, K] of int8: int32 [T, N]. In fp32, where sums of 1024 such products are exact in any
-    order: 1024 * 128 * 127 < 2^24."""
-    found = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
+    """Return the int32 product [T, N] of int8 x [T, K] and weight [N, K].
+
+    It is computed in fp32, where sums of 1024 such products are exact in any order: 1024 * 128 * 127 < 2^24.
+    """
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
     for a, b in zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True):
-        found += (a.float() @ b.float().t()).to(torch.int32)
-    return found
+        total += (a.float() @ b.float().t()).to(torch.int32)
+    return total
 
 
-def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """The reference."""
+def int8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `int8_linear` in plain torch; `int8_experts` uses it too."""
     q, token_scales = dynamic_quant.reference(x)
     wide = token_scales.dtype
     y = exact_product(q, codes).to(wide) * scales.to(wide) * token_scales.unsqueeze(-1)
@@ -61,13 +63,15 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
 
 @operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
 def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y[t, n] = (sum over k of q[t, k] * codes[n, k]) * scales[n] * s[t] + bias[n], q and s being `dynamic_quant` of x.
+    """Linear layer in int8: y[t, n] = (sum over k of q[t, k] * codes[n, k]) * scales[n] * s[t] + bias[n].
 
-    x: [T, K] bf16, fp16 or fp32; codes: [N, K] int8; scales: [N] floating point; bias: [N] in x's dtype or fp32; y:
-    [T, N] like x, contiguous. The sum is the exact integer; then fp32, in the order above, one rounding. So it has the
-    same bits on every device and beside any other rows. No gradient.
+    q and s are the codes and scales of `dynamic_quant` of x. x: [T, K] bf16, fp16 or fp32; codes: [N, K] int8; scales:
+    [N] floating point; bias: [N] in x's dtype or fp32; y: [T, N] like x, contiguous. The sum is the exact integer; the
+    scales and the bias are applied in fp32, in the order above, and y is rounded once. So the bits are the same on
+    every device and in every batch. No gradient. Raises ValueError when shapes or dtypes do not fit.
+    Example: y = int8_linear(x, codes, scales).
     """
-    return product(x, codes, scales, bias)
+    return int8_product(x, codes, scales, bias)
 
 
 int8_linear.impl("triton", "int8_triton:linear", accepts=triton_reason)

@@ -1,4 +1,4 @@
-"""int8 weights and int8 activations on Ascend."""
+"""Linear layer and experts with int8 weights and int8 activations on Ascend."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from whorl.contracts import (
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from ..moe.routing_torch_npu import routed
+from ..moe.routing_torch_npu import run_routed_experts
 
 
 def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
@@ -21,13 +21,13 @@ def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
     )
 
 
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     q, scales = _torch_npu.call("npu_dynamic_quant", input=x.contiguous(), dst_type=torch.int8)
     return q, scales
 
 
 def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    q, token_scales = _quantised(x)
+    q, token_scales = _quantise(x)
     y: Tensor = _torch_npu.call(
         "npu_quant_matmul",
         x1=q,
@@ -52,16 +52,16 @@ def experts_reason(
     if not ids.numel():
         return "empty tensors are not taken"
     count, dtype = gate_up.shape[0], dtype_name(x)
-    found = dynamic_quant_limit(shape=x.shape, dtype=dtype)
-    found = found or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
+    refusal = dynamic_quant_limit(shape=x.shape, dtype=dtype)
+    refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
     for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
-        found = found or quant_grouped_matmul_limit(
+        refusal = refusal or quant_grouped_matmul_limit(
             weight_shape=(count, codes.shape[2], codes.shape[1]),
             dtype=dtype_name(codes),
             scale_dtype=dtype_name(scales),
             output_dtype=dtype,
         )
-    return found
+    return refusal
 
 
 def experts(
@@ -74,7 +74,7 @@ def experts(
     ids: Tensor,
 ) -> Tensor:
     def product(rows: Tensor, codes: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-        q, token_scales = _quantised(rows)
+        q, token_scales = _quantise(rows)
         (y,) = _torch_npu.call(
             "npu_grouped_matmul",
             x=[q],
@@ -90,8 +90,8 @@ def experts(
         )
         return y  # type: ignore[no-any-return]
 
-    def network(rows: Tensor, counts: Tensor) -> Tensor:
+    def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
         hidden = _torch_npu.call("npu_swiglu", input=product(rows, gate_up, gate_up_scales, counts), dim=-1)
         return product(hidden, down, down_scales, counts)
 
-    return routed(x, weights, ids, gate_up.shape[0], network)
+    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)

@@ -1,4 +1,4 @@
-"""Running the experts of each token, of weights that are held in 4 or 8 bits."""
+"""Fused experts whose weights are stored in 4 or 8 bits."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from . import packed_torch_npu
 from .layout import values
-from .packed_linear import block_of, check_weight, draw_weight, multiply_in_chunks, triton_reason
-from .routed import activated, check_routing, routed
+from .packed_linear import block_sizes, check_weight, draw_weight, multiply_in_chunks, triton_reason
+from .routed import activate, check_routing, run_routed_experts
 
 
 def _check(
@@ -38,21 +38,21 @@ def _fake(x: Tensor, **_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def used_experts(given: Values) -> int:
-    ids, count = given["ids"], given["gate_up"].shape[0]
+def num_used_experts(inputs: Values) -> int:
+    ids, count = inputs["ids"], inputs["gate_up"].shape[0]
     return int(ids.unique().numel()) if ids.device.type != "meta" else min(ids.numel(), count)
 
 
-def _bytes(given: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Weights of the experts that the tokens chose, tokens in and out."""
+def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
+    """Bytes moved: the weights of the experts that the tokens chose, and the tokens in and out."""
     names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
-    expert = sum(given[n][0].nbytes for n in names if given.get(n) is not None)
-    return 2 * given["x"].nbytes + used_experts(given) * int(expert)
+    bytes_per_expert = sum(inputs[n][0].nbytes for n in names if inputs.get(n) is not None)
+    return 2 * inputs["x"].nbytes + num_used_experts(inputs) * int(bytes_per_expert)
 
 
-def expert_flops(given: Values) -> int:
-    """x is [T, C] and gate_up [E, 2F, ..]."""
-    return 6 * given["ids"].numel() * given["x"].shape[1] * (given["gate_up"].shape[1] // 2)
+def expert_flops(inputs: Values) -> int:
+    """Return the floating point operations of both matmuls, for x [T, C] and gate_up [E, 2F, ..]."""
+    return 6 * inputs["ids"].numel() * inputs["x"].shape[1] * (inputs["gate_up"].shape[1] // 2)
 
 
 @operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
@@ -71,26 +71,28 @@ def packed_experts(
     columns: int = 0,
     tiled: bool = False,
 ) -> Tensor:
-    """As `experts`, of weights that are held as `packed_linear`'s are.
+    """Compute `experts` with weights packed as in `packed_linear`.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: of [E, C, F], in one dtype,
-    tiled or not, each with its scales and zeros, of which one is for `rows` rows and `columns` columns (0: all).
-    weights and ids: [T, K], as `route` gives them; an id is in [0, E): another is an error on the CPU and is not looked
-    for elsewhere. y: like x, contiguous. Every product is that of `packed_linear`: of rounded values, K in chunks of
-    1024 from zero, added in their order. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype;
-    slots are added in their order, in fp32, and y is rounded once. A row's bits depend on the row alone. No gradient.
+    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: codes of [E, C, F], in one
+    dtype, tiled or not, each with scales and zeros, one per `rows` rows and `columns` columns (0: all columns).
+    weights and ids: [T, K], as `route` returns them. y: like x, contiguous. Every matmul is that of `packed_linear`:
+    rounded values, K in chunks of 1024 from zero, added in order. gate, up, silu(gate) * up and each expert's result
+    are rounded to x's dtype; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
+    depend on the other tokens. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an
+    id is outside [0, E); other devices do not check ids.
+    Example: y = packed_experts(x, gate_up, s1, None, down, s2, None, *route(logits, k=8), columns=128).
     """
 
-    def expert(e: int, mine: Tensor) -> Tensor:
+    def run_expert(e: int, rows_of_expert: Tensor) -> Tensor:
         def product(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-            own = None if zeros is None else zeros[e]
-            weight = values(codes[e], scales[e], own, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
+            zero_points = None if zeros is None else zeros[e]
+            weight = values(codes[e], scales[e], zero_points, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
             return narrow(multiply_in_chunks(widen(x), widen(weight)), x.dtype)
 
-        hidden = activated(product(mine, gate_up, gate_up_scales, gate_up_zeros))
+        hidden = activate(product(rows_of_expert, gate_up, gate_up_scales, gate_up_zeros))
         return product(hidden, down, down_scales, down_zeros)
 
-    return routed(x, weights, ids, expert)
+    return run_routed_experts(x, weights, ids, run_expert)
 
 
 packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_reason)
@@ -137,12 +139,12 @@ def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, 
 def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, **weight: Any) -> Values:
     weights, ids = draw_routing(draw, tokens[0], experts, k)
     names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
-    held = (
+    tensors = (
         *draw_weight(draw, experts, 2 * width, hidden, **weight),
         *draw_weight(draw, experts, hidden, width, **weight),
     )
-    given = dict(zip(names, held, strict=True))
-    return {"x": draw.scaled(tokens[0], hidden), **given, "weights": weights, "ids": ids, **block_of(weight)}
+    inputs = dict(zip(names, tensors, strict=True))
+    return {"x": draw.scaled(tokens[0], hidden), **inputs, "weights": weights, "ids": ids, **block_sizes(weight)}
 
 
 packed_experts.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""`packed_experts` in Triton: token by token where there are few, else an expert's tokens together."""
+"""`packed_experts` in Triton: one program per (token, choice) for few tokens, tiles of an expert's tokens for many."""
 
 from typing import Any
 
@@ -15,21 +15,22 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
-from ..moe.experts_triton import _activate, _combine, _sort_kernel, _tile_of
+from ..moe.experts_triton import _activate, _combine, _find_tile, _sort_kernel
 from .product_triton import Weight, product, weight_arguments
 
-FEW_TOKENS = 4  # that read the weights of their experts for themselves
-MODERATE_TOKENS = 256  # up to which most experts have few tokens
+FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
+MODERATE_TOKENS = 256  # up to here most experts have few tokens
 
 
 @triton.jit
-def chosen(order_ptr, counts_ptr, E, SORTED: tl.constexpr, BLOCK_E: tl.constexpr, TOKENS: tl.constexpr):
-    """This program's expert (E: none), its (token, slot) pairs [TOKENS], and which of these there are.
+def load_pairs(order_ptr, counts_ptr, E, SORTED: tl.constexpr, BLOCK_E: tl.constexpr, TOKENS: tl.constexpr):
+    """Return this program's expert (E: none), its (token, choice) pairs [TOKENS], and the mask of valid ones.
 
-    SORTED: of pairs in the order of experts; else one pair, and order_ptr is the experts of pairs.
+    SORTED: the program takes a tile of the pairs sorted by expert, which order_ptr lists. Otherwise it takes one pair,
+    and order_ptr holds the expert of each pair.
     """
     if SORTED:
-        expert, at, is_pair = _tile_of(counts_ptr, E, BLOCK_E, TOKENS)
+        expert, at, is_pair = _find_tile(counts_ptr, E, BLOCK_E, TOKENS)
         pair = tl.load(order_ptr + at, mask=is_pair, other=0)
     else:
         is_pair = tl.arange(0, TOKENS) == 0
@@ -49,7 +50,7 @@ def _packed_experts_kernel(
     counts_ptr,
     y_ptr,
     x_stride,
-    SLOTS,
+    PAIRS_PER_ROW,
     N,
     E,
     K,
@@ -73,15 +74,16 @@ def _packed_experts_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y[pair, n], of x[pair // SLOTS] and rows n of the pair's expert; ACTIVATE: silu of rows n times rows N + n.
+    """Compute y[pair, n] from x[pair // PAIRS_PER_ROW] and row n of the pair's expert.
 
-    high, scales_high: rows of one expert's codes and scales.
+    ACTIVATE: silu of the product with row n times that with row N + n. high, scales_high: rows of one expert's codes
+    and of its scales.
     """
     follow(OVERLAP)
-    expert, pair, is_pair = chosen(order_ptr, counts_ptr, E, SORTED, BLOCK_E, TOKENS)
+    expert, pair, is_pair = load_pairs(order_ptr, counts_ptr, E, SORTED, BLOCK_E, TOKENS)
     if expert < E:
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        x_at = x_ptr + (pair // SLOTS).to(tl.int64)[None, :] * x_stride
+        x_at = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64)[None, :] * x_stride
         entry = expert.to(tl.int64)
         group_at = entry * scales_high * groups
         first, second = product(
@@ -133,54 +135,58 @@ def forward(
     if not y.numel() or not ids.numel():
         return y.zero_()
     x, ids = unit_stride(x), ids.contiguous()
-    inner = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, tiled)
-    outer = Weight(down, down_scales, down_zeros, rows, columns, tiled)
+    gate_up_weight = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, tiled)
+    down_weight = Weight(down, down_scales, down_zeros, rows, columns, tiled)
     hidden, parts = (
         torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
     )
     if len(x) <= FEW_TOKENS and x.element_size() == 2:
-        _by_token(x, inner, outer, ids, hidden, parts)
+        _run_by_token(x, gate_up_weight, down_weight, ids, hidden, parts)
     else:
-        routing, sizes = by_expert(ids, len(gate_up)), plan(len(x), x.element_size())
-        launch(x, inner, hidden, routing, sizes[0], slots=ids.shape[1], is_activated=True)
-        launch(hidden, outer, parts, routing, sizes[1], slots=1, is_activated=False)
+        routing, sizes = route_by_expert(ids, len(gate_up)), plan(len(x), x.element_size())
+        launch(x, gate_up_weight, hidden, routing, sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
+        launch(hidden, down_weight, parts, routing, sizes[1], pairs_per_row=1, is_activated=False)
     _combine(parts, weights.float().contiguous(), y)
     return y
 
 
-def _by_token(x: Tensor, inner: Weight, outer: Weight, ids: Tensor, hidden: Tensor, parts: Tensor) -> None:
+def _run_by_token(
+    x: Tensor, gate_up_weight: Weight, down_weight: Weight, ids: Tensor, hidden: Tensor, parts: Tensor
+) -> None:
     if gluon_reason(x.device) is None:
         from . import few_gluon_triton as few
 
-        if few.reason(x, inner) is None and few.reason(hidden, outer) is None:
-            few.experts(x, inner, ids, hidden, slots=ids.shape[1], is_activated=True)
-            few.experts(hidden, outer, ids, parts, slots=1, is_activated=False)
+        if few.reason(x, gate_up_weight) is None and few.reason(hidden, down_weight) is None:
+            few.experts(x, gate_up_weight, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
+            few.experts(hidden, down_weight, ids, parts, pairs_per_row=1, is_activated=False)
             return
     sizes = plan(len(x), x.element_size())
-    launch(x, inner, hidden, by_token(ids), sizes[0], slots=ids.shape[1], is_activated=True)
-    launch(hidden, outer, parts, by_token(ids), sizes[1], slots=1, is_activated=False)
+    launch(x, gate_up_weight, hidden, route_by_token(ids), sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
+    launch(hidden, down_weight, parts, route_by_token(ids), sizes[1], pairs_per_row=1, is_activated=False)
 
 
-Routing = tuple[Tensor, Tensor, bool]  # order of pairs, or experts of pairs; how many each expert has; which of the two
+# If the flag is set: the pairs sorted by expert, and the number of pairs of each expert. Otherwise the first tensor is
+# the expert of each pair, and the second is not read.
+Routing = tuple[Tensor, Tensor, bool]
 
 
-def by_token(ids: Tensor) -> Routing:
+def route_by_token(ids: Tensor) -> Routing:
     return ids, ids, False
 
 
-def by_expert(ids: Tensor, number: int) -> Routing:
+def route_by_expert(ids: Tensor, num_experts: int) -> Routing:
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(number, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     block = min(4096, power_of_2(pairs))
-    _sort_kernel[(number,)](ids, order, counts, pairs, BLOCK_P=block, num_warps=4, **overlap(ids))
+    _sort_kernel[(num_experts,)](ids, order, counts, pairs, BLOCK_P=block, num_warps=4, **overlap(ids))
     return order, counts, True
 
 
-def grid_of(routing: Routing, number: int, rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Tiles of pairs, every expert may have one that is not full, by tiles of rows."""
+def launch_grid(routing: Routing, num_experts: int, rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Return tiles of pairs by tiles of rows; every expert may have one partly filled tile of pairs."""
     pairs = routing[0].numel()
-    tiles = min(pairs, ceil_div(pairs, sizes["TOKENS"]) + number) if routing[2] else pairs
+    tiles = min(pairs, ceil_div(pairs, sizes["TOKENS"]) + num_experts) if routing[2] else pairs
     return tiles, ceil_div(rows, sizes["ROWS"])
 
 
@@ -191,26 +197,26 @@ def launch(
     routing: Routing,
     sizes: dict[str, Any],
     *,
-    slots: int,
+    pairs_per_row: int,
     is_activated: bool,
 ) -> None:
-    """One product. slots: of a token, where x has tokens and not pairs."""
-    number, high, _ = weight.codes.shape
-    _packed_experts_kernel[grid_of(routing, number, y.shape[1], sizes)](
+    """Launch one matmul. pairs_per_row: choices per token when the rows of x are tokens, 1 when they are pairs."""
+    num_experts, high, _ = weight.codes.shape
+    _packed_experts_kernel[launch_grid(routing, num_experts, y.shape[1], sizes)](
         x,
         *weight.tensors,
         routing[0],
         routing[1],
         y,
         x.stride(0),
-        slots,
+        pairs_per_row,
         y.shape[1],
-        number,
+        num_experts,
         high=high,
         scales_high=weight.scales.shape[1],
         ACTIVATE=is_activated,
         SORTED=routing[2],
-        BLOCK_E=power_of_2(number),
+        BLOCK_E=power_of_2(num_experts),
         enable_fp_fusion=False,
         **weight_arguments(x, weight, sizes["BLOCK_K"]),
         **sizes,
@@ -219,7 +225,7 @@ def launch(
 
 
 def plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of both products; see `packed_linear_triton.plan`."""
+    """Return the tile sizes of both matmuls; see `packed_linear_triton.plan`."""
     if is_interpreting():
         sizes = {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128}
         return sizes, sizes

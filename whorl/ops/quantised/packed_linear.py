@@ -1,4 +1,4 @@
-"""The linear layer of weights that are held in 4 or 8 bits, read as they are held."""
+"""A linear layer whose weight is stored in 4 or 8 bits and read in that form."""
 
 from typing import Any
 
@@ -12,24 +12,32 @@ from . import packed_torch_npu
 from .layout import CHUNK, CODES, packed_int4, tiled_bytes, values, width
 
 
-def check_weight(op: str, what: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
-    """size: dims, 2 or 3 of a stack; columns of the weight; rows and group, the columns, of a scale; tiled."""
+def check_weight(op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
+    """Raise ValueError unless codes, scales and zeros fit each other and `size`.
+
+    size: dims (2, or 3 for a stack of weights), columns of the weight, rows and group (columns) per scale, tiled.
+    """
     dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
-    if codes.dtype not in CODES and codes.dtype != torch.float64:  # the last: fp8 where fp64 is the gold
-        raise ValueError(f"{op}: {what} is {codes.dtype}, expected int32 (4 bits), int8 or float8_e4m3fn")
+    # float64 stands for fp8 where tests compute the ground truth in fp64.
+    if codes.dtype not in CODES and codes.dtype != torch.float64:
+        raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int32 (4 bits), int8 or float8_e4m3fn")
     wide = width(codes.dtype, columns, bool(size["tiled"]))
     if codes.dim() != dims or codes.shape[-1] != wide:
         lead = "E, " if dims == 3 else ""
         raise ValueError(
-            f"{op}: {what} is {list(codes.shape)} {codes.dtype}, expected [{lead}N, {wide}] for {columns} columns"
+            f"{op}: {argument} is {list(codes.shape)} {codes.dtype}, expected [{lead}N, {wide}] for {columns} columns"
         )
     if rows < 1 or group < 0:
-        raise ValueError(f"{op}: rows is {rows} and columns {group}, expected 1 or more, and 0 or more")
-    held = *codes.shape[:-2], -(-codes.shape[-2] // rows), -(-columns // (group or columns))
-    if scales.shape != held or not scales.is_floating_point():
-        raise ValueError(f"{op}: scales of {what} are {list(scales.shape)} {scales.dtype}, expected {list(held)}")
-    if zeros is not None and (zeros.shape != held or zeros.is_floating_point()):
-        raise ValueError(f"{op}: zeros of {what} are {list(zeros.shape)} {zeros.dtype}, expected {list(held)} integers")
+        raise ValueError(f"{op}: rows is {rows} and columns {group}, expected rows >= 1 and columns >= 0")
+    expected = *codes.shape[:-2], -(-codes.shape[-2] // rows), -(-columns // (group or columns))
+    if scales.shape != expected or not scales.is_floating_point():
+        raise ValueError(
+            f"{op}: scales of {argument} are {list(scales.shape)} {scales.dtype}, expected {list(expected)}"
+        )
+    if zeros is not None and (zeros.shape != expected or zeros.is_floating_point()):
+        raise ValueError(
+            f"{op}: zeros of {argument} are {list(zeros.shape)} {zeros.dtype}, expected {list(expected)} integers"
+        )
 
 
 def _check(
@@ -61,7 +69,10 @@ def _flops(values: Values) -> int:
 
 
 def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, K in chunks of 1024, each from zero, added in their order. Both in the dtype of accumulation."""
+    """Return x @ weight.T, accumulated from zero in chunks of 1024 columns that are added in order.
+
+    Both are already in the dtype of accumulation.
+    """
     parts = zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True)
     y = None
     for a, b in parts:
@@ -83,15 +94,17 @@ def packed_linear(
     columns: int = 0,
     tiled: bool = False,
 ) -> Tensor:
-    """y = x @ value.T + bias, value = (codes - zeros) * scales in fp32, rounded to x's dtype.
+    """Linear layer with a packed weight: y = x @ value.T + bias.
 
-    x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or float8_e4m3fn, tiled [N, 64 * ceil(K / 64)]; or 4 bits, int32
-    [N, 16 * ceil(K / 128)]: `quantised/layout.py` says how they lie. scales: [ceil(N / rows), ceil(K / columns)]
-    floating point, each of `rows` rows and `columns` columns (0: all of them), the last of which may be cut short;
-    zeros: integers of that shape, absent: 0, of 4 bits 8. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous.
-    It equals `linear` of the rounded values, but that K is cut into chunks of 1024 columns: each is summed from zero,
-    upwards, in fp32, and the sums are added in their order; up to K = 1024 that is `linear`'s own sum. The bias behind
-    it, one rounding. A row's bits depend on the row and the weight alone, as in `linear`. No gradient.
+    value = (codes - zeros) * scales in fp32, rounded to x's dtype. x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or
+    float8_e4m3fn, or [N, 64 * ceil(K / 64)] when tiled; 4-bit codes are int32 [N, 16 * ceil(K / 128)];
+    `quantised/layout.py` describes the order. scales: [ceil(N / rows), ceil(K / columns)] floating point, one per
+    `rows` rows and `columns` columns (0: all columns); the last block may be partial. zeros: integers of the same
+    shape; None means 0, or 8 for 4-bit codes. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous. y equals
+    `linear` of the rounded values except that K is summed in chunks of 1024 columns: each chunk from zero, upwards, in
+    fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is added last and y is rounded
+    once. A token's bits depend on the token and the weight alone, as in `linear`. No gradient. Raises ValueError when
+    shapes or dtypes do not fit. Example: y = packed_linear(x, codes, scales, columns=128).
     """
     weight = values(codes, scales, zeros, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
     y = multiply_in_chunks(widen(x), widen(weight))
@@ -139,35 +152,35 @@ _BENCH: list[Values] = [
 def draw_weight(
     draw: Draw, *shape: int, kind: str, rows: int = 1, columns: int = 0, zeros: bool = False, tiled: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """codes, scales and zeros of a random weight, products with which are as large as what it is multiplied with."""
+    """Draw codes, scales and zeros of a random weight, scaled so that x @ weight.T is about as large as x."""
     *lead, high, wide = shape
     groups = *lead, -(-high // rows), -(-wide // (columns or wide))
-    spread = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind] * wide**0.5
-    scales = (torch.rand(groups, device=draw.device) + 0.5) / spread
+    code_norm = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind] * wide**0.5
+    scales = (torch.rand(groups, device=draw.device) + 0.5) / code_norm
     scales = scales.to(torch.float32 if kind == "fp8" or draw.dtype == torch.float64 else draw.dtype)
-    at: Any = {"device": draw.device}
+    on_device: Any = {"device": draw.device}
     middle = 8 if kind == "int4" else 0
-    found = torch.randint(middle - 3, middle + 4, groups, **at).to(torch.int16) if zeros else None
+    zero_points = torch.randint(middle - 3, middle + 4, groups, **on_device).to(torch.int16) if zeros else None
     gap = 0 if kind == "int4" or tiled else 16 * draw.sliced
     if kind == "fp8":
-        codes = (8 * torch.randn(*shape[:-1], wide + gap, **at)).to(torch.float8_e4m3fn)
+        codes = (8 * torch.randn(*shape[:-1], wide + gap, **on_device)).to(torch.float8_e4m3fn)
     else:
         low, high = (0, 16) if kind == "int4" else (-127, 128)
-        codes = torch.randint(low, high, (*shape[:-1], wide + gap), **at).to(torch.int8)
+        codes = torch.randint(low, high, (*shape[:-1], wide + gap), **on_device).to(torch.int8)
     if kind == "int4":
-        return packed_int4(codes), scales, found
-    return (tiled_bytes(codes) if tiled else codes[..., :wide]), scales, found
+        return packed_int4(codes), scales, zero_points
+    return (tiled_bytes(codes) if tiled else codes[..., :wide]), scales, zero_points
 
 
-def block_of(weight: Values) -> Values:
+def block_sizes(weight: Values) -> Values:
     return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "tiled": weight.get("tiled", False)}
 
 
 def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], bias: bool = False, **weight: Any) -> Values:
     codes, scales, zeros = draw_weight(draw, *size, **weight)
     added = torch.randn(size[0], **draw.kind) if bias else None
-    given = {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales, "zeros": zeros, "bias": added}
-    return given | block_of(weight)
+    inputs = {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales, "zeros": zeros, "bias": added}
+    return inputs | block_sizes(weight)
 
 
 packed_linear.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""`packed_linear` in Triton: tiles of a weight's rows by tokens, of sizes that are a question of speed alone."""
+"""`packed_linear` in Triton: tiles of weight rows by tokens. The tile sizes affect speed alone, never bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .._rows import ceil_div
 from ..linear_triton import unit_stride
 from .product_triton import Weight, product, weight_arguments
 
-FEWEST = 8  # tokens of a kernel of their own
+FEWEST = 8  # up to so many tokens the Gluon kernel runs
 FEW = 16  # tokens of the narrowest tile
 
 
@@ -51,17 +51,20 @@ def _packed_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of the weight by some tokens. Programs that run together take NEAR tiles of tokens and few of rows."""
+    """Multiply a tile of weight rows by a tile of tokens.
+
+    Programs that run at the same time cover NEAR tiles of tokens and few tiles of rows, so that they share L2 lines.
+    """
     follow(OVERLAP)
     token_tiles, row_tiles = tl.cdiv(T, TOKENS), tl.cdiv(N, ROWS)
     program = tl.program_id(0)
     first = program // (NEAR * row_tiles) * NEAR
-    high = tl.minimum(token_tiles - first, NEAR)
-    inside = program % (NEAR * row_tiles)
-    tokens = (first + inside % high) * TOKENS + tl.arange(0, TOKENS)
-    rows = (inside // high) * ROWS + tl.arange(0, ROWS)
+    tile_rows = tl.minimum(token_tiles - first, NEAR)
+    offset = program % (NEAR * row_tiles)
+    tokens = (first + offset % tile_rows) * TOKENS + tl.arange(0, TOKENS)
+    rows = (offset // tile_rows) * ROWS + tl.arange(0, ROWS)
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * x_stride
-    # Rows past the end are read from the start and not stored.
+    # Rows past the end wrap around to valid memory; their results are not stored.
     total, _ = product(
         x_at,
         (tokens < T)[None, :],
@@ -118,9 +121,9 @@ def forward(
 
 
 def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any]) -> None:
-    """With tiles of these sizes."""
-    count, high = y.shape
-    grid = (ceil_div(count, sizes["TOKENS"]) * ceil_div(high, sizes["ROWS"]),)
+    """Launch the kernel with the given tile sizes."""
+    count, num_rows = y.shape
+    grid = (ceil_div(count, sizes["TOKENS"]) * ceil_div(num_rows, sizes["ROWS"]),)
     _packed_kernel[grid](
         x,
         *weight.tensors,
@@ -128,7 +131,7 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
         y,
         x.stride(0),
         count,
-        high,
+        num_rows,
         HAS_BIAS=bias is not None,
         enable_fp_fusion=False,
         **weight_arguments(x, weight, sizes["BLOCK_K"]),
@@ -138,8 +141,11 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
 
 
 def plan(count: int, element_size: int) -> dict[str, int]:
-    """Tiles by how many tokens there are. 64 rows at least: with fewer, tensor cores would take columns in an order
-    that the compiler chooses by the width of codes. A tile's sums are held twice, for a chunk and in all."""
+    """Return tile sizes by the number of tokens.
+
+    Tiles have at least 64 rows: with fewer, the compiler would choose the order in which tensor cores add columns by
+    the width of the codes. A tile needs registers for two accumulators, that of the chunk and the total.
+    """
     if is_interpreting():
         return {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 2}
     if element_size == 4:

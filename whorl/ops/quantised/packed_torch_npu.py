@@ -1,4 +1,7 @@
-"""Packed weights on Ascend: int8, a scale a row or a group. The device does not promise a row's bits."""
+"""Packed weights on Ascend: int8 with one scale per row or group.
+
+The device does not promise that a token's bits are independent of the batch.
+"""
 
 import torch
 from torch import Tensor
@@ -7,14 +10,14 @@ from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_lim
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from ..moe.routing_torch_npu import routed
+from ..moe.routing_torch_npu import run_routed_experts
 
 
 def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
-    """Our own layouts are those of other tensor cores."""
+    """Return why torch_npu cannot read these codes: tiled and 4-bit codes are in the order of Nvidia's tensor cores."""
     if codes.dtype != torch.int8 or tiled:
         return f"takes int8 that is not tiled, got {codes.dtype}{', tiled' if tiled else ''}"
-    return None if rows == 1 else f"takes scales of single rows, got one for {rows}"
+    return None if rows == 1 else f"takes one scale per row, got one for {rows} rows"
 
 
 def reason(
@@ -49,7 +52,7 @@ def linear(
         x=x.contiguous(),
         weight=codes.t(),
         antiquant_scale=scales.t().contiguous(),
-        antiquant_offset=None if zeros is None else (-zeros).to(x.dtype).t().contiguous(),  # which is added
+        antiquant_offset=None if zeros is None else (-zeros).to(x.dtype).t().contiguous(),  # torch_npu adds the offset
         bias=None if bias is None else bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).contiguous(),
         antiquant_group_size=_group(columns, x.shape[1]),
     )
@@ -70,17 +73,17 @@ def experts_reason(
     if not ids.numel():
         return "empty tensors are not taken"
     count, dtype = gate_up.shape[0], dtype_name(x)
-    found = _layout_reason(gate_up, rows, tiled)
-    found = found or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
+    refusal = _layout_reason(gate_up, rows, tiled)
+    refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
     for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
-        found = found or antiquant_grouped_matmul_limit(
+        refusal = refusal or antiquant_grouped_matmul_limit(
             weight_shape=(count, codes.shape[2], codes.shape[1]),
             dtype=dtype,
             weight_dtype=dtype_name(codes),
             scale_shape=scales.shape,
             scale_dtype=dtype_name(scales),
         )
-    return found
+    return refusal
 
 
 def experts(
@@ -113,9 +116,9 @@ def experts(
         )
         return y  # type: ignore[no-any-return]
 
-    def network(sorted_rows: Tensor, counts: Tensor) -> Tensor:
-        both = product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
-        hidden = _torch_npu.call("npu_swiglu", input=both, dim=-1)
+    def run_experts(sorted_rows: Tensor, counts: Tensor) -> Tensor:
+        gate_and_up = product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
+        hidden = _torch_npu.call("npu_swiglu", input=gate_and_up, dim=-1)
         return product(hidden, down, down_scales, down_zeros, counts)
 
-    return routed(x, weights, ids, gate_up.shape[0], network)
+    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Products of packed weights in Triton. The weight is the left side of the tensor cores, the tokens are the columns.
+"""Matmuls with packed weights in Triton. The weight is the left operand of the tensor cores, tokens are the columns.
 
-A weight's codes go from memory to registers as they are held, become values there, and are multiplied from there:
-values never lie in shared memory, which would be slower than reading the codes. Whatever the number of tokens, K is
-walked upwards, 16 columns at a time, in chunks of 1024 from zero that are added in their order.
+Codes are loaded into registers, become values there, and are multiplied from there: passing the values through shared
+memory would cost more than reading the codes. Whatever the number of tokens, K is accumulated upwards, 16 columns at a
+time, in chunks of 1024 that start from zero and are added in order.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +18,15 @@ from whorl.device import is_interpreting
 from ..linear_triton import dot
 from .layout import CHUNK
 
-PAIRED = 32  # columns of 4 bits within which a word's lie
+PAIRED = 32  # a word of 4-bit codes holds columns from within a run of this length
 
 
 @triton.jit
 def _pairs_bf16(words, zeros, scales):
-    """The eight values of each word, in the order of pairs. zeros: 128 + zero, twice; scales: twice, as bits of bf16.
+    """Return the eight values of each word, in the order of pairs.
 
-    A nibble under 0x4300 is the bf16 128 + code; the difference is exact, and the product is rounded once.
+    zeros: the bf16 bits of 128 + zero, in both halves of a word; scales: their bf16 bits, likewise. A nibble or-ed
+    into 0x4300 is the bf16 128 + code; the difference is exact, and the product is rounded once.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -60,7 +61,7 @@ def _pairs_bf16(words, zeros, scales):
 
 @triton.jit
 def _pairs_plain(words):
-    """The eight codes of each word, in the order of pairs."""
+    """Return the eight codes of each word, in the order of pairs."""
     return (
         words & 15,
         (words >> 16) & 15,
@@ -74,31 +75,37 @@ def _pairs_plain(words):
 
 
 @triton.jit
-def _in_order(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[ROWS, BLOCK_K] in the order of columns. Threads hold what they need of it already: nothing moves."""
+def _order_int4_columns(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rearrange the eight values of each word to [ROWS, BLOCK_K] in column order.
+
+    Each thread already holds the values that the tensor cores need from it, so no data moves between threads.
+    """
     low, high = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
-    parts = tl.reshape(tl.join(low, high), (ROWS, BLOCK_K // 128, 4, 4, 2, 2, 2))  # i, w, second, p % 2, p // 2
+    # Axes i, w, second, p % 2 and p // 2, as in layout.py.
+    parts = tl.reshape(tl.join(low, high), (ROWS, BLOCK_K // 128, 4, 4, 2, 2, 2))
     return tl.reshape(tl.permute(parts, (0, 1, 3, 6, 5, 2, 4)), (ROWS, BLOCK_K))
 
 
 @triton.jit
-def _bytes_in_order(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The same of tiled bytes."""
-    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second
+def _order_byte_columns(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rearrange tiled bytes to [ROWS, BLOCK_K] in column order, likewise without moving data between threads."""
+    parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second, as in layout.py
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
 
 
 @triton.jit
-def _twice(bits):
-    """In both halves of a word."""
+def _duplicate_halves(bits):
+    """Copy 16 bits to both halves of a 32-bit word."""
     bits = bits.to(tl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @triton.jit
-def _of_groups(ptr, start, k, K, GROUP: tl.constexpr, IS_ONE: tl.constexpr):
-    """The scales, or zeros, of columns k [1, n] of rows whose first ones `ptr` [ROWS, 1] points at. IS_ONE: they are in
-    the group of `start`."""
+def _load_groups(ptr, start, k, K, GROUP: tl.constexpr, IS_ONE: tl.constexpr):
+    """Load the scales or zeros of columns k [1, n].
+
+    ptr: pointers [ROWS, 1] to the first group of each row. IS_ONE: all of k is in the group of column `start`.
+    """
     if GROUP == 0:
         return tl.load(ptr)
     elif IS_ONE:
@@ -125,47 +132,50 @@ def _values(
     FAST: tl.constexpr,
     IS_PLAIN: tl.constexpr,
 ):
-    """[ROWS, BLOCK_K] from column `start` on. Pointers [ROWS, 1] are to the rows; width: of codes in memory.
+    """Return the weight's values [ROWS, BLOCK_K] from column `start` on.
 
-    FAST: scales are bf16 as values are, of whole runs of 32 columns, and the product with them is one of bf16.
-    IS_PLAIN: by operations that Triton's interpreter has.
+    Pointers [ROWS, 1] are to the rows; width: codes per row in memory. FAST: scales and values are bf16, groups are
+    multiples of 32 columns, and codes are scaled in bf16. IS_PLAIN: uses only operations of Triton's interpreter.
     """
     IS_INT4: tl.constexpr = codes_ptr.dtype.element_ty == tl.int32
     IS_ONE: tl.constexpr = GROUP == 0 or GROUP % BLOCK_K == 0
     LENGTH: tl.constexpr = BLOCK_K // 8 if IS_INT4 else BLOCK_K
-    at = tl.arange(0, LENGTH)[None, :]
+    offset = tl.arange(0, LENGTH)[None, :]
     first = start // 8 if IS_INT4 else start
     if EVEN:
-        codes = tl.load(codes_ptr + first + at)
+        codes = tl.load(codes_ptr + first + offset)
     else:
-        codes = tl.load(codes_ptr + first + at, mask=first + at < width, other=0.0)
+        codes = tl.load(codes_ptr + first + offset, mask=first + offset < width, other=0.0)
     if IS_INT4 and FAST:
-        k = start + at // 16 * 128 + at % 4 * 32  # the first column of each word
-        scales = _twice(_of_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.int16, bitcast=True))
+        k = start + offset // 16 * 128 + offset % 4 * 32  # the first column of each word
+        scales = _duplicate_halves(_load_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.int16, bitcast=True))
         if HAS_ZEROS:
-            zeros = _twice(_of_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.int32) + 0x4300)
+            zeros = _duplicate_halves(_load_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.int32) + 0x4300)
         else:
             zeros = tl.full((1, 1), 0x43084308, tl.int32)
         zeros, scales = tl.broadcast_to(zeros, codes.shape), tl.broadcast_to(scales, codes.shape)
         a, b, c, d, e, f, g, h = _pairs_bf16(codes, zeros, scales)
-        return _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+        return _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
     else:
         if IS_INT4:
             if IS_PLAIN:
                 a, b, c, d, e, f, g, h = _pairs_plain(codes)
-            else:  # codes as they are: zero and scale come behind
-                none, ones = tl.full(codes.shape, 0x43004300, tl.int32), tl.full(codes.shape, 0x3F803F80, tl.int32)
-                a, b, c, d, e, f, g, h = _pairs_bf16(codes, none, ones)
-            codes = _in_order(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+            else:  # zero 0 and scale 1: zeros and scales are applied below, in fp32
+                zero_offset, ones = (
+                    tl.full(codes.shape, 0x43004300, tl.int32),
+                    tl.full(codes.shape, 0x3F803F80, tl.int32),
+                )
+                a, b, c, d, e, f, g, h = _pairs_bf16(codes, zero_offset, ones)
+            codes = _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
         elif TILED:
-            codes = _bytes_in_order(codes, ROWS, BLOCK_K)
+            codes = _order_byte_columns(codes, ROWS, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)[None, :]
         numbers = codes.to(tl.float32)
         if HAS_ZEROS:
-            numbers -= _of_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)
+            numbers -= _load_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)
         elif IS_INT4:
             numbers -= 8.0
-        return (numbers * _of_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)).to(DTYPE)
+        return (numbers * _load_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
@@ -176,7 +186,7 @@ def product(
     scales_ptr,
     zeros_ptr,
     rows,
-    more,
+    second_offset,
     K,
     width,
     groups,
@@ -193,17 +203,17 @@ def product(
     FAST: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """[ROWS, TOKENS] in fp32 of some rows of a weight, and, BOTH, of the rows that are `more` behind them.
+    """Return the fp32 products [ROWS, TOKENS] of some weight rows and, if BOTH, of the rows `second_offset` after them.
 
-    x_at: pointers [1, TOKENS] to tokens; rows: [ROWS], each of the weight.
+    x_at: pointers [1, TOKENS] to tokens; rows: [ROWS] row indices into the weight.
     """
     DTYPE: tl.constexpr = x_at.dtype.element_ty
-    at = rows.to(tl.int64)[:, None]
-    codes_at, group = codes_ptr + at * width, at // GROUP_ROWS * groups
+    row = rows.to(tl.int64)[:, None]
+    codes_at, group = codes_ptr + row * width, row // GROUP_ROWS * groups
     scales_at, zeros_at = scales_ptr + group, zeros_ptr + group
-    other = rows.to(tl.int64)[:, None] + more
-    more_codes, group = codes_ptr + other * width, other // GROUP_ROWS * groups
-    more_scales, more_zeros = scales_ptr + group, zeros_ptr + group
+    second_row = rows.to(tl.int64)[:, None] + second_offset
+    second_codes, group = codes_ptr + second_row * width, second_row // GROUP_ROWS * groups
+    second_scales, second_zeros = scales_ptr + group, zeros_ptr + group
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     part = tl.zeros((ROWS, TOKENS), tl.float32)
     second = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -234,9 +244,9 @@ def product(
         part = dot(weight, x, part, WIDEN)
         if BOTH:
             weight = _values(
-                more_codes,
-                more_scales,
-                more_zeros,
+                second_codes,
+                second_scales,
+                second_zeros,
                 start,
                 width,
                 K,
@@ -261,28 +271,28 @@ def product(
 
 
 class Weight(NamedTuple):
-    """A matrix, or a stack of them, as operators are given it."""
+    """A packed weight, or a stack of them, as the operators receive it."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
-    rows: int  # and columns, that have one scale
-    columns: int
+    rows: int  # rows per scale
+    columns: int  # columns per scale; 0: all
     tiled: bool
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For a kernel, which does not read zeros where there are none."""
+        """Codes, scales and zeros for a kernel; without zeros the third is a placeholder that is not read."""
         scales = self.scales.contiguous()
         return self.codes.contiguous(), scales, scales if self.zeros is None else self.zeros.contiguous()
 
     def group(self, length: int) -> int:
-        """Columns that have one scale; 0: all of them."""
+        """Return the columns per scale of a weight with `length` columns; 0: all of them."""
         return 0 if self.columns >= length else self.columns
 
 
 def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
-    """What a kernel is told of a weight that is multiplied with x, in blocks of `block` columns."""
+    """Return the kernel arguments that describe a weight multiplied with x in blocks of `block` columns."""
     length, group = x.shape[-1], weight.group(x.shape[-1])
     is_int4 = weight.codes.dtype == torch.int32
     is_fast = is_int4 and x.dtype == weight.scales.dtype == torch.bfloat16 and group % PAIRED == 0

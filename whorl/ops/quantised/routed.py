@@ -1,4 +1,4 @@
-"""What experts of all kinds of weights have in common, for references."""
+"""Reference code that the experts of all packed formats share: checks, routing and activation."""
 
 from collections.abc import Callable
 
@@ -29,20 +29,20 @@ def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: 
     check_range(name, "ids", ids, gate_up.shape[0])
 
 
-def routed(x: Tensor, weights: Tensor, ids: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The results of each token's experts, weighed and added in the order of slots. expert: its rows to results."""
+def run_routed_experts(x: Tensor, weights: Tensor, ids: Tensor, run_expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Run `run_expert(e, rows)` on the tokens of each expert and add each token's weighted results in choice order."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    found = x.new_zeros(*ids.shape, x.shape[1])
+    outputs = x.new_zeros(*ids.shape, x.shape[1])
     for e in ids.unique().tolist():
-        tokens, slots = (ids == e).nonzero(as_tuple=True)
-        found[tokens, slots] = expert(e, x[tokens])
+        tokens, choices = (ids == e).nonzero(as_tuple=True)
+        outputs[tokens, choices] = run_expert(e, x[tokens])
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for slot in range(ids.shape[1]):
-        y = y + found[:, slot].to(wide) * weights[:, slot, None].to(wide)
+    for choice in range(ids.shape[1]):
+        y = y + outputs[:, choice].to(wide) * weights[:, choice, None].to(wide)
     return y.to(x.dtype)
 
 
-def activated(both: Tensor) -> Tensor:
-    """silu(gate) * up in fp32, rounded; of gate and up that are rounded, too."""
+def activate(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of gate and up rounded to their dtype, computed in fp32 and rounded to it as well."""
     gate, up = both.to(torch.promote_types(both.dtype, torch.float32)).chunk(2, -1)
     return (gate / (1 + torch.exp(-gate)) * up).to(both.dtype)

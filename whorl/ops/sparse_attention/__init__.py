@@ -1,4 +1,4 @@
-"""Attention over selected keys: `contract.py` and `masked.py` say what it is, `launch.py` which kernels run."""
+"""Attention over selected keys: `contract.py` and `masked.py` define it, `launch.py` chooses the kernels."""
 
 from . import cases
 from .contract import sparse_attention, sparse_attention_backward

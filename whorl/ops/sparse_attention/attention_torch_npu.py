@@ -1,4 +1,4 @@
-"""Sparse attention and its gradient on Ascend: torch_npu's absorbed attention, one sequence, nothing masked."""
+"""Sparse attention and its gradient on Ascend: torch_npu's absorbed attention on one sequence, without a mask."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from whorl.contracts import sparse_flash_attention_limit
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 
-SELECTED = 1024  # the gradient takes a multiple of so many keys a row
+SELECTED = 1024  # the gradient operator needs a multiple of so many keys per token
 
 
 def _limit(q: Tensor, kv: Tensor, indices: Tensor, value_dim: int) -> str | None:
@@ -36,12 +36,12 @@ def backward_reason(
     if dlse is not None:
         return "npu_sparse_flash_attention_grad takes no gradient of lse"
     if deterministic and not torch.are_deterministic_algorithms_enabled():
-        return "adds in a fixed order only under torch.use_deterministic_algorithms(True)"
+        return "sums in a fixed order only under torch.use_deterministic_algorithms(True)"
     return _limit(q, kv, indices, dout.shape[2])
 
 
 def _arguments(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> dict[str, Any]:
-    """What both directions take: [1, S, N, D], keys and their rotary channels apart, the keys also as values."""
+    """Return the arguments of both directions: [1, S, N, D], with the rotary channels split off and key as value."""
     key = kv[None, ..., :value_dim].contiguous()
     return {
         "query": q[None, ..., :value_dim].contiguous(),
@@ -60,7 +60,7 @@ def _arguments(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: 
 def forward(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the device gives for a token without keys is not documented: zeros and -inf are put in here."""
+    """Run the forward; for tokens without keys, where torch_npu documents no result, fill in zeros and -inf."""
     out, top, total = _torch_npu.call(
         "npu_sparse_flash_attention",
         **_arguments(q, kv, indices, scale, value_dim or q.shape[2]),
@@ -89,5 +89,5 @@ def backward(
         layout="BSND",
     )
     dq = torch.cat((dq, dq_rope), -1)[0].masked_fill(is_empty[..., None], 0)
-    shared = (dk.float() + dv.float()).to(kv.dtype)  # one tensor is key and value
+    shared = (dk.float() + dv.float()).to(kv.dtype)  # key and value are one tensor
     return dq, torch.cat((shared, dk_rope), -1)[0]

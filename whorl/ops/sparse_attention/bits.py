@@ -1,9 +1,9 @@
-"""A selection of keys as bits: 32 keys a word, a row of words for each query."""
+"""A selection of keys as a bit mask: 32 keys per word, one row of words per query."""
 
 import torch
 from torch import Tensor
 
-WORD = 32  # keys of one word of a selection
+WORD = 32  # keys per word of a bit mask
 
 
 def num_words(num_keys: int) -> int:
@@ -11,7 +11,7 @@ def num_words(num_keys: int) -> int:
 
 
 def causal_bits(num_queries: int, num_keys: int, device: torch.device, window: int = 0) -> Tensor:
-    """The bits of every key up to the query's own, the last query at the last key; of the last `window` of them."""
+    """Return the bit mask of causal attention, with the last query at the last key; window: only the last keys."""
     ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)[:, None]
     firsts = WORD * torch.arange(num_words(num_keys), device=device)
     bits = (1 << (ends - firsts).clamp(0, WORD)) - 1
@@ -21,6 +21,6 @@ def causal_bits(num_queries: int, num_keys: int, device: torch.device, window: i
 
 
 def unpack(bits: Tensor, num_keys: int) -> Tensor:
-    """[T, S] bool of a few rows of a selection."""
+    """Unpack some rows of a bit mask to bool [T, S]."""
     shifts = torch.arange(WORD, device=bits.device, dtype=torch.int32)
     return ((bits[..., None] >> shifts) & 1).bool().flatten(1)[:, :num_keys]

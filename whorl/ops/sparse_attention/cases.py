@@ -1,4 +1,4 @@
-"""Sizes of sparse and masked attention for tests and benchmarks, and the selections they are made with."""
+"""Test and benchmark cases of sparse and masked attention, and the random selections they use."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .._op import Values
 from .contract import sparse_attention, sparse_attention_backward
 from .masked import masked_attention, masked_attention_backward, selection_mask
 
-MLA_SCALE = 192**-0.5  # of the heads that absorbed MLA stands for; their 576 channels are not what is scaled by
+MLA_SCALE = 192**-0.5  # of the heads before absorption, whose size is 192; not of the 576 absorbed channels
 
 _CASES: list[Values] = [
     {"tokens": (1,), "keys": 5, "topk": 4, "heads": 1, "dim": 64},
@@ -42,14 +42,14 @@ def select(
     *,
     device: str,
 ) -> Tensor:
-    """[count, topk] int32: random keys in ascending order, -1 after the last.
+    """Draw a random selection: [count, topk] int32, keys in ascending order, -1 after the last.
 
-    `counts` says how many a token selects, otherwise as many as there are; `causal` lets token t see the first
-    keys - count + t + 1; `locality` is how much of the ranking neighbours share.
+    `counts`: how many keys each token selects, by default as many as possible; `causal`: token t sees the first
+    keys - count + t + 1 keys; `locality`: the part of the ranking that neighbouring tokens share.
     """
     if torch.device(device).type == "meta":
         return torch.empty(count, topk, dtype=torch.int32, device=device)
-    taken = min(topk, keys)
+    num_selected = min(topk, keys)
     indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
     common = torch.rand(keys, device=device)
     for start in range(0, count, 256):
@@ -58,19 +58,21 @@ def select(
         ranks = locality * common + (1 - locality) * torch.rand(len(tokens), keys, device=device)
         if causal:
             ranks = ranks.masked_fill(torch.arange(keys, device=device) > keys - count + tokens, -1.0)
-        best = ranks.topk(taken, -1)
-        wanted = torch.tensor(counts, device=device)[part, None] if counts else taken
-        chosen = (best.values >= 0) & (torch.arange(taken, device=device) < wanted)
-        found = best.indices.masked_fill(~chosen, keys).sort(-1).values
-        indices[part, :taken] = found.masked_fill(found == keys, -1).int()
+        best = ranks.topk(num_selected, -1)
+        limits = torch.tensor(counts, device=device)[part, None] if counts else num_selected
+        is_selected = (best.values >= 0) & (torch.arange(num_selected, device=device) < limits)
+        ascending = best.indices.masked_fill(~is_selected, keys).sort(-1).values
+        indices[part, :num_selected] = ascending.masked_fill(ascending == keys, -1).int()
     return indices
 
 
-def _attention(draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, value_dim: int = 0, **chosen: Any) -> Values:
+def _attention(
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, value_dim: int = 0, **selection: Any
+) -> Values:
     return {
         "q": draw.normal(tokens[0], heads, dim),
         "kv": draw.scaled(keys, 1, dim),
-        "indices": select(tokens[0], keys, **chosen, device=draw.device),
+        "indices": select(tokens[0], keys, **selection, device=draw.device),
         "scale": MLA_SCALE if dim == 576 else dim**-0.5,
         "value_dim": value_dim,
     }
@@ -104,7 +106,7 @@ sparse_attention_backward.inputs(
 
 
 _MASKED: list[Values] = [
-    # Of two keys the score gradients would be one number and its negative: a ratio of such errors means little.
+    # Two keys would be too few: their score gradients are one number and its negative, whose error ratio means little.
     {"tokens": (1,), "keys": 9, "topk": 8, "heads": 4, "dim": 64},
     {"tokens": (3,), "keys": 9, "topk": 5, "heads": 3, "dim": 24, "value_dim": 8, "scale": 0.01},
     {"tokens": (5,), "keys": 40, "topk": 17, "heads": 4, "kv_heads": 2, "dim": 40, "value_dim": 32},
@@ -125,10 +127,10 @@ _MASKED_BENCH: list[Values] = [
 
 
 def _masked(
-    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, kv_heads: int = 0, value_dim: int = 0, **chosen: Any
+    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, kv_heads: int = 0, value_dim: int = 0, **selection: Any
 ) -> Values:
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
-    indices = select(tokens[0], keys, **chosen, device=draw.device)
+    indices = select(tokens[0], keys, **selection, device=draw.device)
     bits = selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32))
     return {
         "q": draw.normal(tokens[0], heads, dim),
@@ -140,7 +142,7 @@ def _masked(
 
 
 def _make_masked(draw: Draw, dense: bool = False, **case: Any) -> Values:
-    """`dense`: no bits, causal."""
+    """Draw the arguments; `dense` passes no bit mask, which means causal attention."""
     return _masked(draw, **case) | ({"bits": None} if dense else {})
 
 
@@ -161,7 +163,7 @@ masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "with_dlse": Tr
 
 
 def _make_selection(draw: Draw, tokens: Sizes, keys: int, topk: int, counts: Sizes = ()) -> Values:
-    """Has no floating point tensors: `scale` changes nothing."""
+    """Draw the arguments; the operator has no floating point tensors, so `scale` changes nothing."""
     indices = select(tokens[0], keys, topk, counts, device=draw.device)
     return {"indices": torch.stack((indices, indices), -1)[..., 0] if draw.sliced else indices, "num_keys": keys}
 

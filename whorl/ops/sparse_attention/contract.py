@@ -1,4 +1,4 @@
-"""Attention over the keys that an indexer has selected, forward and backward: the contracts and their references."""
+"""Attention over the keys that an indexer selected, forward and backward: the contracts and their references."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +11,8 @@ from .._op import Values, operator, widen
 from .._tracing import is_readable
 from . import attention_torch_npu
 
-CHUNK = 2**27  # elements of the largest tensor that a reference makes at a time
-LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # what the kernels hold
+CHUNK = 2**27  # elements of the largest temporary tensor of a reference
+LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # limits of the kernels
 
 
 def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> None:
@@ -31,7 +31,7 @@ def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: floa
 
 
 def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
-    """ValueError unless rows ascend to their last key and are -1 after it; looked at only where that is free."""
+    """Raise ValueError unless every row ascends to its last key and is -1 after it; checked only where that is free."""
     if not is_readable(indices) or not indices.numel():
         return
     if int(indices.max()) >= num_keys or int(indices.min()) < -1:
@@ -43,14 +43,14 @@ def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
         raise ValueError(
-            f"{name}: row {row} of indices does not ascend, or has a key after a -1: sort it, each key once, -1 last"
+            f"{name}: row {row} of indices does not ascend or has a key after a -1; sort it, each key once, -1 last"
         )
 
 
 def check_outputs(
     name: str, q: Tensor, value_dim: int, *, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> None:
-    """What attention gave, and the gradients of it."""
+    """Check the outputs of attention and their gradients against q's shape and dtype."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     check_like(name, "dout", dout, (*q.shape[:2], value_dim), q.dtype)
     check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
@@ -71,30 +71,33 @@ def _check_backward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, determ
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Tokens whose gathered keys, or scores, are at most CHUNK elements."""
-    each = max(1, indices.shape[1] * max(q.shape[1], q.shape[2]))
-    step = max(1, CHUNK // each)
+    """Yield slices of tokens whose gathered keys, or scores, are at most CHUNK elements."""
+    elements_per_token = max(1, indices.shape[1] * max(q.shape[1], q.shape[2]))
+    step = max(1, CHUNK // elements_per_token)
     return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
 
 def _gather(kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys [T, K, D] in the dtype of accumulation, zero where absent; and which exist."""
+    """Return the keys [T, K, D] in the dtype of accumulation, zero where absent, and the mask of those that exist."""
     exists = indices >= 0
     rows = widen(kv[:, 0])
-    if not kv.shape[0]:  # padding must point somewhere
+    if not kv.shape[0]:  # the clamped -1 needs a row to point at
         rows = torch.cat((rows, rows.new_zeros(1, kv.shape[2])))
-    found = rows[indices.clamp_min(0).long()]
-    return torch.where(exists[..., None], found, found.new_zeros(())), exists
+    keys = rows[indices.clamp_min(0).long()]
+    return torch.where(exists[..., None], keys, keys.new_zeros(())), exists
 
 
 def _scores(q: Tensor, keys: Tensor, exists: Tensor, scale: float) -> Tensor:
-    """[T, HQ, K]; -inf where there is no key."""
+    """Return the scores [T, HQ, K], -inf where there is no key."""
     scores = widen(q) @ keys.transpose(1, 2) * scale
     return scores.masked_fill(~exists[:, None], float("-inf"))
 
 
 def softmax_sums(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - top), its sum with 0 replaced by 1, and lse; a row without keys gives zeros and -inf, never NaN."""
+    """Return exp(scores - maximum), its sum with 0 replaced by 1, and lse.
+
+    A token without keys gives zeros and -inf, never NaN.
+    """
     if not scores.shape[-1]:
         empty = scores.sum(-1)
         return scores, empty + 1, empty - float("inf")
@@ -114,7 +117,7 @@ def _fake(
 
 
 def _num_pairs(values: Values) -> int:
-    """(token, key) pairs that are selected; all of them where values cannot be looked at."""
+    """Return the number of selected (token, key) pairs; on meta tensors the size of `indices`."""
     indices = values["indices"]
     return indices.numel() if indices.is_meta else int((indices >= 0).sum())
 
@@ -130,19 +133,19 @@ def _backward_flops(values: Values) -> int:
 
 
 def _sharding(backward: bool) -> Any:
-    """Tokens or heads may be sharded; the keys are whole on every rank, and their gradient is a partial sum."""
+    """Tokens or heads may be sharded; kv is replicated, and its gradient is a partial sum."""
 
     def strategies(values: Values) -> list[object]:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        ways: list[object] = []
-        rows = [n for n in ("q", "dout", "out", "lse", "dlse") if values.get(n) is not None]
+        placements: list[object] = []
+        names = [n for n in ("q", "dout", "out", "lse", "dlse") if values.get(n) is not None]
         for placement in (Replicate(), Shard(0), Shard(1)):
-            inputs = dict.fromkeys(rows, placement) | {"kv": Replicate()}
+            inputs = dict.fromkeys(names, placement) | {"kv": Replicate()}
             inputs["indices"] = Shard(0) if placement == Shard(0) else Replicate()
             second = placement if not backward or placement == Replicate() else Partial()
-            ways.append(([placement, second], inputs))
-        return ways
+            placements.append(([placement, second], inputs))
+        return placements
 
     return strategies
 
@@ -151,24 +154,26 @@ def _sharding(backward: bool) -> Any:
 def sparse_attention(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, value_dim: int = 0, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token to the keys its row of `indices` lists: multi-query, keys and values in one tensor.
+    """Attend from every token to the keys listed in its row of `indices`; keys and values are one tensor, one KV head.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; kv: [S, 1, D] in q's dtype, its first `value_dim` channels (0: all) being the
-    values; indices: [T, K] int32, rows of kv in ascending order, each once, and -1 after the last. Packed sequences and
-    causality are the indexer's business: a row is attended to because it is listed, whatever its sequence. Returns
-    out [T, HQ, DV] like q, and lse [T, HQ] fp32, the natural logarithm of the sum of exp(scale * q.k). A token without
-    keys gives zeros and -inf. Scores, softmax and sums in fp32; the weights may be rounded to q's dtype before they
-    meet the values; one rounding at the end. An absent key is not read. Absorbed MLA: D = 576, value_dim = 512, and the
-    scale of the heads it stands for, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed
-    in fp32, in an order that `deterministic`, or torch.use_deterministic_algorithms, fixes.
+    q: [T, HQ, D] bf16, fp16 or fp32; kv: [S, 1, D] in q's dtype, its first `value_dim` channels (0: all) are the
+    values; indices: [T, K] int32, rows of kv in ascending order, each once, and -1 after the last. The indexer handles
+    causality and packed sequences: a token attends to every key listed for it. Returns out [T, HQ, DV] like q, and
+    lse [T, HQ] fp32, the natural logarithm of the sum of exp(scale * q.k). A token without keys gives zeros and -inf.
+    Scores, softmax and sums are in fp32; the weights may be rounded to q's dtype before they multiply the values; out
+    is rounded once. Absent keys are not read. For absorbed MLA D = 576, value_dim = 512, and scale is that of the
+    original heads, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed in fp32, in a
+    fixed order with `deterministic` or torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or
+    scale do not fit, and on the CPU when indices are out of range or out of order.
+    Example: out, lse = sparse_attention(q, kv, indices, 192**-0.5, value_dim=512).
     """
     value_dim = value_dim or q.shape[2]
     out, lse = [], []
     for part in _chunks(q, indices):
         keys, exists = _gather(kv, indices[part])
-        weights, total, found = softmax_sums(_scores(q[part], keys, exists, scale))
+        weights, total, part_lse = softmax_sums(_scores(q[part], keys, exists, scale))
         out.append((weights @ keys[..., :value_dim] / total[..., None]).to(q.dtype))
-        lse.append(found)
+        lse.append(part_lse)
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
@@ -189,12 +194,13 @@ def sparse_attention_backward(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
+    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient of lse.
 
-    dout, out: [T, HQ, DV]; the rest as there. dq and dkv are like q and kv, contiguous, summed in fp32, rounded once;
-    weights and score gradients may be rounded to q's dtype before they are multiplied. dkv's first DV channels receive
-    the values' gradient as well. Tokens without keys give zeros, keys that nobody selected too. `deterministic`: the
-    same bits every time; otherwise the tokens' shares of dkv may be added in any order.
+    dout, out: [T, HQ, DV]; the other arguments are those of `sparse_attention`. dq and dkv are like q and kv,
+    contiguous, summed in fp32, rounded once; weights and score gradients may be rounded to q's dtype before they are
+    multiplied. The first DV channels of dkv include the gradient of the values. Tokens without keys and keys that no
+    token selected have zero gradients. `deterministic`: the same bits in every run; otherwise the contributions of the
+    tokens to dkv may be added in any order.
     """
     dq, dkv = [], widen(kv[:, 0]) * 0
     for part in _chunks(q, indices):
@@ -208,8 +214,8 @@ def sparse_attention_backward(
         dscores = weights * (grad @ values.transpose(1, 2) - delta[..., None]) * scale
         dq.append((dscores @ keys).to(q.dtype))
         share = dscores.transpose(1, 2) @ widen(q[part])
-        rest = kv.shape[2] - dout.shape[2]
-        share = share + torch.nn.functional.pad(weights.transpose(1, 2) @ grad, (0, rest))
+        padding = kv.shape[2] - dout.shape[2]
+        share = share + torch.nn.functional.pad(weights.transpose(1, 2) @ grad, (0, padding))
         dkv = dkv.index_add(0, indices[part][exists].long(), share[exists])
     return torch.cat(dq).contiguous(), dkv.to(kv.dtype)[:, None].contiguous()
 
@@ -227,7 +233,7 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         dlse,
         scale=args["scale"],
         deterministic=args["deterministic"] or torch.are_deterministic_algorithms_enabled(),
-        # torch_npu gives lse and takes no gradient of it: whoever forced it there gets the reference here.
+        # torch_npu returns lse but accepts no gradient of it, so a forced torch_npu backend uses the reference here.
         backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
     )
     return {"q": dq, "kv": dkv}
@@ -243,7 +249,7 @@ def _kernel_reason(q: Tensor, value_dim: int) -> str | None:
     if q.shape[1] > MOST_HEADS:
         return f"takes up to {MOST_HEADS} heads, got {q.shape[1]}"
     if value_dim > LARGEST_VALUE or q.shape[2] - value_dim > LARGEST_REST:
-        return f"holds {LARGEST_VALUE} value and {LARGEST_REST} more channels, got {value_dim} of {q.shape[2]}"
+        return f"takes up to {LARGEST_VALUE} value and {LARGEST_REST} other channels, got {value_dim} of {q.shape[2]}"
     return None
 
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""The forward for Hopper in Gluon: a producer gathers keys into shared memory, two warpgroups of consumers share them.
+"""The forward for Hopper in Gluon: a producer gathers keys into shared memory, two consumer warpgroups share them.
 
 Shapes of DeepSeek-V3.2: 64 of the heads of one token, 576 channels of which 512 are values, keys in pairs of blocks of
-64. docs/sparse_attention.md draws the schedule.
+64. docs/sparse_attention.md has a diagram of the schedule. An entry is a position in a token's row of indices.
 """
 
 from triton.experimental import gluon
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .._gluon_triton import async_load, barriers, sync, tell
 
-HEADS = gl.constexpr(64)  # of one program
-KEYS = gl.constexpr(64)  # of one block
-HALF = gl.constexpr(256)  # value channels of one consumer
-REST = gl.constexpr(64)
+HEADS = gl.constexpr(64)  # heads per program
+KEYS = gl.constexpr(64)  # keys per block
+HALF = gl.constexpr(256)  # value channels per consumer
+REST = gl.constexpr(64)  # rotary channels, which are not part of the values
 LOWEST = gl.constexpr(-1e30)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -34,9 +34,9 @@ _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
 
 @gluon.jit
 def _row_pointers(kv_ptr, indices_ptr, kv_stride, start, end, COUNT: gl.constexpr):
-    """Addresses of a block's keys, and which of them exist."""
-    slots = start + gl.arange(0, COUNT, gl.SliceLayout(1, _COPY))
-    keys = gl.load(indices_ptr + slots, mask=slots < end, other=-1)
+    """Return the addresses of a block's keys, and the mask of those that exist."""
+    entries = start + gl.arange(0, COUNT, gl.SliceLayout(1, _COPY))
+    keys = gl.load(indices_ptr + entries, mask=entries < end, other=-1)
     return gl.expand_dims(kv_ptr + gl.maximum(keys, 0).to(gl.int64) * kv_stride, 1), gl.expand_dims(keys >= 0, 1)
 
 
@@ -48,7 +48,7 @@ def _copy(smem, rows, exists, first: gl.constexpr, width: gl.constexpr):
 
 @gluon.jit
 def _copy_half(nope, rope, rows, exists, ready, free, phase, first: gl.constexpr, WITH_REST: gl.constexpr):
-    """Half of a block's value channels into their place once it is free, and the rest channels if they go along."""
+    """Copy half of a block's value channels once their buffer is free and, WITH_REST, the rotary channels as well."""
     mbarrier.wait(free, phase)
     _copy(nope.slice(first, HALF, 1), rows, exists, first, HALF)
     if WITH_REST:
@@ -60,10 +60,10 @@ def _copy_half(nope, rope, rows, exists, ready, free, phase, first: gl.constexpr
 def _producer(
     kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, COUNT: gl.constexpr, REST_LAST: gl.constexpr
 ):
-    """Halves of blocks in the order in which the consumers need them: even left and right, odd right and left.
+    """Copy halves of blocks in the order in which the consumers need them: even left and right, odd right and left.
 
-    The rest channels travel with the right half. REST_LAST: those of the odd block with the left one, which the other
-    consumer frees last; in the forward, once the scores are there, their place holds the weights.
+    The rotary channels are copied with the right half. REST_LAST: those of the odd block come with the left half, which
+    the other consumer frees last: in the forward their buffer holds the weights once the scores are computed.
     """
     for pair in range(pairs):
         phase = (pair & 1) ^ 1
@@ -77,7 +77,7 @@ def _producer(
 
 @gluon.jit
 def _scores(q_nope, q_rope, nope, rope, first_ready, second_ready, phase, LEFT_FIRST: gl.constexpr):
-    """[heads, keys] of one block, its two halves as they arrive."""
+    """Return the scores [heads, keys] of one block, using its two halves as they arrive."""
     first: gl.constexpr = 0 if LEFT_FIRST else 256
     second: gl.constexpr = 256 if LEFT_FIRST else 0
     mbarrier.wait(first_ready, phase)
@@ -95,15 +95,15 @@ def _scores(q_nope, q_rope, nope, rope, first_ready, second_ready, phase, LEFT_F
 
 @gluon.jit
 def _mask(s, start, end):
-    """Absent keys to -inf; only the last block has any."""
+    """Set the scores of absent keys to -inf; only the last block has any."""
     if start + KEYS > end:
-        slots = start + gl.arange(0, KEYS, gl.SliceLayout(0, _SCORES))
-        s = gl.where(gl.expand_dims(slots < end, 0), s, float("-inf"))
+        entries = start + gl.arange(0, KEYS, gl.SliceLayout(0, _SCORES))
+        s = gl.where(gl.expand_dims(entries < end, 0), s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _scaled(out, factor):
+def _scale_rows(out, factor):
     return out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, _OUT)), 1)
 
 
@@ -111,57 +111,60 @@ def _scaled(out, factor):
 def _store_out(out_ptr, out, total, first: gl.constexpr):
     rows = gl.arange(0, HEADS, gl.SliceLayout(1, _OUT))
     columns = gl.arange(0, HALF, gl.SliceLayout(0, _OUT))
-    out = _scaled(out, 1.0 / gl.where(total > 0, total, 1.0))
+    out = _scale_rows(out, 1.0 / gl.where(total > 0, total, 1.0))
     at = out_ptr + gl.expand_dims(rows * (2 * HALF) + first, 1) + gl.expand_dims(columns, 0)
     gl.store(at, out.to(out_ptr.dtype.element_ty))
 
 
 @gluon.jit
-def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, end, pairs, scale, out_ptr):
-    """Scores of the even blocks, and the left half of the output."""
+def _even_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, published, end, pairs, scale, out_ptr):
+    """Compute the scores of the even blocks, and the left half of the output."""
     top = gl.full([HEADS], LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
     total = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
     out = gl.zeros([HEADS, HALF], gl.float32, _OUT)
     for pair in range(pairs):
         phase = pair & 1
-        zero = pair >> 20  # the compiler cannot know: it would keep a descriptor for each product in registers
+        # Zero, but unknown to the compiler, which would otherwise keep a descriptor per matmul in registers.
+        zero = pair >> 20
         s = _scores(
             q_nope.index(zero), q_rope.index(zero), nope.index(zero), rope.index(zero), ready.index(0), ready.index(1),
             phase, True,
         )  # fmt: skip
         s = _mask(s, pair * (2 * KEYS), end)
-        new = gl.maximum(top, gl.max(s, 1) * scale)
-        tops.index(0).store(new)
-        p = gl.exp2(s * scale - gl.expand_dims(new, 1))
+        new_top = gl.maximum(top, gl.max(s, 1) * scale)
+        tops.index(0).store(new_top)
+        p = gl.exp2(s * scale - gl.expand_dims(new_top, 1))
         weights = p.to(nope.dtype)
         rope.index(0).store(weights)
         fence_async_shared()
-        tell(told.index(0))
-        shrink = gl.exp2(top - new)
+        tell(published.index(0))
+        shrink = gl.exp2(top - new_top)
         total = total * shrink + gl.sum(p, 1)
-        out = _scaled(out, shrink)
+        out = _scale_rows(out, shrink)
         out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), nope.index(0).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
         tell(free.index(0))
-        mbarrier.wait(told.index(1), phase)
+        mbarrier.wait(published.index(1), phase)
         fence_async_shared()
         top = tops.index(1).load(gl.SliceLayout(1, _SCORES))
-        shrink = gl.exp2(new - top)
+        shrink = gl.exp2(new_top - top)
         total = total * shrink
-        out = _scaled(out, shrink)
+        out = _scale_rows(out, shrink)
         out = warpgroup_mma(rope.index(1), nope.index(1).slice(0, HALF, 1), out, is_async=True)
         out = warpgroup_mma_wait(0, [out])
         tell(free.index(3))
     totals.index(0).store(total)
-    tell(told.index(2))
-    mbarrier.wait(told.index(3), 0)
+    tell(published.index(2))
+    mbarrier.wait(published.index(3), 0)
     total += totals.index(1).load(gl.SliceLayout(1, _SCORES))
     _store_out(out_ptr, out, total, 0)
 
 
 @gluon.jit
-def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, end, pairs, scale, out_ptr, lse_ptr):
-    """Scores of the odd blocks, and the right half of the output."""
+def _odd_consumer(
+    q_nope, q_rope, nope, rope, tops, totals, ready, free, published, end, pairs, scale, out_ptr, lse_ptr
+):
+    """Compute the scores of the odd blocks, and the right half of the output."""
     top = gl.full([HEADS], LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
     total = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
     out = gl.zeros([HEADS, HALF], gl.float32, _OUT)
@@ -173,32 +176,32 @@ def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, e
             ready.index(3), phase, False,
         )  # fmt: skip
         s = _mask(s, pair * (2 * KEYS) + KEYS, end)
-        own = gl.max(s, 1) * scale
-        mbarrier.wait(told.index(0), phase)
+        block_top = gl.max(s, 1) * scale
+        mbarrier.wait(published.index(0), phase)
         fence_async_shared()
-        even = tops.index(0).load(gl.SliceLayout(1, _SCORES))
-        out = _scaled(out, gl.exp2(top - even))
+        even_top = tops.index(0).load(gl.SliceLayout(1, _SCORES))
+        out = _scale_rows(out, gl.exp2(top - even_top))
         out = warpgroup_mma(rope.index(0), nope.index(0).slice(HALF, HALF, 1), out, is_async=True)
-        new = gl.maximum(even, own)
-        tops.index(1).store(new)
-        p = gl.exp2(s * scale - gl.expand_dims(new, 1))
+        new_top = gl.maximum(even_top, block_top)
+        tops.index(1).store(new_top)
+        p = gl.exp2(s * scale - gl.expand_dims(new_top, 1))
         weights = p.to(nope.dtype)
         rope.index(1).store(weights)
         fence_async_shared()
-        tell(told.index(1))
-        total = total * gl.exp2(top - new) + gl.sum(p, 1)
+        tell(published.index(1))
+        total = total * gl.exp2(top - new_top) + gl.sum(p, 1)
         out = warpgroup_mma_wait(0, [out])
         tell(free.index(1))
-        out = _scaled(out, gl.exp2(even - new))
+        out = _scale_rows(out, gl.exp2(even_top - new_top))
         out = warpgroup_mma(
             gl.convert_layout(weights, _WEIGHTS), nope.index(1).slice(HALF, HALF, 1), out, is_async=True
         )
         out = warpgroup_mma_wait(0, [out])
         tell(free.index(2))
-        top = new
+        top = new_top
     totals.index(1).store(total)
-    tell(told.index(3))
-    mbarrier.wait(told.index(2), 0)
+    tell(published.index(3))
+    mbarrier.wait(published.index(2), 0)
     total += totals.index(0).load(gl.SliceLayout(1, _SCORES))
     _store_out(out_ptr, out, total, HALF)
     lse = gl.where(total > 0, (top + gl.log2(total)) * LN_2, float("-inf"))
@@ -207,7 +210,7 @@ def _odd_consumer(q_nope, q_rope, nope, rope, tops, totals, ready, free, told, e
 
 @gluon.jit
 def _load_rows(smem, ptr, stride, first: gl.constexpr, tiles: gl.constexpr):
-    """Tiles of 64 channels of 64 rows into shared memory."""
+    """Load tiles of 64 channels of 64 heads into shared memory."""
     rows = gl.arange(0, HEADS, gl.SliceLayout(1, _COPY))
     channels = gl.arange(0, 64, gl.SliceLayout(0, _COPY))
     at = ptr + gl.expand_dims(rows * stride, 1) + gl.expand_dims(channels, 0)
@@ -216,14 +219,14 @@ def _load_rows(smem, ptr, stride, first: gl.constexpr, tiles: gl.constexpr):
 
 
 @gluon.jit
-def _end_of(indices_ptr, K):
-    """One past the last selected key."""
+def _selection_end(indices_ptr, K):
+    """Return one past the last selected entry of a token's row of indices."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     end = 0
     for start in range(0, K, 2048):
-        slots = start + gl.arange(0, 2048, layout)
-        keys = gl.load(indices_ptr + slots, mask=slots < K, other=-1)
-        end = gl.maximum(end, gl.max(gl.where(keys >= 0, slots + 1, 0), 0))
+        entries = start + gl.arange(0, 2048, layout)
+        keys = gl.load(indices_ptr + entries, mask=entries < K, other=-1)
+        end = gl.maximum(end, gl.max(gl.where(keys >= 0, entries + 1, 0), 0))
     return end
 
 
@@ -244,16 +247,16 @@ def _sparse_forward_gluon_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [2, HEADS], _VECTOR)
     ready = barriers(4, 128)
     free = barriers(4, 1)
-    told = barriers(4, 1)
+    published = barriers(4, 1)
     _load_rows(q_nope.index(0), q_ptr, 2 * HALF + REST, 0, 8)
     _load_rows(q_rope.index(0), q_ptr, 2 * HALF + REST, 512, 1)
-    end = _end_of(indices_ptr, K)
+    end = _selection_end(indices_ptr, K)
     pairs = (end + 2 * KEYS - 1) // (2 * KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
     sync()
-    shared = (q_nope, q_rope, nope, rope, tops, totals, ready, free, told, end, pairs, scale, out_ptr)
+    shared = (q_nope, q_rope, nope, rope, tops, totals, ready, free, published, end, pairs, scale, out_ptr)
     gl.warp_specialize(
         [
             (_producer, (kv_ptr, indices_ptr, kv_stride, end, pairs, nope, rope, ready, free, KEYS, True)),

@@ -1,4 +1,4 @@
-"""Launching the kernels of sparse attention: which ones, with which tiles, and how many tokens at a time."""
+"""Launch the kernels of sparse attention: which ones, with which tiles, and how many tokens at a time."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,14 @@ from .._rows import ceil_div, power_of_2
 from . import triton as plain
 
 LOG2_E = 1.4426950408889634
-# Bytes of P and dS, or of shares that wait for their sum, at a time: at 32k tokens less than a tenth of dq.
+# Bytes of scratch memory for P and dS, or for the shares of dkv before they are summed: at 32k tokens less than a tenth
+# of dq.
 SCRATCH = 320 * 2**20
-REGISTERS = 224  # of a thread of the Gluon consumers; the producer gets what is left of 504
+REGISTERS = 224  # per thread of the two Gluon consumers; the producer gets what remains of 504
 DQ_REGISTERS = 232
-SLOTS_BLOCK = 1024
+ENTRIES_BLOCK = 1024
 REDUCE_WARPS = 1
-REDUCED = 128  # tokens whose slots are read at once
+REDUCED = 128  # tokens whose entries the reduction reads at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class Tiles:
 
 
 def hopper_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None where the Hopper kernels take these shapes, else why the plain ones run."""
+    """Return None if the Hopper kernels take these shapes, else why the plain Triton kernels run."""
     if (dim, value_dim) != (576, 512) or heads not in (64, 128):
         return f"takes 64 or 128 heads of 576 channels, 512 of them values, got {heads} of {dim} and {value_dim}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -39,7 +40,7 @@ def hopper_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, devi
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and on a 16-byte boundary, which asynchronous copies need."""
+    """Return x contiguous and on a 16-byte boundary, as asynchronous copies need it."""
     x = x.contiguous()
     return x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone()
 
@@ -49,9 +50,9 @@ def _head_tile(heads: int, most: int) -> int:
 
 
 def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:  # products without tensor cores, for checking
+    if dtype == torch.float32:  # without tensor cores: meant for checking, not for speed
         return Tiles(heads=16, keys=16, warps=4, stages=1)
-    if dim > 256:  # 64 heads would spill, and fit the shared memory of no other chip than Hopper
+    if dim > 256:  # with 64 heads registers would spill, and only Hopper's shared memory would be large enough
         return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
     return Tiles(heads=_head_tile(heads, 64), keys=64, warps=4, stages=3)
 
@@ -65,7 +66,7 @@ def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def _dkv_tiles(dtype: torch.dtype) -> Tiles:
-    """`heads`: columns of one program."""
+    """Return the tiles of the second pass; `heads` is here the number of columns of one program."""
     if dtype == torch.float32:
         return Tiles(heads=32, keys=16, warps=4, stages=1)
     return Tiles(heads=128, keys=64, warps=4, stages=3)
@@ -81,7 +82,7 @@ def forward(
     *,
     use_gluon: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`deterministic` is the gradient's: here nothing is added in an order of chance."""
+    """Run the forward; `deterministic` concerns the backward alone, as the forward adds in a fixed order anyway."""
     value_dim = value_dim or q.shape[2]
     q, kv, indices = _aligned(q), _aligned(kv), indices.contiguous()
     (count, heads, dim), topk = q.shape, indices.shape[1]
@@ -89,7 +90,7 @@ def forward(
     lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
-    rest = dim - value_dim
+    extra_dim = dim - value_dim
     if use_gluon and hopper_reason(heads, dim, value_dim, q.dtype, q.device) is None:
         from .forward_gluon_triton import _sparse_forward_gluon_kernel
 
@@ -113,7 +114,7 @@ def forward(
         BLOCK_H=tiles.heads,
         BLOCK_K=tiles.keys,
         BLOCK_DV=max(16, power_of_2(value_dim)),
-        BLOCK_R=max(16, power_of_2(rest)),
+        BLOCK_R=max(16, power_of_2(extra_dim)),
         WIDEN=is_interpreting(),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -128,7 +129,7 @@ def backward(
 
 
 class _Backward:
-    """The arguments of one backward, in the shape the kernels take them."""
+    """One backward: its tensors prepared for the kernels, and the two passes over them."""
 
     def __init__(
         self, tensors: dict[str, Tensor], dlse: Tensor | None, scale: float, deterministic: bool, use_gluon: bool
@@ -167,34 +168,34 @@ class _Backward:
         if self.count and self.heads and self.topk and self.num_keys:
             p, ds = (self.q.new_empty(tokens, self.heads, self.pitch) for _ in range(2))
             for first in range(0, self.count, tokens):
-                now = min(tokens, self.count - first)
-                self._first_pass(first, now, p, ds)
-                self._second_pass(first, now, p, ds)
+                num_tokens = min(tokens, self.count - first)
+                self._first_pass(first, num_tokens, p, ds)
+                self._second_pass(first, num_tokens, p, ds)
         else:
             self.dq.zero_()
         return self.dq, self.dkv.to(self.kv.dtype).view(self.kv.shape)
 
     def _tokens_at_a_time(self) -> int:
-        """As many as the scratch memory holds, in whole waves of the first pass."""
+        """Return how many tokens fit the scratch memory, rounded down to whole waves of the first pass."""
         scores = 2 * self.heads * self.pitch * self.q.element_size()
-        # In a fixed order: the shares of a token, and where it lists each of all keys.
+        # The deterministic mode stores the shares of each token, and for every key its entry in the token's indices.
         shares = 4 * max(self.topk * self.dim, self.num_keys) if self.deterministic else 0
         tokens = max(1, SCRATCH // max(scores, shares, 1))
         wave = max(1, multiprocessors(self.q.device) // ceil_div(self.heads, 64))
         return min(self.count, tokens // wave * wave or tokens)
 
-    def _first_pass(self, first: int, now: int, p: Tensor, ds: Tensor) -> None:
+    def _first_pass(self, first: int, num_tokens: int, p: Tensor, ds: Tensor) -> None:
         tensors = (self.q, self.kv, self.indices, self.lse, self.delta, self.dout, self.dq, p, ds)
         numbers = (self.dim, first, self.topk, self.pitch, self.scale)
         if self.gluon:
             from .backward_gluon_triton import _sparse_dq_gluon_kernel
 
-            _sparse_dq_gluon_kernel[(self.heads // 64, now)](
+            _sparse_dq_gluon_kernel[(self.heads // 64, num_tokens)](
                 *tensors, *numbers, H=self.heads, REGISTERS=DQ_REGISTERS, num_warps=4
             )
             return
         tiles = _dq_tiles(self.heads, self.dim, self.q.dtype)
-        plain._sparse_dq_kernel[(ceil_div(self.heads, tiles.heads), now)](
+        plain._sparse_dq_kernel[(ceil_div(self.heads, tiles.heads), num_tokens)](
             *tensors,
             *numbers,
             H=self.heads,
@@ -209,21 +210,21 @@ class _Backward:
             num_stages=tiles.stages,
         )
 
-    def _second_pass(self, first: int, now: int, p: Tensor, ds: Tensor) -> None:
+    def _second_pass(self, first: int, num_tokens: int, p: Tensor, ds: Tensor) -> None:
         if not self.deterministic:
-            self._share_out(first, now, p, ds, self.dkv)
+            self._compute_shares(first, num_tokens, p, ds, self.dkv)
             return
-        shares = self.dkv.new_empty(now, self.topk, self.dim)
-        self._share_out(first, now, p, ds, shares)
-        slots = self.indices.new_full((now, self.num_keys), -1)
-        plain._sparse_slots_kernel[(now, ceil_div(self.topk, SLOTS_BLOCK))](
-            self.indices, slots, first, self.num_keys, self.topk, BLOCK=SLOTS_BLOCK, num_warps=4
+        shares = self.dkv.new_empty(num_tokens, self.topk, self.dim)
+        self._compute_shares(first, num_tokens, p, ds, shares)
+        entries = self.indices.new_full((num_tokens, self.num_keys), -1)
+        plain._sparse_entries_kernel[(num_tokens, ceil_div(self.topk, ENTRIES_BLOCK))](
+            self.indices, entries, first, self.num_keys, self.topk, BLOCK=ENTRIES_BLOCK, num_warps=4
         )
         plain._sparse_reduce_kernel[(self.num_keys,)](
             shares,
-            slots,
+            entries,
             self.dkv,
-            now,
+            num_tokens,
             self.num_keys,
             self.topk,
             D=self.dim,
@@ -232,20 +233,22 @@ class _Backward:
             num_warps=REDUCE_WARPS,
         )
 
-    def _share_out(self, first: int, now: int, p: Tensor, ds: Tensor, to: Tensor) -> None:
-        given = (self.q, self.dout, self.indices, p, ds, to, first, self.topk, self.pitch)
+    def _compute_shares(self, first: int, num_tokens: int, p: Tensor, ds: Tensor, destination: Tensor) -> None:
+        arguments = (self.q, self.dout, self.indices, p, ds, destination, first, self.topk, self.pitch)
         adds = not self.deterministic
         if self.gluon:
             from .backward_gluon_triton import _sparse_dkv_gluon_kernel
 
-            _sparse_dkv_gluon_kernel[(2, now)](*given, H=self.heads, ADD=adds, REGISTERS=REGISTERS, num_warps=4)
+            _sparse_dkv_gluon_kernel[(2, num_tokens)](
+                *arguments, H=self.heads, ADD=adds, REGISTERS=REGISTERS, num_warps=4
+            )
             return
         tiles = _dkv_tiles(self.q.dtype)
         for begin, end in ((0, self.value_dim), (self.value_dim, self.dim)):
             if begin < end:
                 columns = max(16, min(tiles.heads, power_of_2(end - begin)))
-                plain._sparse_dkv_kernel[(ceil_div(end - begin, columns), now)](
-                    *given,
+                plain._sparse_dkv_kernel[(ceil_div(end - begin, columns), num_tokens)](
+                    *arguments,
                     begin,
                     H=self.heads,
                     D=self.dim,

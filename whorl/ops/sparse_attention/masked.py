@@ -1,4 +1,4 @@
-"""The same attention for short sequences: ordinary heads, the selection as a bit for each query and key."""
+"""Attention over selected keys for short sequences: ordinary heads, the selection as a bit per query and key."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -15,21 +15,22 @@ from .bits import WORD, causal_bits, num_words, unpack
 from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
 LARGEST_HEAD = 256
-# By the backend that would mask a selection: keys past which gathering the selected ones is faster than masking all of
-# them. Triton: DeepSeek-V3.2 with 2048 selected, both ways on an H200. 10.6 ms masked at 4096, 39.8 at 8192, where
-# sparse takes 34.4; by operations it would be 12500. The reference keeps to it, and whoever is not
-# listed; torch_npu fuses no masked selection.
+# Number of keys above which gathering the selected keys is faster than masking all of them, by the backend of
+# `masked_attention`. Triton: DeepSeek-V3.2 with 2048 selected keys, forward and backward on an H200: masked takes 10.6
+# ms at 4096 keys and 39.8 at 8192, where sparse takes 34.4; counting operations would give 12500. The reference and
+# unlisted backends use the same number; torch_npu has no fused attention with a bit mask.
 CROSSOVER = {"triton": 6_800, "torch": 6_800, "torch_npu": 0}
 
 
 def choose_attention(
     num_keys: int, topk: int = 2048, device: torch.device | str | None = None
 ) -> Literal["masked", "sparse"]:
-    """Which of `masked_attention` and `sparse_attention` to take for causal sequences of this many keys.
+    """Return which of `masked_attention` and `sparse_attention` to use for causal sequences of `num_keys` keys.
 
-    The faster one by measurement, where the device (None: the best of this machine) has a fused kernel that masks a
-    selection, and up to `topk` keys, all of which are selected, the masked one. A device that has only the sparse one
-    gets it at every length: on Ascend npu_sparse_flash_attention is fused, a mask of bits is not.
+    On a device (None: the best of this machine) with a fused kernel for bit masks it is the one that measured faster,
+    and up to `topk` keys, where all are selected, the masked one. Where only sparse attention is fused it is "sparse"
+    at every length: on Ascend npu_sparse_flash_attention is fused, attention with a bit mask is not.
+    Example: choose_attention(4096, topk=2048, device="cuda").
     """
     device = default_device() if device is None else device
     limit = _crossover(device.split(":")[0] if isinstance(device, str) else device.type)
@@ -37,11 +38,11 @@ def choose_attention(
 
 
 def _crossover(kind: str) -> int:
-    able = [name for name, reason in masked_attention.availability(kind).items() if reason is None]
-    return CROSSOVER.get(next((name for name in able if name != REFERENCE), REFERENCE), CROSSOVER[REFERENCE])
+    available = [name for name, reason in masked_attention.availability(kind).items() if reason is None]
+    return CROSSOVER.get(next((name for name in available if name != REFERENCE), REFERENCE), CROSSOVER[REFERENCE])
 
 
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler, and Triton with it.
+# torch.compiler.assume_constant_result sets this attribute; calling it would import the compiler and with it Triton.
 _crossover._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -51,7 +52,7 @@ def _check_selection(indices: Tensor, num_keys: int) -> None:
             f"selection_mask: indices is {list(indices.shape)} {indices.dtype}, expected [T, K] torch.int32"
         )
     if num_keys < 0:
-        raise ValueError(f"selection_mask: num_keys is {num_keys}, expected a number of keys")
+        raise ValueError(f"selection_mask: num_keys is {num_keys}, expected 0 or more")
     check_indices("selection_mask", indices, num_keys)
 
 
@@ -62,13 +63,14 @@ def _fake_selection(indices: Tensor, num_keys: int) -> Tensor:
 @operator(
     check=_check_selection,
     forward_only=True,
-    without={"torch_npu": "a selection's bits are for masked attention alone, where torch_npu takes none"},
+    without={"torch_npu": "bit masks are for masked_attention alone, and torch_npu's attention takes none"},
     fake=_fake_selection,
 )
 def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
-    """The bits of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 says whether key j is in.
+    """Return the bit mask of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 is key j.
 
-    indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them.
+    indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them. Raises
+    ValueError when they are not. Example: bits = selection_mask(indices, num_keys=k.shape[0]).
     """
     words = torch.zeros(indices.shape[0], num_words(num_keys) + 1, dtype=torch.int64, device=indices.device)
     keys = torch.where(indices >= 0, indices, num_words(num_keys) * WORD).long()
@@ -99,7 +101,7 @@ def _check_bits(name: str, bits: Tensor, num_queries: int, num_keys: int) -> Non
     if bits.shape != (num_queries, words) or bits.dtype != torch.int32:
         raise ValueError(
             f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{num_queries}, {words}] torch.int32; "
-            "selection_mask makes them"
+            "build it with selection_mask"
         )
     spare = words * WORD - num_keys
     if (
@@ -108,7 +110,7 @@ def _check_bits(name: str, bits: Tensor, num_queries: int, num_keys: int) -> Non
         and bits.numel()
         and bool(((bits[:, -1].long() & 0xFFFFFFFF) >> (WORD - spare)).any())
     ):
-        raise ValueError(f"{name}: bits past the last of {num_keys} keys are set, expected zeros")
+        raise ValueError(f"{name}: bits has bits set past the last of {num_keys} keys, expected zeros there")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
@@ -126,22 +128,22 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[T, HQ, C] to [HK, T * HQ / HK, C]."""
+def _split_groups(x: Tensor, groups: int) -> Tensor:
+    """Reorder [T, HQ, C] to [HK, T * HQ / HK, C]: the query heads of one KV head together."""
     return widen(x).unflatten(1, (groups, x.shape[1] // groups)).permute(1, 0, 2, 3).flatten(1, 2)
 
 
-def _back(x: Tensor, like: Tensor) -> Tensor:
-    """[HK, T * HQ / HK, C] to [T, HQ, C], T and HQ as in `like`."""
+def _merge_groups(x: Tensor, like: Tensor) -> Tensor:
+    """Reorder [HK, T * HQ / HK, C] to [T, HQ, C], with T and HQ of `like`."""
     count, heads = like.shape[:2]
     return x.unflatten(1, (count, heads // x.shape[0])).permute(1, 0, 2, 3).flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, bits: Tensor, scale: float) -> Tensor:
-    """[HK, T * HQ / HK, S]; -inf where a key is not selected."""
+    """Return the scores [HK, T * HQ / HK, S], -inf where a key is not selected."""
     groups = k.shape[1]
     selected = unpack(bits, k.shape[0]).repeat_interleave(q.shape[1] // groups, 0)
-    scores = _by_group(q, groups) @ widen(k).permute(1, 2, 0) * scale
+    scores = _split_groups(q, groups) @ widen(k).permute(1, 2, 0) * scale
     return scores.masked_fill(~selected, float("-inf"))
 
 
@@ -151,7 +153,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) ->
 
 
 def _num_pairs(values: Values) -> int:
-    """(query, key) pairs that are selected; half of all, as under a causal mask, where values cannot be looked at."""
+    """Return the number of selected (query, key) pairs; on meta tensors half of all pairs, as under a causal mask."""
     bits, num_queries, num_keys = values["bits"], values["q"].shape[0], values["k"].shape[0]
     if bits is None:
         return sum(max(0, num_keys - t) for t in range(num_queries))
@@ -161,7 +163,7 @@ def _num_pairs(values: Values) -> int:
 
 
 def _flops(values: Values) -> int:
-    """Of the selected pairs: what a mask costs beyond them is the kernel's."""
+    """Count the operations of selected pairs only, not those that a kernel spends on masked ones."""
     q, v = values["q"], values["v"]
     return 2 * _num_pairs(values) * q.shape[1] * (q.shape[2] + v.shape[2])
 
@@ -173,23 +175,25 @@ def _backward_flops(values: Values) -> int:
 
 @operator(check=_check, fake=_fake, flops=_flops)
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every token to the keys whose bit is set in its row of `bits`.
+    """Attend from every token to the keys whose bit is set in its row of `bits`.
 
     q: [T, HQ, D] bf16, fp16 or fp32; k: [S, HK, D] and v: [S, HK, DV] in q's dtype, HQ a multiple of HK; bits:
-    [T, ceil(S / 32)] int32 as `selection_mask` makes them, zero past S: causality and packed sequences are in them.
-    None is one sequence, causal and dense, the last query at the last key. Returns out [T, HQ, DV] like q and lse [T,
-    HQ] fp32, natural. A token without keys gives zeros and -inf. fp32 inside; the weights may be rounded to q's dtype
-    before they meet the values; one rounding at the end. Nothing of size T x S but the bits is in memory. Equals
-    `sparse_attention` of absorbed queries and keys. Differentiable in q, k and v, deterministic in both directions, on
-    Ascend under torch.use_deterministic_algorithms only.
+    [T, ceil(S / 32)] int32 from `selection_mask`, zero past S; they also express causality and packed sequences. bits
+    None means one dense causal sequence with the last query at the last key. Returns out [T, HQ, DV] like q and lse
+    [T, HQ] fp32, a natural logarithm. A token without keys gives zeros and -inf. Computed in fp32; the weights may be
+    rounded to q's dtype before they multiply the values; out is rounded once. Apart from the bits no tensor of size
+    T x S is allocated by the fused kernels. The result equals `sparse_attention` of absorbed queries and keys.
+    Differentiable in q, k and v; both directions are deterministic, on Ascend only under
+    torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or scale do not fit.
+    Example: out, lse = masked_attention(q, k, v, selection_mask(indices, len(k)), 192**-0.5).
     """
     out, lse = [], []
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     for part in _chunks(q, k):
-        weights, total, found = softmax_sums(_scores(q[part], k, bits[part], scale))
+        weights, total, part_lse = softmax_sums(_scores(q[part], k, bits[part], scale))
         mean = weights @ widen(v).transpose(0, 1) / total[..., None]
-        out.append(_back(mean, q[part]).to(q.dtype))
-        lse.append(_back(found[..., None], q[part])[..., 0])
+        out.append(_merge_groups(mean, q[part]).to(q.dtype))
+        lse.append(_merge_groups(part_lse[..., None], q[part])[..., 0])
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
@@ -210,24 +214,25 @@ def masked_attention_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient of lse.
 
-    dout, out: [T, HQ, DV]; the rest as there. Summed in fp32, rounded once. Tokens without keys and keys without tokens
-    give zeros. The same bits every time, on Ascend under torch.use_deterministic_algorithms only.
+    dout, out: [T, HQ, DV]; the other arguments are those of `masked_attention`. Summed in fp32, rounded once. Tokens
+    without keys and keys without tokens have zero gradients. The bits are the same in every run, on Ascend only under
+    torch.use_deterministic_algorithms.
     """
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     groups, dq = k.shape[1], []
     dk, dv = (widen(x).transpose(0, 1) * 0 for x in (k, v))
     for part in _chunks(q, k):
         logs = torch.where(lse[part] > float("-inf"), lse[part], torch.zeros_like(lse[part]))
-        weights = torch.exp(_scores(q[part], k, bits[part], scale) - _by_group(logs[..., None], groups))
-        grad = _by_group(dout[part], groups)
-        delta = (grad * _by_group(out[part], groups)).sum(-1, keepdim=True)
+        weights = torch.exp(_scores(q[part], k, bits[part], scale) - _split_groups(logs[..., None], groups))
+        grad = _split_groups(dout[part], groups)
+        delta = (grad * _split_groups(out[part], groups)).sum(-1, keepdim=True)
         if dlse is not None:
-            delta = delta - _by_group(dlse[part][..., None], groups)
+            delta = delta - _split_groups(dlse[part][..., None], groups)
         dscores = weights * (grad @ widen(v).permute(1, 2, 0) - delta) * scale
-        dq.append(_back(dscores @ widen(k).transpose(0, 1), q[part]).to(q.dtype))
-        dk = dk + dscores.transpose(1, 2) @ _by_group(q[part], groups)
+        dq.append(_merge_groups(dscores @ widen(k).transpose(0, 1), q[part]).to(q.dtype))
+        dk = dk + dscores.transpose(1, 2) @ _split_groups(q[part], groups)
         dv = dv + weights.transpose(1, 2) @ grad
     first, second = (x.transpose(0, 1).to(k.dtype).contiguous() for x in (dk, dv))
     return torch.cat(dq).contiguous(), first, second
@@ -243,7 +248,7 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
         outputs[1],
         dlse,
         scale=args["scale"],
-        # torch_npu gives lse and takes no gradient of it: whoever forced it there gets the reference here.
+        # torch_npu returns lse but accepts no gradient of it, so a forced torch_npu backend uses the reference here.
         backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
     )
     return {"q": dq, "k": dk, "v": dv}
@@ -253,7 +258,7 @@ def _triton_reason(q: Tensor, v: Tensor, **_: object) -> str | None:
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if max(q.shape[2], v.shape[2]) > LARGEST_HEAD:
-        return f"holds heads of {LARGEST_HEAD} channels, got {q.shape[2]} and {v.shape[2]}"
+        return f"takes heads of up to {LARGEST_HEAD} channels, got {q.shape[2]} and {v.shape[2]}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Causal attention of ordinary heads on Ascend, by npu_fusion_attention and its gradient."""
+"""Dense causal attention of ordinary heads on Ascend, by npu_fusion_attention and its gradient."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from .. import _torch_npu
 from .._torch_npu import dtype_name
 from ..attention.paged_torch_npu import compressed_mask
 
-REPEATED = 8  # the operator's largest scores and sums are [B, N, S, 8], one number 8 times
+REPEATED = 8  # the operator stores softmax maxima and sums as [B, N, S, 8], each number 8 times
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, **_: object) -> str | None:
     if bits is not None:
-        return "npu_fusion_attention takes a byte, not a bit, for each query and key; causal attention needs neither"
+        return "npu_fusion_attention takes byte masks, not bit masks; pass bits=None for causal attention"
     if not all(x.numel() for x in (q, k, v)):
         return "empty tensors are not taken"
     if q.shape[0] > k.shape[0]:
-        return f"a query without keys is not taken, got {q.shape[0]} queries of {k.shape[0]} keys"
+        return f"takes no query without keys, got {q.shape[0]} queries and {k.shape[0]} keys"
     return fusion_attention_limit(query_shape=q.shape, key_shape=k.shape, value_dim=v.shape[2], dtype=dtype_name(q))
 
 
@@ -33,7 +33,7 @@ def backward_reason(
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """What both directions take: one sequence, the last query at the last key."""
+    """Return the arguments of both directions: one causal sequence, the last query at the last key."""
     return {
         "query": q[None].contiguous(),
         "key": k[None].contiguous(),

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Attention under a bit mask in Triton: one query block against all key blocks, tiles without a set bit skipped."""
+"""Attention under a bit mask in Triton: a block of queries loops over the key blocks from its first to its last bit."""
 
 import torch
 import triton
@@ -14,28 +14,28 @@ from .bits import causal_bits, num_words
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # of the running maximum: finite, so that rows without keys give exp2(-inf), not NaN
+LOWEST = tl.constexpr(-1e30)  # start of the running maximum: finite, so that rows without keys give no NaN
 
 
 @triton.jit
 def _selected(bits_ptr, rows, first, T, words, KEYS: tl.constexpr, TURNED: tl.constexpr):
-    """Whether row t selects key first + j, [rows, keys] or TURNED [keys, rows]. first is a multiple of 32.
+    """Return whether each query selects key first + j, [rows, keys], or if TURNED [keys, rows].
 
-    A word holds 32 keys of a row: it is loaded once for each row and spread by shifts.
+    first is a multiple of 32. A word holds 32 keys of a query: it is loaded once per query and expanded by shifts.
     """
     axis: tl.constexpr = 0 if TURNED else 1
     keys = tl.expand_dims(tl.arange(0, KEYS), 1 - axis)
     at = bits_ptr + rows.to(tl.int64) * words + first // 32
-    found = tl.expand_dims(rows * 0, axis) + 0 * keys
+    words_of_keys = tl.expand_dims(rows * 0, axis) + 0 * keys
     for i in tl.static_range(KEYS // 32):
         word = tl.load(at + i, mask=(rows < T) & (rows * 0 + first // 32 + i < words), other=0)
-        found = tl.where(keys // 32 == i, tl.expand_dims(word, axis) >> (keys % 32), found)
-    return (found & 1) != 0
+        words_of_keys = tl.where(keys // 32 == i, tl.expand_dims(word, axis) >> (keys % 32), words_of_keys)
+    return (words_of_keys & 1) != 0
 
 
 @triton.jit
 def _extent_kernel(bits_ptr, extents_ptr, T, words, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BY_ROW: tl.constexpr):
-    """First and last + 1 of the words that a block of rows uses (BY_ROW), or of the rows that use a block of words."""
+    """Store the range of words that a block of rows uses (BY_ROW), or of rows that use a block of words."""
     block = tl.program_id(0)
     low, high = 2147483647, 0
     for start in range(0, words if BY_ROW else T, BLOCK_W if BY_ROW else BLOCK_T):
@@ -43,10 +43,10 @@ def _extent_kernel(bits_ptr, extents_ptr, T, words, BLOCK_T: tl.constexpr, BLOCK
         columns = (start if BY_ROW else block * BLOCK_W) + tl.arange(0, BLOCK_W)
         mask = (rows < T)[:, None] & (columns < words)[None, :]
         word = tl.load(bits_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], mask=mask, other=0)
-        used = tl.max((word != 0).to(tl.int32), 0 if BY_ROW else 1) > 0
+        is_used = tl.max((word != 0).to(tl.int32), 0 if BY_ROW else 1) > 0
         places = columns if BY_ROW else rows
-        low = tl.minimum(low, tl.min(tl.where(used, places, 2147483647), 0))
-        high = tl.maximum(high, tl.max(tl.where(used, places + 1, 0), 0))
+        low = tl.minimum(low, tl.min(tl.where(is_used, places, 2147483647), 0))
+        high = tl.maximum(high, tl.max(tl.where(is_used, places + 1, 0), 0))
     tl.store(extents_ptr + 2 * block, tl.minimum(low, high))
     tl.store(extents_ptr + 2 * block + 1, high)
 
@@ -91,7 +91,7 @@ def _masked_forward_kernel(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One head of a block of queries. Channels are two tiles, MAIN and REST. scale includes log2 e."""
+    """Compute one head of a block of queries. Channels form two tiles, MAIN and REST. scale includes log2(e)."""
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # under a causal mask the last blocks are the longest
     head = tl.program_id(0)
     D: tl.constexpr = MAIN + REST
@@ -114,13 +114,13 @@ def _masked_forward_kernel(
             k_rest = _tile(k_ptr, keys, S, HK * D, MAIN, REST, BLOCK_REST)
             scores = dot(q_rest, tl.trans(k_rest), scores, WIDEN)
         scores = tl.where(_selected(bits_ptr, rows, first, T, words, KEYS, False), scores * scale, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - new)
-        p = tl.exp2(scores - new[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(scores - new_top[:, None])
         total = total * shrink + tl.sum(p, 1)
         v = _tile(v_ptr, keys, S, HK * DV, 0, DV, BLOCK_DV)
         out = dot(p.to(v.dtype), v, out * shrink[:, None], WIDEN)
-        top = new
+        top = new_top
     safe = tl.where(total > 0, total, 1.0)
     _store_tile(out_ptr + head * DV, out / safe[:, None], rows, T, HQ * DV, 0, DV, BLOCK_DV)
     lse = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
@@ -132,7 +132,7 @@ def _masked_delta_kernel(
     out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, DV: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum of out * dout, less dlse."""
+    """Compute delta = sum of out * dout - dlse."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     out = _tile(out_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32)
     delta = tl.sum(out * _tile(dout_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32), 1)
@@ -142,11 +142,11 @@ def _masked_delta_kernel(
 
 
 @triton.jit
-def _weights(
+def _weights_and_score_gradients(
     left, left_rest, right, right_rest, dleft, dright, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale,
     HQ: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """P and dS of one tile: left is q and dleft dout, right k and dright v; TURNED the other way round."""
+    """Return P and dS of one tile: left is q, dleft dout, right k and dright v; if TURNED, the two sides swap."""
     axis: tl.constexpr = 0 if TURNED else 1
     zeros = tl.zeros((left.shape[0], right.shape[0]), tl.float32)
     scores = dot(left, tl.trans(right), zeros, WIDEN)
@@ -189,7 +189,7 @@ def _masked_dq_kernel(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """dq of one head of a block of queries."""
+    """Compute dq of one head of a block of queries."""
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     head = tl.program_id(0)
     D: tl.constexpr = MAIN + REST
@@ -211,7 +211,7 @@ def _masked_dq_kernel(
         if REST > 0:
             k_rest = _tile(k_ptr, keys, S, HK * D, MAIN, REST, BLOCK_REST)
         v = _tile(v_ptr, keys, S, HK * DV, 0, DV, BLOCK_DV)
-        _, ds = _weights(
+        _, ds = _weights_and_score_gradients(
             q, q_rest, k, k_rest, dout, v, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale, HQ, REST,
             KEYS, False, WIDEN,
         )  # fmt: skip
@@ -251,7 +251,7 @@ def _masked_dkv_kernel(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """dk and dv of one key head of a block of keys: over its query heads and all queries, in order."""
+    """Compute dk and dv of one KV head of a block of keys, adding over its query heads and all queries in order."""
     first = tl.program_id(1) * KEYS
     group = tl.program_id(0)
     D: tl.constexpr = MAIN + REST
@@ -273,7 +273,7 @@ def _masked_dkv_kernel(
             if REST > 0:
                 q_rest = _tile(q_ptr + head * D, rows, T, HQ * D, MAIN, REST, BLOCK_REST)
             dout = _tile(dout_ptr + head * DV, rows, T, HQ * DV, 0, DV, BLOCK_DV)
-            p, ds = _weights(
+            p, ds = _weights_and_score_gradients(
                 k, k_rest, q, q_rest, v, dout, bits_ptr, lse_ptr, delta_ptr, rows, first, head, T, words, scale, HQ,
                 REST, KEYS, True, WIDEN,
             )  # fmt: skip
@@ -289,10 +289,10 @@ def _masked_dkv_kernel(
 
 @triton.jit
 def _selection_kernel(indices_ptr, bits_ptr, words, K, BLOCK: tl.constexpr):
-    """Sets the bits of one token's keys; the row is zero before."""
+    """Set the bits of one token's keys in a row that is zero before."""
     token = tl.program_id(0).to(tl.int64)
-    slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.load(indices_ptr + token * K + slots, mask=slots < K, other=-1)
+    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.load(indices_ptr + token * K + entries, mask=entries < K, other=-1)
     tl.atomic_or(bits_ptr + token * words + keys // 32, 1 << (keys % 32), mask=keys >= 0, sem="relaxed")
 
 
@@ -306,7 +306,7 @@ def selection(indices: Tensor, num_keys: int) -> Tensor:
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """D as a power of two and what is left, since tiles are powers of two: 192 is 128 and 64."""
+    """Return the sizes of a kernel; D is split into a power of two and the remainder, 192 into 128 and 64."""
     dim = q.shape[2]
     main = 1 << (dim.bit_length() - 1)
     return {
@@ -321,14 +321,17 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def _tiles(q: Tensor, wide: tuple[int, int, int, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows and keys of a tile, and launch options: (rows, keys, warps, stages) on tensor cores, small ones in fp32."""
-    rows, keys, warps, stages = (32, 32, 4, 1) if q.dtype == torch.float32 else wide
+def _tiles(q: Tensor, tensor_core_tile: tuple[int, int, int, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the rows and keys of a tile, and launch options.
+
+    tensor_core_tile: (rows, keys, warps, stages) for 16-bit inputs; fp32 uses small tiles.
+    """
+    rows, keys, warps, stages = (32, 32, 4, 1) if q.dtype == torch.float32 else tensor_core_tile
     return {"ROWS": rows, "KEYS": keys}, {"num_warps": warps, "num_stages": stages}
 
 
 def _extents(bits: Tensor, tile: dict[str, int], *, by_row: bool) -> Tensor:
-    """[blocks, 2] int32: the words each block of rows needs, or the rows each block of keys."""
+    """Return ranges [blocks, 2] int32: of words that each block of rows needs, or of rows for each block of keys."""
     width = tile["KEYS"] // 32
     blocks = ceil_div(bits.shape[0], tile["ROWS"]) if by_row else ceil_div(bits.shape[1], width)
     extents = torch.empty(blocks, 2, dtype=torch.int32, device=bits.device)
@@ -358,9 +361,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) 
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, dlse: Tensor | None, scale: float, **given: Tensor
+    q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, dlse: Tensor | None, scale: float, **outputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, out, lse = (given[name] for name in ("dout", "out", "lse"))
+    dout, out, lse = (outputs[name] for name in ("dout", "out", "lse"))
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     dout, q, k, v, bits, out, lse = (x.contiguous() for x in (dout, q, k, v, bits, out, lse))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
