@@ -55,7 +55,7 @@ class LearnedPositions(Weighted):
         super().__init__()
         self.side, self.width, self.merge = config.side, config.hidden_size, config.spatial_merge_size
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         table = torch.empty(self.side**2, self.width, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
 

@@ -15,7 +15,7 @@ import torch
 
 from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
-from whorl.nn import ONE, Model, Ranks, hold, weighted
+from whorl.nn import ONE, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
 from . import dcp
@@ -110,7 +110,7 @@ def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
     found = formats.find(config)
     with torch.device("meta"):
         model = target.prediction()
-        hold(model, found, target.dtype)
+        create_parameters(model, found, target.dtype)
     model.ignored = (*model.ignored, *found.ignored)
     return model.eval()
 
@@ -144,7 +144,7 @@ def build(
     try:
         with torch.device("meta"):
             model = model_class(values, dtype=dtype, ranks=replace(tp or ONE, unit=found.unit), max_length=max_length)
-            hold(model, found, dtype)
+            create_parameters(model, found, dtype)
     except RuntimeError as error:  # of torch: products of sizes that no computer has
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
     model.ignored = (*model.ignored, *found.ignored)
