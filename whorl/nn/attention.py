@@ -24,9 +24,7 @@ class Rope:
 
     def __init__(self, config: RopeConfig, max_length: int | None = None) -> None:
         if config.is_dual_chunk:
-            raise ValueError(
-                "config.json: dual chunk attention is not supported; remove dual_chunk_attention_config"
-            )
+            raise ValueError("config.json: dual chunk attention is not supported; remove dual_chunk_attention_config")
         limit = config.table_rows
         if max_length is not None and max_length > limit and not config.depends_on_length:
             raise ValueError(

@@ -37,8 +37,8 @@ class Experts(Weighted):
         self.down_proj.create_parameters(f"{name}.down_proj", formats, dtype)
         if self.gate_up_proj.format != self.down_proj.format:
             raise ValueError(
-                f"{name}: experts must have one format, and the checkpoint has gate and up in {self.gate_up_proj.format}, "
-                f"down in {self.down_proj.format}"
+                f"{name}: experts must have one format, and the checkpoint has gate and up in "
+                f"{self.gate_up_proj.format}, down in {self.down_proj.format}"
             )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -87,9 +87,9 @@ class LatentKV:
 class LatentCache:
     """The blocks of one layer.
 
-    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim]. Caches of codes hold bytes
-    in place of numbers. Where a device's attention takes the rotated channels as a separate tensor, latent has `rank`
-    channels and turned has the others.
+    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim]. Caches of codes hold
+    bytes in place of numbers. Where a device's attention takes the rotated channels as a separate tensor, latent has
+    `rank` channels and turned has the others.
     """
 
     latent: Tensor

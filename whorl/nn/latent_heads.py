@@ -1,4 +1,4 @@
-"""The up-projection of latent attention, by head: it absorbs queries into the latent space and turns latents to values."""
+"""The up-projection of latent attention, by head: queries are absorbed into the latent space, latents become values."""
 
 from collections.abc import Mapping
 

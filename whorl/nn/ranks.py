@@ -52,9 +52,9 @@ class Ranks:
             unit = aligned
         units = -(-total // unit)  # the last unit may be partial
         if units < self.size:
-            of_size = f" units of {unit}" if unit > 1 else ""
+            of = f" units of {unit}" if unit > 1 else ""
             raise ValueError(
-                f"tensor parallel: {what}: {units}{of_size} cannot be shared by {self.size} ranks: take {units} or fewer"
+                f"tensor parallel: {what}: {units}{of} cannot be shared by {self.size} ranks: take {units} or fewer"
             )
         first, end = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return slice(first, min(end, total))
