@@ -116,9 +116,8 @@ def values_of(matrix: Any, pick: Pick) -> Tensor:
     scale_index: Any = pick
     if len(matrix.shape) == 2 and rows > 1:
         scale_index, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
-    index_dtype = (
-        torch.int32 if codes.dtype == torch.int32 else torch.uint8
-    )  # as bytes, because not every device can index fp8
+    # Codes are indexed as bytes, because not every device can index fp8.
+    index_dtype = torch.int32 if codes.dtype == torch.int32 else torch.uint8
     selected = codes.view(index_dtype)[pick].view(codes.dtype)
     zeros = None if zeros is None else zeros[scale_index]
     return values(

@@ -53,9 +53,8 @@ class Quantised(Format):
             return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)
-        used, ids_in_used = ids.unique(
-            return_inverse=True
-        )  # only on a CPU, where the number of them needs no synchronisation
+        # `unique` is used only on a CPU, because elsewhere its size would have to come from the device.
+        used, ids_in_used = ids.unique(return_inverse=True)
         chosen = (self.values_of(matrix, used) for matrix in (gate_up, down))
         return ops.experts(x, *chosen, weights, ids_in_used)  # type: ignore[no-any-return]
 
@@ -76,7 +75,7 @@ def entry_parts(matrix: Matrix) -> list[Part]:
 
 
 def part_starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
-    """Return where each part begins in a parameter, by the part's first row in the matrix, and its number of rows.
+    """Return the row of a parameter at which each part begins, by the part's first row in the matrix, and all its rows.
 
     Each part has a row of the parameter for every `size` of its rows; the last may cover fewer.
     """
