@@ -456,7 +456,7 @@ def test_a_subclass_with_its_own_forward_is_not_ours_to_replace() -> None:
 @pytest.mark.parametrize(
     ("family", "asked", "message"),
     [
-        ("qwen3", {"rope": False, "norm": False, "swiglu": False}, "nothing was asked for"),
+        ("qwen3", {"rope": False, "norm": False, "swiglu": False}, "all options are False"),
         ("llama", {"qk_norm_rope": True}, r"LlamaAttention.forward differs in \['k_norm', 'q_norm'\]"),
     ],
 )

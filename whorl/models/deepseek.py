@@ -36,7 +36,7 @@ INDEX_EPS = 1e-6  # epsilon of the norm of the indexer's keys
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(DeepSeekV32Config):
-    """config.json of DeepSeek; has_indexer: True for V3.2, where the others attend to every key."""
+    """config.json of DeepSeek; has_indexer: True for V3.2. V3 and V3.1 have none and attend to every key."""
 
     has_indexer: bool = True
     tie_word_embeddings: ClassVar[bool] = False
@@ -246,9 +246,8 @@ class DeepSeek(llama.Llama):
     ) -> None:
         super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
         first = config.num_hidden_layers
-        self.block_scales = (
-            "ue8m0" if config.has_indexer else "float"
-        )  # scales of the FP8 weights that DeepSeek publishes
+        # The scales of the FP8 weights that DeepSeek publishes.
+        self.block_scales = "ue8m0" if config.has_indexer else "float"
         # Multi-token prediction layers have the numbers after the others.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
 
