@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "endpoints": ({"compile_ranges_endpoints": [0]}, r"compile_ranges_endpoints is \[0\], expected counts"),
     "two names": (
         {"compile_ranges_endpoints": [8], "compile_ranges_split_points": [9]},
-        r"compile_ranges_endpoints is \[8\] and compile_ranges_split_points, its older name, is \[9\]; give only one of them",
+        r"compile_ranges_endpoints is \[8\] and compile_ranges_split_points, its older name, is \[9\]; give only one",
     ),
 }
 

@@ -94,8 +94,8 @@ class TransformersInstallation(Installation):
 
     def __str__(self) -> str:
         rows = Counter((_any_layer(f"{e.path}.{e.name}"), e.why) for e in self.replaced)
-        kept = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
-        lines = [(str(count), where, why) for (where, why), count in (rows + kept).items()]
+        left_alone = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
+        lines = [(str(count), where, why) for (where, why), count in (rows + left_alone).items()]
         widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
         head = f"{_NAME}: {len(self._replaced)} methods replaced"
         return "\n".join([head, *(f"  {n:>{widths[0]}} x {w:<{widths[1]}}  {why}" for n, w, why in lines)])

@@ -105,11 +105,11 @@ class Attention(llama.Normed):
         self.rank, self.turning, self.nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
         self.head_dim = self.nope + self.turning
         width, count, value = config.hidden_size, config.num_attention_heads, config.v_head_dim
-        mine = ranks.share("attention heads", count)
-        self.num_heads = mine.stop - mine.start
+        rank_heads = ranks.share("attention heads", count)
+        self.num_heads = rank_heads.stop - rank_heads.start
 
         def head_range(channels: int) -> tuple[slice]:
-            return (slice(mine.start * channels, mine.stop * channels),)
+            return (slice(rank_heads.start * channels, rank_heads.stop * channels),)
 
         shared = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": self.rank + self.turning}
         self.qkv_a_proj = Linear(width, shared)
@@ -119,7 +119,7 @@ class Attention(llama.Normed):
         )
         self.kv_a_layernorm = RMSNorm(self.rank, config.rms_norm_eps)
         heads = {"count": count, "nope": self.nope, "value": value}
-        self.kv_b_proj = LatentHeads(heads, self.rank, mine=mine, ranks=ranks)
+        self.kv_b_proj = LatentHeads(heads, self.rank, rank_heads=rank_heads, ranks=ranks)
         self.o_proj = Linear(count * value, width, shard="row", parts=head_range(value), ranks=ranks)
         self.indexer = Indexer(config) if config.has_indexer else None
 

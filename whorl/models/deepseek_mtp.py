@@ -45,6 +45,8 @@ class PredictionParts(Module):
 
 
 class Decoder(Module):
+    """The container that gives the layer its number in checkpoints."""
+
     def __init__(self, number: int, parts: PredictionParts) -> None:
         super().__init__()
         self.layers = ModuleDict({str(number): parts})

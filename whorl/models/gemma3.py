@@ -84,6 +84,8 @@ class Ropes:
 
 
 class Attention(qwen3.Attention):
+    """Qwen3's attention with Gemma's scale; local and global layers read different rotary tables."""
+
     plus_one = True
 
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
@@ -98,11 +100,15 @@ class Attention(qwen3.Attention):
 
 
 class MLP(llama.MLP):
+    """Feed-forward network with a GELU gate."""
+
     def gated(self, gate_up: Tensor) -> Tensor:
         return ops.geglu.unchecked(gate_up)  # type: ignore[no-any-return]
 
 
 class Layer(llama.Layer):
+    """A decoder layer with norms before and after attention and the feed-forward part."""
+
     def __init__(self, config: Gemma3Config, layer: int, ranks: Ranks) -> None:
         super().__init__(config, layer, ranks)
         self.pre_feedforward_layernorm = self.norm(config)

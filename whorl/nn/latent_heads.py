@@ -20,13 +20,16 @@ class LatentHeads(Linear):
     quantised values are unpacked once, at loading. Ranks shard the heads.
     """
 
-    def __init__(self, heads: Mapping[str, int], rank: int, *, mine: slice, ranks: Ranks) -> None:
-        """heads: "count" of all ranks together, "nope" and "value" channels of each head; mine: this rank's heads."""
+    def __init__(self, heads: Mapping[str, int], rank: int, *, rank_heads: slice, ranks: Ranks) -> None:
+        """Build the projection for this rank's heads.
+
+        heads: "count" of all ranks together, "nope" and "value" channels of each head; rank_heads: this rank's.
+        """
         self.nope = heads["nope"]
         head_rows = self.nope + heads["value"]
-        rows = slice(mine.start * head_rows, mine.stop * head_rows)
+        rows = slice(rank_heads.start * head_rows, rank_heads.stop * head_rows)
         super().__init__(rank, heads["count"] * head_rows, shard="column", parts=(rows,), ranks=ranks)
-        self.num_heads = mine.stop - mine.start
+        self.num_heads = rank_heads.stop - rank_heads.start
 
     def finish(self) -> None:
         if not isinstance(self.format, Dense):

@@ -40,11 +40,11 @@ class Ranks:
         """The unit of a size that is the rows of one matrix and the columns of another, as in a feed-forward part."""
         return math.lcm(*self.unit)
 
-    def share(self, what: str, total: int, *, unit: int = 1) -> slice:
+    def share(self, name: str, total: int, *, unit: int = 1) -> slice:
         """Return this rank's part of `total` rows, cut at multiples of `unit`.
 
         Parts are equal where that is possible; otherwise they are cut at multiples of 16, for aligned reads, or at any
-        unit where that would leave a rank with nothing. what: the name of the size, for the error. Raises ValueError
+        unit where that would leave a rank with nothing. name: of the size, for the error. Raises ValueError
         when there are fewer units than ranks.
         """
         aligned = math.lcm(unit, 16)
@@ -54,7 +54,7 @@ class Ranks:
         if units < self.size:
             of = f" units of {unit}" if unit > 1 else ""
             raise ValueError(
-                f"tensor parallel: {what}: {units}{of} cannot be shared by {self.size} ranks: take {units} or fewer"
+                f"tensor parallel: {name}: {units}{of} cannot be shared by {self.size} ranks: take {units} or fewer"
             )
         first, end = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return slice(first, min(end, total))

@@ -25,6 +25,7 @@ class Vocabulary(Matrix):
         self.is_embedding, self.is_head = is_embedding, is_head
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings of token_ids [T], [T, width]."""
         if self.ranks.size == 1:
             return self.format.lookup(self, token_ids)
         is_local = (token_ids >= self.start) & (token_ids < self.stop)
@@ -32,6 +33,7 @@ class Vocabulary(Matrix):
         return self.ranks.sum(torch.where(is_local[:, None], rows, 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, size] of hidden states [N, width]."""
         return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size]
 
     def step_bytes(self, batch: int) -> float:

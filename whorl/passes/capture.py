@@ -35,9 +35,8 @@ _CAPTURE = {
 class Compiled:
     """A compiled model; call it like the model it was made from, under torch.no_grad().
 
-    report: the report of the graph captured last; RuntimeError before the first call. reports: those of all captured
-    graphs. last_run: "plain" or "rewritten", the graph that the last call ran. force: set it to one of these two to run
-    that graph whatever the number of tokens, where both were compiled.
+    reports: the reports of all captured graphs. last_run: "plain" or "rewritten", the graph that the last call ran.
+    force: set it to one of these two to run that graph whatever the number of tokens, where both were compiled.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class Compiled:
 
     @property
     def report(self) -> Report:
+        """The report of the graph captured last; raises RuntimeError before the first call."""
         if not self.reports:
             raise RuntimeError("no graph has been captured yet: call the compiled model first")
         return self.reports[-1]

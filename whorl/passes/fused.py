@@ -22,6 +22,7 @@ CUDA, NPU = BACKENDS["triton"].home, BACKENDS["torch_npu"].home
 
 
 def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    """Return the fused call of x [T, K] @ weight [K, N] and a reduce-scatter over the group, or None."""
     world = collectives.group_size(group)
     if _uses_symmetric_memory(x, group) and x.shape[0] and not x.shape[0] % world:
         return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", 0, group)
@@ -31,6 +32,7 @@ def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor
 
 
 def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) -> Callable[[], list[Tensor]] | None:
+    """Return the fused call of an all-gather of x and its products with each weight, or None."""
     world = collectives.group_size(group)
     if tokens != world * x.shape[0] or not tokens:
         return None
@@ -42,6 +44,7 @@ def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) ->
 
 
 def all_reduce(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    """Return the fused call of x [T, K] @ weight [K, N] and an all-reduce over the group, or None."""
     if x.device.type != NPU or _limit(mm_all_reduce_limit, x, weight, collectives.group_size(group)) is not None:
         return None
     return lambda: npu_all_reduce(x, weight, communicator(group))

@@ -37,6 +37,7 @@ class SequenceParallelPass(CustomGraphPass):
 
     @property
     def report(self) -> Report:
+        """The report of the graph rewritten last; raises RuntimeError if none was."""
         if not self.reports:
             raise RuntimeError(self.left_as_is or "the pass has not run yet: call the compiled model first")
         return self.reports[-1]

@@ -100,6 +100,7 @@ class _Spread:
         self.spread: dict[Node, Any] = {}
 
     def over_all_rows(self, x: Any) -> Any:
+        """Return x over all rows; x itself if it has no row dim."""
         if not is_tensor(x) or value(x).dim() <= self.features:  # it has no row dim: every row reads the same
             return x
         if x not in self.spread:

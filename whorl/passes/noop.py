@@ -18,6 +18,7 @@ ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default
 
 
 def has_shape_of(node: Node, other: Node) -> bool:
+    """Return whether two nodes are known to have the same shape."""
     a, b = value(node), value(other)
     return len(a.shape) == len(b.shape) and all(same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
 

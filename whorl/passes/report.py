@@ -111,9 +111,11 @@ class Report:
         return asdict(self) | derived
 
     def json(self) -> str:
+        """Return the report as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def describe_unproven(self) -> str:
+        """Return a sentence on the inputs whose equality on all ranks is not proven."""
         return (
             f"Inputs of one repeated value, which does not prove that ranks have the same: {', '.join(self.unproven)}; "
             "if they are the same, make the first call with real values"

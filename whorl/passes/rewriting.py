@@ -35,6 +35,7 @@ class Rewrite:
 
     @property
     def size(self) -> int:
+        """The number of ranks of the group."""
         return self.report.size
 
     @property

@@ -91,6 +91,7 @@ def product(sizes: Sequence[Any]) -> Any:
 
 
 def name_of(target: Any) -> str:
+    """Return the name of an operator, for messages."""
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
@@ -108,6 +109,7 @@ def plan_for(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
 
 
 def is_pointwise(target: Any) -> bool:
+    """Return whether an operator works element by element and is not random."""
     if target in RULES:
         return RULES[target] is _pointwise
     return (
