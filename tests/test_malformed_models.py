@@ -402,9 +402,9 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_longer_than_the_model_was_made_for(folder: Path) -> None:
-    with pytest.raises(ValueError, match="max_length is 257, and the model was made for 256 tokens"):
+    with pytest.raises(ValueError, match="sequences of 257 tokens are too long: the model was made for 256"):
         load(folder, max_length=257)
-    with pytest.raises(ValueError, match="of 1000 tokens were asked for"):
+    with pytest.raises(ValueError, match="of 1000 tokens are too long"):
         LLM(folder, tokenizer=object(), device="cpu", max_model_len=1000)  # type: ignore[arg-type]
     assert load(folder, max_length=256).max_length == 256
     configure(folder, rope_scaling={"rope_type": "dynamic", "factor": 4.0})  # made to be stretched

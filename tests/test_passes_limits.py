@@ -261,7 +261,7 @@ def test_collectives_of_every_kind_are_in_the_report() -> None:
     report = rewritten(function, X).meta["report"]
     found = {c.kind: c.reason for c in report.collectives}
     assert found["reduce_scatter"].startswith("the model itself scatters here")
-    assert "moves rows between ranks" in found["all_to_all"]
+    assert "exchanges rows between ranks" in found["all_to_all"]
     assert "it is over group" in found["all_gather"]
     row = 4 * C
     assert report.bytes_before() == 6 * row + 3 * row + 3 * row

@@ -32,7 +32,7 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 class Normed(Module):
     """A part of a layer that is called with the norm before it, which may be fused into the part's first product."""
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the part's output for norm(x + residual), and that sum; arguments: the part's other inputs."""
         x, residual = norm(x, residual)
         return self(x, *arguments), residual
@@ -98,8 +98,8 @@ class Attention(Normed):
     def forward(self, x: Tensor, mix: "Mix") -> Tensor:
         return self.o_proj(mix(self, self.qkv_proj(x)))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        qkv, _, residual = self.qkv_proj.after(norm, x, residual)
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        qkv, _, residual = self.qkv_proj.after_norm(norm, x, residual)
         (mix,) = arguments
         return self.o_proj(mix(self, qkv)), residual
 
@@ -124,8 +124,8 @@ class MLP(Normed):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(self.gate_up_proj(x)))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        gate_up, _, residual = self.gate_up_proj.after(norm, x, residual)
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        gate_up, _, residual = self.gate_up_proj.after_norm(norm, x, residual)
         return self.down_proj(self.gated(gate_up)), residual
 
 
@@ -151,8 +151,8 @@ class Layer(Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         """Run the layer; the residual is returned beside x and added by the next norm, which reads both anyway."""
-        x, residual = self.self_attn.after(self.input_layernorm, x, residual, mix)
-        return self.mlp.after(self.post_attention_layernorm, x, residual)
+        x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
+        return self.mlp.after_norm(self.post_attention_layernorm, x, residual)
 
 
 class Decoder(Module):

@@ -135,8 +135,8 @@ class MoE(llama.Normed):
     def forward(self, x: Tensor) -> Tensor:
         return self._route(x, self.gate(x))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        logits, x, residual = self.gate.after(norm, x, residual)
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        logits, x, residual = self.gate.after_norm(norm, x, residual)
         return self._route(x, logits), residual
 
     def _route(self, x: Tensor, logits: Tensor) -> Tensor:

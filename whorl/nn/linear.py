@@ -57,7 +57,7 @@ class Linear(Matrix):
         y = self.ranks.sum(self.format.linear(self, x, None))
         return y if self.bias is None else y + self.bias
 
-    def after(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def after_norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the product of norm(x + residual), that norm and that sum, in one kernel where there is one.
 
         It is not for layers whose output is summed over ranks, because their input is a shard.
