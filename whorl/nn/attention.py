@@ -28,8 +28,8 @@ class Rope:
         limit = config.table_rows
         if max_length is not None and max_length > limit and not config.depends_on_length:
             raise ValueError(
-                f"sequences of {max_length} tokens are too long: the model was made for {limit}; use at most {limit}, or "
-                f"give config.json a rope scaling (YaRN) that reaches further"
+                f"sequences of {max_length} tokens are too long: the model was made for {limit}; use at most {limit}, "
+                f"or give config.json a rope scaling (YaRN) that reaches further"
             )
         if (max_length or limit) > LONGEST:
             raise ValueError(f"config.json: {limit} positions; give a max_length of at most {LONGEST}")
