@@ -102,22 +102,23 @@ class Compiled:
             return aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())(gm, example_inputs)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inputs: list[Input]) -> Callable[..., Any]:
+        """Compile the plain graph, the rewritten graph, or both, as the number of tokens needs."""
         layouts = name_inputs(gm, inputs)
         plain = order_sums(gm, self.config)
         source, mode = (gm, None) if self.backend == "eager" else retrace(gm, collectives.group_size(self._group()))
-        short = rewrite(source, self.config, inputs=layouts, dump=self._dump_folder())
-        report: Report = short.meta["report"]
+        rewritten_gm = rewrite(source, self.config, inputs=layouts, dump=self._dump_folder())
+        report: Report = rewritten_gm.meta["report"]
         minimum = least_tokens(self.config, report)
         report.min_tokens = "never" if minimum == NEVER else minimum
         self.reports.append(report)
-        tokens = short.meta["tokens"]
-        is_plain = isinstance(tokens, int) and not self._is_short(tokens, minimum)
+        tokens = rewritten_gm.meta["tokens"]
+        is_plain = isinstance(tokens, int) and not self._takes_rewritten(tokens, minimum)
         if is_plain or not report.rewrites or minimum == NEVER:
             return _Single("plain", self._lower(plain, example_inputs), self)
-        rewritten = self._lower(short, None, mode)
+        compiled = self._lower(rewritten_gm, None, mode)
         if isinstance(tokens, int):
-            return _Single("rewritten", rewritten, self)
-        return _Dispatch(self._lower(plain, example_inputs), rewritten, short, self, minimum)
+            return _Single("rewritten", compiled, self)
+        return _Dispatch(self._lower(plain, example_inputs), compiled, rewritten_gm, self, minimum)
 
     def _dump_folder(self) -> Path | None:
         """Return a new folder for each capture and rank, or None when no graphs are written."""
@@ -129,7 +130,8 @@ class Compiled:
     def _group(self) -> str:
         return collectives.group_name(self.config.group)
 
-    def _is_short(self, tokens: int, minimum: int) -> bool:
+    def _takes_rewritten(self, tokens: int, minimum: int) -> bool:
+        """Return whether a call with so many tokens runs the rewritten graph."""
         return tokens >= minimum and (self.config.pad or tokens % collectives.group_size(self._group()) == 0)
 
     def _lower(self, gm: GraphModule, example_inputs: Sequence[Any] | None, mode: Any = None) -> Callable[..., Any]:
@@ -228,8 +230,8 @@ class _Dispatch:
 
     _boxed_call = True
 
-    def __init__(self, plain: Any, short: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
-        self.graphs = {"plain": plain, "rewritten": short}
+    def __init__(self, plain: Any, rewritten: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
+        self.graphs = {"plain": plain, "rewritten": rewritten}
         self.owner, self.minimum = owner, minimum
         self.symbols = _locate_symbols([n for n in gm.graph.nodes if n.op == "placeholder"])
         self.tokens = gm.meta["tokens"].node.expr
@@ -249,7 +251,7 @@ class _Dispatch:
         sizes_of_symbols = dict(zip(self.symbols, sizes, strict=True))
         tokens = int(self.tokens.xreplace(sizes_of_symbols))
         guards_hold = all(bool(guard.xreplace(sizes_of_symbols)) for guard in self.guards)
-        return "rewritten" if guards_hold and self.owner._is_short(tokens, self.minimum) else "plain"
+        return "rewritten" if guards_hold and self.owner._takes_rewritten(tokens, self.minimum) else "plain"
 
 
 def _locate_symbols(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | None]]:

@@ -11,7 +11,7 @@ from .layout import group_of, ours
 from .noop import has_shape_of
 from .placement import Region, explain_cut, find_region, minimum_cut, row_bytes
 from .rewriting import Rewrite
-from .rows import CHUNKS, Features, Rows, label, product, same, value
+from .rows import LOCAL_ROWS, Features, Rows, label, product, same, value
 
 aten = torch.ops.aten
 MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message cost more than 8 bits save
@@ -61,6 +61,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def _place(state: Rewrite, region: Region) -> int:
+    """Cut one region and write its local nodes. Returns how many operators now run on a rank's rows."""
     cut = minimum_cut(region, lambda node, lead: gathered_row_bytes(state, node, lead))
     local_nodes = set(cut.local)
     unchanged = [r for r in region.roots if r in cut.gathered and not _has_local_users(r, region, local_nodes)]
@@ -76,7 +77,7 @@ def _place(state: Rewrite, region: Region) -> int:
 
 
 def _has_local_users(node: Node, region: Region, local: set[Node]) -> bool:
-    return any(u in local or u in region.chunks for u in node.users)
+    return any(u in local or u in region.local_rows for u in node.users)
 
 
 class _RowWriter:
@@ -91,11 +92,11 @@ class _RowWriter:
 
     def emit(self, gathered: set[Node]) -> None:
         graph = self.state.graph
-        order = [n for n in graph.nodes if n in self.local or n in self.region.chunks]
+        order = [n for n in graph.nodes if n in self.local or n in self.region.local_rows]
         for node in order:
             with graph.inserting_before(node):
-                if node in self.region.chunks:
-                    self._chunk(node)
+                if node in self.region.local_rows:
+                    self._replace_local_rows(node)
                     continue
                 self.shards[node] = self._shard(node)
                 if node in gathered:
@@ -146,12 +147,14 @@ class _RowWriter:
         self.state.placed[full] = (row_bytes(full, 1), reason)
         if lead != 1:
             full = edit.reshape(full, value(node).shape, like=node)
-        node.replace_all_uses_with(full, delete_user_cb=lambda u: u not in self.local and u not in self.region.chunks)
+        node.replace_all_uses_with(
+            full, delete_user_cb=lambda u: u not in self.local and u not in self.region.local_rows
+        )
 
-    def _chunk(self, node: Node) -> None:
-        """Replace a chunk of a sharded value by the shard itself.
+    def _replace_local_rows(self, node: Node) -> None:
+        """Replace a node that takes this rank's rows of a sharded value by the shard itself.
 
-        Padding rows must read zero, as they do in a chunk.
+        Padding rows must read zero, as they do in the node's output.
         """
         source: Any = node.args[0]
         if source not in self.shards:
@@ -197,7 +200,7 @@ def fold(state: Rewrite) -> int:
     count = 0
     for node in list(state.graph.nodes):
         source: Any = node.args[0] if node.args else None
-        if node.target in CHUNKS and _is_gather(source, state.group) and group_of(node) == state.group:
+        if node.target in LOCAL_ROWS and _is_gather(source, state.group) and group_of(node) == state.group:
             _skip_gather(state, node, source)
             count += 1
     for node in list(state.graph.nodes):
@@ -216,13 +219,14 @@ def _is_gather(node: Any, group: str) -> bool:
     return isinstance(node, Node) and node.target is ours.all_gather.default and group_of(node) == group
 
 
-def _skip_gather(state: Rewrite, chunk: Node, gather: Node) -> None:
+def _skip_gather(state: Rewrite, local_rows: Node, gather: Node) -> None:
+    """Replace this rank's rows of a gather by the shard that was gathered."""
     shard: Any = gather.args[0]
-    with state.graph.inserting_before(chunk):
+    with state.graph.inserting_before(local_rows):
         if shard.target is not ours.ordered_reduce_scatter.default:
-            shard = state.editor.call(ours.zero_padding.default, shard, gather.args[1], state.group, like=chunk)
-    chunk.replace_all_uses_with(shard)
-    state.graph.erase_node(chunk)
+            shard = state.editor.call(ours.zero_padding.default, shard, gather.args[1], state.group, like=local_rows)
+    local_rows.replace_all_uses_with(shard)
+    state.graph.erase_node(local_rows)
     state.local_roots |= {gather} & set(state.roots)
     if not gather.users:
         state.graph.erase_node(gather)

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from whorl import collectives
 
-from .rows import CHUNKS, is_registered
+from .rows import LOCAL_ROWS, is_registered
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl
@@ -93,7 +93,7 @@ def _layout(node: Node, group: str, known: Mapping[Node, Layout]) -> Layout:
     layouts = [known[a] for a in node.all_input_nodes]
     if target in REPLICATING and covers(group_of(node), group):
         return Layout.REPLICATED
-    if target in REDUCE_SCATTERS | CHUNKS:
+    if target in REDUCE_SCATTERS | LOCAL_ROWS:
         return Layout.SHARDED if group_of(node) == group else Layout.VARYING
     if target is c10d.wait_tensor.default:
         return layouts[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .layout import Layout
-from .rows import CHUNKS, Plan, is_tensor, label, plan_for, product, same, value
+from .rows import LOCAL_ROWS, Plan, is_tensor, label, plan_for, product, same, value
 
 # Weight of a byte that crosses the cut. A gather itself weighs 1, so that of two cuts with equal bytes the one with
 # fewer messages wins. Weights are integers, so that every rank computes the same cut.
@@ -26,7 +26,7 @@ class Region:
     roots: list[Node]
     shardable: dict[Node, int] = field(default_factory=dict)
     plans: dict[Node, Plan] = field(default_factory=dict)
-    chunks: list[Node] = field(default_factory=list)  # nodes that take a rank's rows of a shardable value
+    local_rows: list[Node] = field(default_factory=list)  # nodes that take a rank's rows of a shardable value
     misses: dict[Node, str] = field(default_factory=dict)  # consumers that need all rows, and why
 
 
@@ -38,8 +38,8 @@ def find_region(graph: Graph, tokens: Any, roots: list[Node], layouts: Mapping[N
             continue
         if node.op == "output":
             region.misses[node] = "the graph returns it, and outputs are not sharded"
-        elif _is_chunk(node, group, region.shardable):
-            region.chunks.append(node)
+        elif _takes_local_rows(node, group, region.shardable):
+            region.local_rows.append(node)
         else:
             plan = _plan(node, region, layouts)
             if isinstance(plan, str):
@@ -49,12 +49,13 @@ def find_region(graph: Graph, tokens: Any, roots: list[Node], layouts: Mapping[N
     return region
 
 
-def _is_chunk(node: Node, group: str, shardable: Mapping[Node, int]) -> bool:
+def _takes_local_rows(node: Node, group: str, shardable: Mapping[Node, int]) -> bool:
     source: Any = node.args[0] if node.args else None
-    return node.target in CHUNKS and group in node.args and shardable.get(source) == 1
+    return node.target in LOCAL_ROWS and group in node.args and shardable.get(source) == 1
 
 
 def _plan(node: Node, region: Region, layouts: Mapping[Node, Layout]) -> Plan | str:
+    """Return how a node runs on a rank's rows, or the reason why it cannot."""
     for argument in node.all_input_nodes:
         layout = layouts.get(argument)
         if argument not in region.shardable and layout is not Layout.REPLICATED:
@@ -70,7 +71,7 @@ def _plan(node: Node, region: Region, layouts: Mapping[Node, Layout]) -> Plan | 
         if not same(product(output.shape[: plan.lead]), region.tokens):
             return "an output has another number of rows"
         if not all(isinstance(size, int) for size in output.shape[plan.lead :]):
-            return "its feature dims are not known numbers"
+            return "the sizes of its feature dims are not constants"
     return plan
 
 
@@ -105,7 +106,7 @@ def minimum_cut(region: Region, moved: Callable[[Node, int], int]) -> Cut:
         for user in node.users:
             if user in region.shardable:
                 flow.add_edge((node.name, "out"), (user.name, "in"))
-            elif user not in region.chunks:
+            elif user not in region.local_rows:
                 flow.add_edge((node.name, "out"), "end")
     if "end" not in flow:
         return Cut(list(region.shardable), [])

@@ -311,7 +311,7 @@ def _reshape(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
         return "it mixes tokens and features"
     lead = shardable[source] if shardable[source] in possible_leads else possible_leads[0]
     if not all(isinstance(size, int) and size for size in shape[lead:]):
-        return "its feature dims are not known numbers"
+        return "the sizes of its feature dims are not constants"
     return Plan(lead, (Rows(source, shardable[source]), [-1, *shape[lead:]]), target=aten.reshape.default)
 
 
@@ -327,7 +327,7 @@ def _expand(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     if len(shape) != value(source).dim() or not _has_rows(node, lead, tokens):
         return "it expands the token dims"
     if not all(isinstance(size, int) for size in shape[lead:]):
-        return "its feature dims are not known numbers"
+        return "the sizes of its feature dims are not constants"
     return Plan(lead, (Rows(source, lead), [-1, *shape[lead:]]), target=aten.expand.default)
 
 
@@ -450,4 +450,4 @@ def _register_whorl_operators() -> None:
 _register_whorl_operators()
 
 # Operators that return this rank's rows of a full tensor.
-CHUNKS: set[Any] = {collectives.local_rows._opoverload}
+LOCAL_ROWS: set[Any] = {collectives.local_rows._opoverload}

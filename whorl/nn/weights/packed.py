@@ -128,10 +128,7 @@ class Packed(Quantised):
         else:
             groups = groups if groups.dim() == 1 else groups[pick]
             index = groups.long().unsqueeze(-2).expand(*scales.shape[:-1], columns)
-            scales, zeros = (
-                scales.gather(-1, index),
-                None if zeros is None else zeros.gather(-1, index),
-            )
+            scales, zeros = scales.gather(-1, index), None if zeros is None else zeros.gather(-1, index)
         middle = 1 << (self.bits - 1)
         values = (codes.float() - (middle if zeros is None else zeros)) * scales
         return values.view(*values.shape[: len(matrix.shape) - 1], columns).to(matrix.dtype)

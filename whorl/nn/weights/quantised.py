@@ -63,6 +63,7 @@ class Quantised(Format):
 
 
 def tiles(count: int, size: int) -> Iterator[slice]:
+    """Return slices of `size` that cover `count`."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
@@ -75,9 +76,10 @@ def entry_parts(matrix: Matrix) -> list[Part]:
 
 
 def part_starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
-    """Return the row of a parameter at which each part begins, by the part's first row in the matrix, and all its rows.
+    """Return the row of a parameter at which each part begins, and the number of its rows.
 
-    Each part has a row of the parameter for every `size` of its rows; the last may cover fewer.
+    Each part has a row of the parameter for every `size` of its rows; the last may cover fewer. The beginnings are
+    keyed by the part's first row in the matrix.
     """
     starts, total = {}, 0
     for part in entry_parts(matrix):
